@@ -70,8 +70,7 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
     """Declare a message.
 
     Args:
-        kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
-            Requests, parts of messages and states have none.
+        kind: The Flower message type that it answers, such as ``query.statistics``; a request, part or state has none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
         public: Each site may send it in the clear where all else is masked.
     """
@@ -352,10 +351,7 @@ def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | None:
-    """The arrays of an answer before there is one; None where a length or a name is not known.
-
-    Arrays of the request that are sent back have the shapes they came with.
-    """
+    """The arrays of an answer before there is one, those sent back as they came; None where a length is not known."""
     cells: Layout = []
     for spec in _fields(cls):
         if spec.form == "array" and not spec.optional:

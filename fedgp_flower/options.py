@@ -6,7 +6,11 @@ A method brings its table (``sgpr.exchanges``) as a subclass of :class:`MethodOp
 from __future__ import annotations
 
 import ast
+import inspect
+import itertools
+import textwrap
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
@@ -39,6 +43,19 @@ class Section(BaseModel):
         alias_generator=_dashed,
         populate_by_name=False,
     )
+
+
+@cache
+def meanings(section: type[Section]) -> dict[str, str]:
+    """The docstring below each field: read from the source, which takes a site longer than its answer."""
+    found: dict[str, str] = {}
+    for parent in reversed([parent for parent in section.__mro__ if issubclass(parent, Section)]):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
+        for field, below in itertools.pairwise(getattr(tree, "body", ())):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.replace("``", "`").split())
+    return found
 
 
 class Basic:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, cast
 
@@ -23,17 +23,25 @@ import numpy as np
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.messages import LATENTS, Factors, LogLikelihood, Marginal, NaturalParameters, Predictive
-from fedgp_flower.methods.pvi.model import ALPHA, divergence, prediction_draws, sparse_model
+from fedgp_flower.methods.pvi.messages import (
+    LATENTS,
+    Factors,
+    LogLikelihood,
+    Marginal,
+    Marginals,
+    NaturalParameters,
+    Predictive,
+)
+from fedgp_flower.methods.pvi.model import ALPHA, SparseModel, factors_of, prediction_draws
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, names_of, saved_arrays
-from fedgp_flower.methods.pvi.state import Product, forget, merge, without
+from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, saved_arrays
+from fedgp_flower.methods.pvi.state import forget, merge, of_function, without
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.pooled_bound import LOCATIONS
 from strategies.pvi_updates import (
-    Agreement,
+    AgreedParameters,
     LocalOptimum,
     Proposal,
     PVIState,
@@ -42,6 +50,7 @@ from strategies.pvi_updates import (
     averaged,
     marginals,
     product,
+    standard_normal,
 )
 from strategies.server.checkpoint import STATE
 from strategies.server.questions import (
@@ -125,17 +134,14 @@ def fold(
 
 
 def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
-    """The sites that are visited next; asynchronously, idle sites in turn, up to the number that may work at once."""
+    """The sites that are visited next: one in turn, all, or as many idle ones in turn as may work at once."""
     record, generator = state.record, np.random.default_rng([plan.seed, roster.round, *b"order"])
-    if plan.schedule != "asynchronous":
-        return next_sites(plan, due(plan, roster.sites, record.visits), record.attempts, generator)
-    chosen: list[str] = []
+    if plan.schedule == "synchronous":
+        return sorted(due(plan, roster.sites, record.visits))
+    if plan.schedule == "sequential":
+        return in_turn(plan, due(plan, roster.sites, record.visits), record.attempts, 1, generator)
     room = (plan.concurrency or len(roster.sites)) - len(roster.busy)
-    idle = set(roster.sites) - set(roster.busy)
-    while len(chosen) < room and idle:
-        chosen += next_sites(replace(plan, schedule="sequential"), list(idle), record.attempts, generator)
-        idle.remove(chosen[-1])
-    return chosen
+    return in_turn(plan, set(roster.sites) - set(roster.busy), record.attempts, room, generator)
 
 
 def due(plan: Plan, sites: Sequence[str], visits: Mapping[str, int]) -> list[str]:
@@ -143,26 +149,22 @@ def due(plan: Plan, sites: Sequence[str], visits: Mapping[str, int]) -> list[str
     return [site for site in sites if not plan.passes or visits.get(site, 0) < plan.passes]
 
 
-def next_sites(
-    plan: Plan, sites: Sequence[str], attempts: Mapping[str, int], generator: np.random.Generator
+def in_turn(
+    plan: Plan, sites: Collection[str], attempts: Mapping[str, int], number: int, generator: np.random.Generator
 ) -> list[str]:
-    """The sites of the next round by name; a sequential round has one of those whose visits were begun least often."""
-    allowed = sorted(sites)
-    if not allowed:
-        return []
-    if plan.schedule == "synchronous":
-        number = max(1, math.floor(plan.fraction * len(allowed)))
-        return sorted(generator.choice(allowed, size=number, replace=False).tolist())
-    fewest = min(attempts.get(site, 0) for site in allowed)
-    least = [site for site in allowed if attempts.get(site, 0) == fewest]
-    return [str(generator.choice(least)) if plan.order == "random" else least[0]]
+    """So many of the sites, those first whose visits were begun least often; among equals by name or by chance."""
+    left, chosen = sorted(sites), list[str]()
+    while left and len(chosen) < number:
+        fewest = min(attempts.get(site, 0) for site in left)
+        least = [site for site in left if attempts.get(site, 0) == fewest]
+        chosen.append(str(generator.choice(least)) if plan.order == "random" else least[0])
+        left.remove(chosen[-1])
+    return chosen
 
 
 def damping_of(plan: Plan, num_participants: int) -> float:
     """ρ of a merge of ``num_participants`` sites (asynchronous: of all sites that are being visited at once)."""
-    if plan.damping > 0:
-        return plan.damping
-    return 1.0 if plan.schedule == "sequential" else 1.0 / num_participants
+    return plan.damping or (1.0 if plan.schedule == "sequential" else 1.0 / num_participants)
 
 
 # ---- Forgetting a site ----------------------------------------------------------------------------------------------
@@ -195,19 +197,15 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
 
 def begin(first: Mapping[str, AnyShape], options: PVIOptions, rows: Mapping[str, int]) -> PVIState:
     """Before the first round: N(0, I) of every block in the product; Z and β outside of it begin as points."""
-    priors = {
-        name: NaturalParameters.of(DiagonalGaussian.standard(first[name].size))
-        for name in options.product
-        if name in LATENTS
-    }
+    blocks = {name: DiagonalGaussian.standard(first[name].size) for name in LATENTS if name in options.product}
+    priors = {name: NaturalParameters.of(block) for name, block in blocks.items()}
     if options.linear:
-        size = len(first["inducing"])
-        priors["whitened"] = NaturalParameters(np.zeros(size), -0.5 * np.eye(size))
+        priors["whitened"] = standard_normal(len(first["inducing"]))
     points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
     return PVIState(priors, shared=points, first=first, rows=rows)
 
 
-def free_energy(state: PVIState, request: Any, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
+def free_energy(state: PVIState, request: object, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
     """F = Σ_k E_q log p(y_k | f) less the divergences from the prior, in nats, where every site with a factor answers.
 
     The divergence of q(Z) counts α times.
@@ -261,12 +259,11 @@ class PVI(FederatedStrategy[PVIState]):
         return replace(plan, damping=plan.damping or 1.0) if self.agreement else plan
 
     @property
-    def agreement(self) -> Agreement | None:
+    def agreement(self) -> AgreedParameters | None:
         """The rounds that agree on Z and β before the first visit, where sites do not refine them."""
         if self.options is not self.table or not self.table.agrees:  # models of weights have other options
             return None
-        preparation = self.preparation
-        return Agreement.of(self.config, preparation.training_target, self.table.exchanges)
+        return AgreedParameters.of(self.config, self.preparation.training_target, self.table.exchanges)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """The first Z from federated statistics, the same for all sites; nothing is known of the function yet."""
@@ -281,8 +278,7 @@ class PVI(FederatedStrategy[PVIState]):
         """A round that agrees on Z and β, until only the rounds of one visit each are left; or a visit."""
         if self.agreement and not state.values:
             left = self.planned_rounds - roster.round + 1
-            together = self.plan.schedule == "synchronous"
-            needed = math.ceil(1 / self.plan.fraction) if together else len(roster.sites)
+            needed = 1 if self.plan.schedule == "synchronous" else len(roster.sites)
             if left > needed and not self.agreement.finished(state):
                 return (yield from self.agreement.one_round(state, roster))
             pooled = yield from self.agreement.pooled(state, roster)
@@ -294,7 +290,8 @@ class PVI(FederatedStrategy[PVIState]):
         """What a site is asked on a visit."""
         if self.agreement:
             return (yield from self.agreement.update(state, roster))
-        return LocalOptimum(self.table.function, {name: self.table.kind(name) for name in LATENTS}, self.table.tied)
+        averaged = ("inducing",) if self.table.averages else ()
+        return LocalOptimum(self.table.function, averaged, self.table.tied)
 
     def finished(self, state: PVIState) -> bool:
         """Whether the plan visits no site any more, or visits change nothing."""
@@ -312,25 +309,23 @@ class PVI(FederatedStrategy[PVIState]):
         """q(Z), q(β) and the factors; at an agreed Z and β their product, before the first visit what totals say."""
         facts = asdict(state.record) | {"factors": factor_strengths(state), "damping": self.plan.damping}
         if self.agreement:
-            q = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
-            facts |= {"num_inducing": len(q.mean)} | ({"exchanges": state.sgpr.exchanges} if state.sgpr else {})
-            return Predicted(Predictive(agreed=q), self.agreement.saved(q), facts)
-        request, section = predictive(state), self.config.model
-        names = names_of(section, state.first["inducing"].shape[1])
-        assert request.q is not None
-        known = lengthscales_of(request.q.hyper, names)
-        relevance = lengthscale_facts(*known, "q(β), which all sites have refined")
-        arrays, meanings = saved_arrays(request, state.first["inducing"].shape[1], names, tied=self.table.tied)
+            pooled = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
+            facts |= {"num_inducing": len(pooled.mean)} | ({"exchanges": state.sgpr.exchanges} if state.sgpr else {})
+            return Predicted(Predictive(agreed=pooled), self.agreement.saved(pooled), facts)
+        section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
+        names = SparseModel(section, num_inputs).names
+        relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), which all sites have refined")
+        arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.table.tied)
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
-        return Predicted(request, saved, facts | {"version": state.version, "relevance": relevance})
+        return Predicted(Predictive(q, factors), saved, facts | {"version": state.version, "relevance": relevance})
 
     def public(self, state: PVIState) -> NamedArrays:
         """All that predicts, once there is a factor."""
         if self.agreement:
             return encode(product(state)) if state.values else {}
-        return encode(predictive(state))
+        return encode(Predictive(*parts_of(state)))
 
     def require_training(self) -> None:
         """Without a factor the posterior would be the prior.
@@ -354,19 +349,18 @@ class PVI(FederatedStrategy[PVIState]):
         del roster
         if self.agreement:
             return {}
-        request = predictive(state)
-        assert request.q is not None
-        latents = request.q.latents()
-        model = sparse_model(self.config.model, state.first["inducing"].shape[1])
-        draws = prediction_draws(latents, model, PREDICTION_DRAWS, self.config.seed)
-        kl = {"kl_function": divergence(model, draws, request.factors.factors(tied=self.table.tied))}
-        for name, latent in zip(LATENTS, (latents.inducing, latents.hyper), strict=True):
+        q, factors = parts_of(state)
+        model = SparseModel(self.config.model, state.first["inducing"].shape[1])
+        draws = prediction_draws(q, model, PREDICTION_DRAWS, self.config.seed)
+        function = draws.product(factors_of(factors, tied=self.table.tied))
+        kl = {"kl_function": float(function.kl(draws.prior()).mean())}
+        for name, latent in zip(LATENTS, (q.inducing, q.hyper), strict=True):
             kl[f"kl_{name}"] = 0.0
-            if isinstance(latent, DiagonalGaussian):
-                kl[f"kl_{name}"] = float(latent.kl(DiagonalGaussian.standard(latent.size)))
-        return (yield from free_energy(state, request, kl))
+            if latent.value is None:
+                kl[f"kl_{name}"] = float(latent.natural().gaussian.kl(DiagonalGaussian.standard(latent.size)))
+        return (yield from free_energy(state, Predictive(q, factors), kl))
 
 
-def predictive(state: Product) -> Predictive:
+def parts_of(state: PVIState) -> tuple[Marginals, Factors]:
     """q(Z), q(β) and the factors of all sites."""
-    return Predictive(marginals(state), Factors.product(part.function for part in state.sites.values()))
+    return marginals(state), of_function(state.sites.values())

@@ -9,30 +9,22 @@ otherwise (Property 3.2).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy import ndarray
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.messages import message
-from fedgp_flower.methods.pvi.messages import (
-    LATENTS,
-    LIMIT,
-    Factors,
-    Marginal,
-    Marginals,
-    NaturalParameters,
-    Refined,
-    Visit,
-)
+from fedgp_flower.methods.pvi.messages import LATENTS, Marginal, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import Contribution, Product, Record, cavity, posterior
+from fedgp_flower.methods.pvi.state import Contribution, Product, Record, cavity, of_function, posterior
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
@@ -71,20 +63,22 @@ class Proposal:
     """New values of latents outside the product."""
 
 
-class Update(Protocol):
+class Update(ABC):
     """What a site is asked on a visit, and how its answer is read."""
 
-    @property
-    def answer(self) -> type[Any]:
-        """The class of an answer."""
+    answer: ClassVar[type[Any]]
+    """The class of an answer."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """Sizes of the answer's dimensions."""
+        return {}
 
+    @abstractmethod
     def request(self, state: PVIState, site: str, plan: Plan) -> Any:
         """The message to a site."""
 
+    @abstractmethod
     def read(self, state: PVIState, site: str, answer: Any) -> Proposal:
         """The proposal in an answer.
 
@@ -110,77 +104,60 @@ def context(state: Product, site: str, plan: Plan) -> dict[str, Gaussian]:
 
 def marginals(state: Product) -> Marginals:
     """q(Z) and q(β); before the first merge they are narrow around where they begin."""
-    known = dict(state.shared)
-    if state.version:
-        for name, block in posterior(state).items():
-            if isinstance(block, DiagonalGaussian) and name in LATENTS:
-                known[name] = Marginal.of(block)
-    narrow = {n: Marginal.narrow(state.first[n].ravel(), FIRST_SCALE) for n in LATENTS if n not in known}
-    return Marginals(**(known | narrow))
+    known = {name: Marginal.of(q) for name, q in posterior(state).items() if state.version and name in LATENTS}
+    known |= state.shared
+    for name in set(LATENTS) - known.keys():
+        mean = state.first[name].ravel()
+        known[name] = Marginal(mean / FIRST_SCALE**2, np.full(len(mean), -0.5 / FIRST_SCALE**2))
+    return Marginals(**known)
 
 
 @dataclass(frozen=True)
-class LocalOptimum:
+class LocalOptimum(Update):
     """The site maximises its local free energy, by the update of the configuration."""
 
     function: str
     """The part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``."""
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    """For each latent ``distribution``, ``average`` or ``fixed``; empty where weights are the model."""
+    averaged: tuple[str, ...] = ()
+    """Latents whose new values an answer holds, for the server to average."""
     tied: bool = False
-    answer: type[Any] = Refined
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    answer = Refined
 
     def request(self, state: PVIState, site: str, plan: Plan) -> Visit:
         """What the others know, and the site's factor to start from."""
-        around = {name: NaturalParameters.of(block) for name, block in context(state, site, plan).items()}
-        if not self.kinds:
-            return Visit(around, NaturalParameters.of(posterior(state)[self.function]))
-        others = [each.function for name, each in state.sites.items() if name != site or not plan.deletion]
-        before = state.sites[site].function if plan.deletion and site in state.sites else None
-        known = {name: around[name] for name in state.prior}
-        q = NaturalParameters.of(posterior(state)["whitened"]) if "whitened" in known else None
-        return Visit(known, q, marginals(state), Factors.product(others), before)
+        around = context(state, site, plan)
+        known = {name: NaturalParameters.of(around[name]) for name in state.prior}
+        q = NaturalParameters.of(posterior(state)[self.function]) if self.function in state.prior else None
+        others = of_function(each for name, each in state.sites.items() if name != site or not plan.deletion)
+        before = of_function([state.sites[site]]) if plan.deletion and site in state.sites else None
+        return Visit(known, q, marginals(state) if state.first else None, others, before)
 
     def read(self, state: PVIState, site: str, answer: Refined) -> Proposal:
         """The factors t̂ₖ of an answer, and the latents that are outside the product."""
-        reasons = [self._latent_misfit(state, name, getattr(answer, name)) for name in LATENTS]
-        if reason := next(filter(None, [self._function_misfit(state, site, answer), *reasons]), None):
-            raise ProtocolError(reason)
-        latents = {name: part for name in LATENTS if (part := getattr(answer, name)) is not None}
-        factors = {name: part.natural() for name, part in latents.items() if name in state.prior}
-        if self.function != "points":
-            factors[self.function] = getattr(answer, self.function)
-        shared = {name: part for name, part in latents.items() if name not in state.prior}
-        return Proposal(Contribution(factors, answer.points), answer.objective, shared)
-
-    def _function_misfit(self, state: PVIState, site: str, answer: Refined) -> str | None:
-        for name in ("points", "values", "whitened", "weights"):
-            if (getattr(answer, name) is not None) != (name == self.function):
-                return f"`{name}` is {'absent' if name == self.function else 'present, expected none'}"
-        if answer.points is not None:
+        expected = {self.function, *self.averaged, *state.prior}
+        if answer.parts.keys() != expected:
+            held, wanted = (", ".join(f"`{name}`" for name in sorted(names)) for names in (answer.parts, expected))
+            raise ProtocolError(f"the answer holds {held}, expected {wanted}")
+        latents = {"inducing": answer.inducing, "hyper": answer.hyper}
+        shared = {name: part for name, part in latents.items() if part and part.value is not None}
+        factors = {name: part.natural() for name, part in latents.items() if part and part.value is None}
+        if function := answer.values or answer.whitened or answer.weights:
+            factors[self.function] = function
+        if odd := shared.keys() & state.prior.keys() or factors.keys() & set(self.averaged):
+            raise ProtocolError(f"`{odd.pop()}`: a value where a distribution is expected, or the other way round")
+        for name, part in (factors | shared).items():
+            known = state.prior.get(name) or state.shared.get(name)
+            size = known.size if known else len(state.first["inducing"])
+            if part.size != size:
+                raise ProtocolError(f"`{name}`: {part.size} entries, expected {size}")
+            if name in state.prior and factors[name].eta2.shape != state.prior[name].eta2.shape:
+                raise ProtocolError(f"`{name}.eta2`: shape {factors[name].eta2.shape}, unlike the prior")
+        if answer.points is not None and self.tied:
             weight, rows = float(np.square(answer.points.root).sum()), state.rows[site]
-            heavy = f"`points.root`: pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
-            return heavy if self.tied and weight > HEAVY * rows else None
-        factor: NaturalParameters = getattr(answer, self.function)
-        size = len(state.first["inducing"]) if self.kinds else len(state.prior[self.function].eta1)
-        if len(factor.eta1) != size:
-            return f"`{self.function}`: {len(factor.eta1)} entries, expected {size}"
-        if self.function in state.prior and factor.eta2.ndim != state.prior[self.function].eta2.ndim:
-            return f"`{self.function}.eta2`: {factor.eta2.ndim} dimensions, as the prior has not"
-        return factor.refusal(self.function, diagonal=self.function == "weights", negative=self.function == "whitened")
-
-    def _latent_misfit(self, state: PVIState, name: str, latent: Marginal | None) -> str | None:
-        kind = "absent" if latent is None else "a distribution" if latent.value is None else "a value"
-        expected = {"distribution": "a distribution", "average": "a value"}.get(self.kinds.get(name, ""), "absent")
-        if kind != expected:
-            return f"`{name}` is {kind}, expected {expected}"
-        if latent is None:
-            return None
-        if latent.size != state.first[name].size:
-            return f"`{name}`: {latent.size} entries, expected {state.first[name].size}"
-        large = latent.value is not None and np.abs(latent.value).max() > LIMIT
-        return f"`{name}`: numbers above {LIMIT:g}" if large else None
+            if weight > HEAVY * rows:
+                what = f"pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
+                raise ProtocolError(f"`points.root`: {what}")
+        return Proposal(Contribution(factors, answer.points), answer.objective, shared)
 
 
 def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> PVIState:
@@ -198,11 +175,11 @@ def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> P
 
 
 @dataclass(frozen=True)
-class ExactFactor:
+class ExactFactor(Update):
     """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ²."""
 
     values: Mapping[str, ndarray]
-    answer: type[Any] = SparseStatistics
+    answer = SparseStatistics
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -222,11 +199,11 @@ class ExactFactor:
 
 
 @dataclass(frozen=True)
-class NaturalGradient:
+class NaturalGradient(Update):
     """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m."""
 
     q: PooledPosterior
-    answer: type[Any] = Expectations
+    answer = Expectations
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -244,11 +221,16 @@ class NaturalGradient:
         return Proposal(Contribution({"whitened": factor}), float(answer.fit) / state.rows[site])
 
 
+def standard_normal(size: int) -> NaturalParameters:
+    """N(0, I) of v [M]."""
+    return NaturalParameters(np.zeros(size), -0.5 * np.eye(size))
+
+
 def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
-    """The state at a Z [M, D] and β that all sites share: N(0, I) of v [M], and no factor yet."""
+    """The state at a Z [M, D] and β that all sites share: N(0, I) of v, and no factor yet."""
     locations = values[LOCATIONS]
-    prior = NaturalParameters(np.zeros(len(locations)), -0.5 * np.eye(len(locations)))
-    return replace(state, values=values, prior={"whitened": prior}, first={"inducing": locations})
+    prior = {"whitened": standard_normal(len(locations))}
+    return replace(state, values=values, prior=prior, first={"inducing": locations})
 
 
 def product(state: PVIState) -> PooledPosterior:
@@ -258,47 +240,45 @@ def product(state: PVIState) -> PooledPosterior:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AgreedParameters:
     """Rounds that agree on Z and β: of :mod:`strategies.sgpr` with Gaussian noise, else of :mod:`strategies.svgp`."""
 
-    exact: Problem | None
-    latent: Problem
+    problem: Problem
+    exact: bool
+    """Whether noise is Gaussian."""
 
     @staticmethod
-    def of(config: RunConfig, target: Mapping[str, float], exchanges: int) -> Agreement:
+    def of(config: RunConfig, target: Mapping[str, float], exchanges: int) -> AgreedParameters:
         """At most so many exchanges, each site's first visit among them; 0 is as many as those methods have."""
-        exact = None
-        if config.model.likelihood == "gaussian":
-            exact = Problem(config.model, config.seed, max((exchanges or sgpr.USUAL) - 1, 1))
-        latent = Problem(config.model, config.seed, max((exchanges or svgp.USUAL) - 1, 1), target)
-        return Agreement(exact, latent)
+        exact = config.model.likelihood == "gaussian"
+        most = exchanges or (sgpr.USUAL if exact else svgp.USUAL)
+        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
 
     def start(self, roster: Roster) -> Asking[PVIState]:
         """Z from sketches of all rows, or where inputs lie."""
         if self.exact:
-            return PVIState(sgpr=(yield from sgpr.start(self.exact, roster)))
-        return PVIState(svgp=(yield from svgp.start(self.latent, roster)))
+            return PVIState(sgpr=(yield from sgpr.start(self.problem, roster)))
+        return PVIState(svgp=(yield from svgp.start(self.problem, roster)))
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """A round that improves Z and β."""
-        if self.exact and state.sgpr:
-            point, figures = yield from sgpr.one_round(self.exact, state.sgpr, roster)
+        if state.sgpr:
+            point, figures = yield from sgpr.one_round(self.problem, state.sgpr, roster)
             return replace(state, sgpr=point), figures
         assert state.svgp is not None
-        estimate, figures = yield from svgp.one_round(self.latent, state.svgp, roster)
+        estimate, figures = yield from svgp.one_round(self.problem, state.svgp, roster)
         return replace(state, svgp=estimate), figures
 
     def finished(self, state: PVIState) -> bool:
         """Whether exchanges are used up, or gain nothing."""
-        if self.exact and state.sgpr:
-            return sgpr.finished(self.exact, state.sgpr)
-        assert state.svgp is not None
-        return svgp.finished(self.latent, state.svgp)
+        if state.sgpr:
+            return sgpr.finished(self.problem, state.sgpr)
+        return state.svgp is not None and svgp.finished(self.problem, state.svgp)
 
     def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
         """The posterior of all rows, from totals."""
-        if self.exact and state.sgpr:
-            return (yield from sgpr.posterior(self.exact, state.sgpr, roster))[0]
+        if state.sgpr:
+            return (yield from sgpr.posterior(self.problem, state.sgpr, roster))[0]
         assert state.svgp is not None
         return svgp.posterior(state.svgp)
 
@@ -319,7 +299,7 @@ class Agreement:
 
     def saved(self, q: PooledPosterior) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""
-        return saved(q, self.exact.model) if self.exact else svgp.saved(q, self.latent.model)
+        return saved(q, self.problem.model) if self.exact else svgp.saved(q, self.problem.model)
 
     def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
         """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""

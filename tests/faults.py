@@ -132,6 +132,10 @@ class FaultyGrid(InProcessGrid):
         self.contexts |= {node: InProcessGrid(self.client_app, self.flat, [node_config]).contexts.popitem()[1]}
 
 
+class Killed(BaseException):
+    """Nothing in the program may catch it."""
+
+
 def lost(reply: Message) -> None:
     del reply
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.server.checkpoint import LEAST, Course, rise
+from strategies.server.algorithm import LEAST, Course, rise
 
 SERIES, ROUNDS = 100, 60
 

@@ -21,9 +21,10 @@ import typer
 from fedgp_flower.cli import app
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
+from fedgp_flower.options import meanings
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.keys import docstrings, reference
+from fedgp_flower.run.keys import reference
 from fedgp_flower.run.leaves import WORDS, answers
 from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, option_classes, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config
@@ -208,7 +209,7 @@ def test_the_documents_say_of_every_message_what_leaves_a_site():
 def test_every_rule_of_a_policy_is_documented_with_its_default():
     text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
     told = {row["key"]: (row["default"], row["meaning"]) for row in RULE.finditer(text)}
-    words = docstrings(Policy)
+    words = meanings(Policy)
     expected = {own.alias: (own.default, words[name]) for name, own in Policy.model_fields.items()}
     assert told == {key: (json.dumps(default), said) for key, (default, said) in expected.items()}
 

@@ -12,22 +12,18 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.gp.likelihoods import GaussianNoise, build_point_likelihood
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.messages import Factors
+from fedgp_flower.methods.pvi.messages import Factors, Marginal, Marginals
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
-    InducingFactor,
-    Latents,
-    Natural,
-    Point,
+    GaussianFactor,
     PseudoObservations,
     SparseModel,
     WhitenedGaussian,
+    factors_of,
     local_free_energy,
     predict,
-    product,
     standard_normal,
 )
 from fedgp_flower.methods.pvi.updates import first_factor
@@ -41,24 +37,26 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def make_model(kernel: str = "rbf", likelihood: str = "gaussian") -> SparseModel:
-    section = ModelSection(kernel=kernel, lengthscale=1.5, outputscale=1.3)
-    return SparseModel(BatchedKernel(build_kernel(section, 2)), build_point_likelihood(likelihood, noise=0.2), 2, 1e-10)
+def make_draws(seed: int = 0, kernel: str = "rbf", likelihood: str = "gaussian") -> Draws:
+    section = ModelSection(kernel=kernel, lengthscale=1.5, noise=0.2, likelihood=likelihood, jitter=1e-10)
+    model = SparseModel(section, 2)
+    start = model.initial_hyper()
+    hyper = start + 0.2 * rand(SAMPLES, len(start), seed=seed)
+    return Draws(model, 2 * rand(SAMPLES, INDUCING, 2, seed=seed + 1), hyper)
 
 
-def make_draws(model: SparseModel, seed: int = 0) -> Draws:
-    hyper = model.initial_hyper() + 0.2 * rand(SAMPLES, model.num_hyper, seed=seed)
-    return Draws(2 * rand(SAMPLES, INDUCING, 2, seed=seed + 1), hyper)
+def at_points() -> tuple[Marginals, Draws]:
+    """Z and β as points, and the model there."""
+    model = make_draws().model
+    hyper = Marginal(value=model.initial_hyper().numpy())
+    q = Marginals(Marginal(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)
+    return q, model.at_means(q)
 
 
 def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
     return PseudoObservations(
         rand(size, 2, seed=seed), rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp(), tied
     )
-
-
-def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
-    return product(model.geometry(draws), factors)[0]
 
 
 def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
@@ -73,7 +71,7 @@ def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
     ]
 
 
-def close(left: Natural, right: Natural) -> None:
+def close(left: WhitenedGaussian, right: WhitenedGaussian) -> None:
     torch.testing.assert_close(left.precision, right.precision, **EXACT)
     torch.testing.assert_close(left.shift, right.shift, **EXACT)
 
@@ -101,24 +99,23 @@ def test_hyperparameters_are_logarithms_of_standard_deviations():
     torch.testing.assert_close(hyper[0].exp().sort().values, torch.tensor([2.0, 3.0]).double())
     x = torch.tensor([[[0.0], [1.0]]]).double()
     assert float(kernel.matrix(hyper, x, x)[0, 0, 1]) == pytest.approx(9 * math.exp(-0.5 / 4))
-    assert float(GaussianNoise(noise=0.25).initial.exp()) == pytest.approx(0.5)
+    assert float(SparseModel(ModelSection(noise=0.25), 1).initial_hyper()[-1].exp()) == pytest.approx(0.5)
 
 
 def test_product_is_the_posterior_of_a_linear_gaussian_model():
     """q(u) ∝ N(0, K_zz) ∏ N(K_vz K_zz⁻¹ u; m, S) written with dense inverses, at every sample."""
-    model = make_model()
-    draws, factors = make_draws(model), [dpo(10), dpo(20, 6, tied=False)]
-    geometry, natural = model.geometry(draws), naturals(model, draws, factors)
+    draws, factors = make_draws(), [dpo(10), dpo(20, 6, tied=False)]
+    natural = draws.product(factors)
     for s in range(SAMPLES):
-        beta, z = geometry.hyper[s : s + 1], draws.inducing[s : s + 1]
-        kzz = (geometry.chol @ geometry.chol.mT)[s]
+        beta, z = draws.kernel_hyper[s : s + 1], draws.inducing[s : s + 1]
+        kzz = (draws.chol @ draws.chol.mT)[s]
         precision, shift = kzz.inverse(), torch.zeros(INDUCING).double()
         for factor in factors:
-            b = model.kernel.matrix(beta, z, factor.inputs)[0].mT @ kzz.inverse()
-            noise = 1 / factor.root.square() * (geometry.noise[s] if factor.tied else 1.0)
+            b = draws.model.kernel.matrix(beta, z, factor.inputs)[0].mT @ kzz.inverse()
+            noise = 1 / factor.root.square() * (draws.noise[s] if factor.tied else 1.0)
             precision = precision + b.mT @ (b / noise[:, None])
             shift = shift + b.mT @ (factor.targets / noise)
-        L = geometry.chol[s]
+        L = draws.chol[s]
         torch.testing.assert_close(natural.precision[s], L.mT @ precision @ L, rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(natural.shift[s], L.mT @ shift, rtol=1e-7, atol=1e-7)
 
@@ -126,35 +123,25 @@ def test_product_is_the_posterior_of_a_linear_gaussian_model():
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.permutations(range(4)), st.integers(0, 4))
 def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
-    model = make_model()
-    draws = make_draws(model, seed)
+    draws = make_draws(seed)
     factors = [dpo(seed + 1), dpo(seed + 2, tied=False), dpo(seed + 3, 2), dpo(seed + 4, 3, tied=False)]
-    whole = naturals(model, draws, factors)
-    close(naturals(model, draws, [factors[i] for i in order]), whole)
-    close(naturals(model, draws, [*merged(factors[:cut]), *merged(factors[cut:])]), whole)
+    whole = draws.product(factors)
+    close(draws.product([factors[i] for i in order]), whole)
+    close(draws.product([*merged(factors[:cut]), *merged(factors[cut:])]), whole)
     gained = (whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1)
     assert float(gained.min()) >= 0 < float(gained.max())
 
 
-def test_cavity_times_a_site_s_factor_is_the_product():
-    model = make_model()
-    draws, others, own = make_draws(model), [dpo(1), dpo(5)], dpo(9)
-    geometry = model.geometry(draws)
-    found = product(geometry, others, rand(ROWS, 2))[0].times(own, geometry)
-    close(found, naturals(model, draws, [*others, own]))
-
-
 def test_tied_noise_scales_with_sigma():
-    model = make_model()
-    draws, factor = make_draws(model), dpo(3)
-    one = Draws(draws.inducing[:1], draws.hyper[:1])
+    draws, factor = make_draws(), dpo(3)
+    one = Draws(draws.model, draws.inducing[:1], draws.hyper[:1])
     scaled = PseudoObservations(factor.inputs, factor.targets, factor.root / draws.hyper[0, -1].exp(), tied=False)
-    close(naturals(model, one, [scaled]), naturals(model, one, [factor]))
+    close(one.product([scaled]), one.product([factor]))
 
 
 def test_arrays_of_a_factor_are_bit_exact():
     factor = dpo(3, tied=False)
-    [back] = decode(Factors, encode(Factors.of(factor))).factors(tied=False)
+    [back] = factors_of(decode(Factors, encode(factor.message())), tied=False)
     for name in ("inputs", "targets", "root"):
         assert torch.equal(getattr(back, name), getattr(factor, name))
     assert not back.tied
@@ -162,11 +149,9 @@ def test_arrays_of_a_factor_are_bit_exact():
 
 def test_cpo_is_the_same_function_of_u_at_every_sample():
     """Unwhitened precision minus the prior's is Λ, whatever Z and β."""
-    model = make_model()
-    draws = make_draws(model)
-    root = rand(INDUCING, 2, seed=3)
-    factor = InducingFactor(NaturalGaussian(rand(INDUCING, seed=4), -0.5 * root @ root.mT))
-    L, natural = model.geometry(draws).chol, naturals(model, draws, [factor])
+    draws, root = make_draws(), rand(INDUCING, 2, seed=3)
+    factor = GaussianFactor(NaturalGaussian(rand(INDUCING, seed=4), -0.5 * root @ root.mT))
+    L, natural = draws.chol, draws.product([factor])
     half = torch.linalg.solve_triangular(L.mT, natural.precision - torch.eye(INDUCING), upper=True)
     added = torch.linalg.solve_triangular(L, half, upper=False, left=False)
     torch.testing.assert_close(added, (root @ root.mT).expand_as(added), rtol=1e-7, atol=1e-7)
@@ -175,26 +160,23 @@ def test_cpo_is_the_same_function_of_u_at_every_sample():
 
 
 def test_whitened_kl_is_that_of_torch():
-    model = make_model()
-    draws = make_draws(model)
-    q, p = naturals(model, draws, [dpo(1), dpo(4)]).density(), naturals(model, draws, [dpo(1)]).density()
+    draws = make_draws()
+    q, p = draws.product([dpo(1), dpo(4)]), draws.product([dpo(1)])
     left, right = (MultivariateNormal(g.mean, torch.cholesky_inverse(g.chol)) for g in (q, p))
     torch.testing.assert_close(q.kl(p), kl_divergence(left, right), **EXACT)
 
 
 def test_negative_precision_is_an_error_with_a_remedy():
-    model = make_model()
-    factor = InducingFactor(NaturalGaussian(torch.zeros(INDUCING).double(), 50 * torch.eye(INDUCING).double()))
+    factor = GaussianFactor(NaturalGaussian(torch.zeros(INDUCING).double(), 50 * torch.eye(INDUCING).double()))
     with pytest.raises(NumericsError, match="negative precision"):
-        naturals(model, make_draws(model), [factor]).density()
+        _ = make_draws().product([factor]).chol
 
 
 def test_a_function_that_is_known_to_be_zero_somewhere_is_predicted_there():
     """A linear kernel vanishes at the origin: so do k(x, x) and the variance of f, and σ² is all that is left."""
-    model = make_model("linear")
-    draws = make_draws(model)
+    draws = make_draws(kernel="linear")
     origin, y = torch.zeros(1, 2).double(), torch.zeros(1).double()
-    mixture = predict(model, draws, [dpo(1)], origin, y)
+    mixture = predict(draws, [dpo(1)], origin, y)
     noise = (2 * draws.hyper[:, -1]).exp()
     torch.testing.assert_close(mixture.variances[:, 0], noise, **EXACT)
     density = torch.distributions.Normal(0.0, noise.sqrt()).log_prob(torch.zeros(3).double())
@@ -204,8 +186,7 @@ def test_a_function_that_is_known_to_be_zero_somewhere_is_predicted_there():
 @pytest.mark.parametrize(("variance", "broken"), [(-1e-12, False), (-1e-3, True), (math.nan, True)])
 def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypatch):
     """It is zero then: quadrature over N(0, 0) gives counts of rate 1."""
-    model = make_model("rbf", "poisson")
-    draws, x = make_draws(model), rand(1, 2)
+    draws, x = make_draws(likelihood="poisson"), rand(1, 2)
 
     def rounded(_, projection, prior_variance):
         return torch.zeros_like(prior_variance), torch.full_like(prior_variance, variance)
@@ -213,58 +194,52 @@ def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypat
     monkeypatch.setattr(WhitenedGaussian, "predict", rounded)
     if broken:
         with pytest.raises(NumericsError, match="3 of 3"):
-            predict(model, draws, [dpo(1)], x)
+            predict(draws, [dpo(1)], x)
     else:
-        found = predict(model, draws, [dpo(1)], x)
+        found = predict(draws, [dpo(1)], x)
         torch.testing.assert_close(found.variances[:, 0], torch.ones(SAMPLES).double(), **EXACT)
 
 
 def test_one_pass_of_cpo_factors_is_titsias_in_natural_parameters_of_u():
     """∏ t_k(u) of K sites, each η_k = K⁻¹ K_zx y/σ² and Λ_k = K⁻¹ K_zx K_xz K⁻¹/σ², written with a dense K_zz."""
-    model = make_model()
-    latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
-    draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
+    q, draws = at_points()
     sites = [Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3, 4)]
-    factors = [first_factor(model, data, latents, "cpo") for data in sites]
-    geometry, noise = model.geometry(draws), 0.2
-    kzz = (geometry.chol @ geometry.chol.mT)[0]
+    factors, noise = [first_factor(draws.model, data, q, "cpo") for data in sites], 0.2
+    kzz = (draws.chol @ draws.chol.mT)[0]
     z, x, y = draws.inducing, torch.cat([d.inputs for d in sites]), torch.cat([d.targets for d in sites])
-    kzx = model.kernel.matrix(geometry.hyper, z, x)[0]
+    kzx = draws.model.kernel.matrix(draws.kernel_hyper, z, x)[0]
     near = {"rtol": 1e-8, "atol": 1e-8}
     weights = torch.linalg.solve(kzz, kzx)  # K⁻¹ K_zx
     torch.testing.assert_close(sum(f.natural.eta1 for f in factors), weights @ y / noise, **near)
     precision = weights @ weights.mT / noise
     torch.testing.assert_close(sum(f.natural.precision for f in factors), precision, **near)
-    q = naturals(model, draws, factors).density()
+    pooled = draws.product(factors)
     sigma = kzz + kzx @ kzx.mT / noise
     mean = kzz @ torch.linalg.solve(sigma, kzx @ y) / noise
-    torch.testing.assert_close((geometry.chol @ q.mean[..., None])[0, :, 0], mean, **near)
-    covariance = (geometry.chol @ torch.cholesky_inverse(q.chol) @ geometry.chol.mT)[0]
+    torch.testing.assert_close((draws.chol @ pooled.mean[..., None])[0, :, 0], mean, **near)
+    covariance = (draws.chol @ torch.cholesky_inverse(pooled.chol) @ draws.chol.mT)[0]
     expected = kzz @ torch.linalg.solve(sigma, kzz)
     torch.testing.assert_close(covariance, expected, **near)
 
 
 def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     """Another site changes the cavity, but not the conjugate optimum: a second pass leaves Λ and η as they are."""
-    model = make_model()
-    latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
-    draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
+    q, draws = at_points()
     data, other = (Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
-    own, cavity = (first_factor(model, d, latents, "cpo") for d in (data, other))
+    own, cavity = (first_factor(draws.model, d, q, "cpo") for d in (data, other))
     eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))
-    value = local_free_energy(model, draws, [cavity], InducingFactor(NaturalGaussian(eta1, eta2)), data).sum()
+    value = local_free_energy(draws, [cavity], GaussianFactor(NaturalGaussian(eta1, eta2)), data).sum()
     slopes = torch.autograd.grad(value, (eta1, eta2))
     assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
-    moved = InducingFactor(NaturalGaussian(1.1 * own.natural.eta1, own.natural.eta2))
-    assert float(local_free_energy(model, draws, [cavity], moved, data)) < value.item()
+    moved = GaussianFactor(NaturalGaussian(1.1 * own.natural.eta1, own.natural.eta2))
+    assert float(local_free_energy(draws, [cavity], moved, data)) < value.item()
 
 
 def test_mini_batches_are_unbiased():
-    model = make_model()
-    draws, data = make_draws(model), Data(rand(ROWS, 2, seed=30), rand(ROWS, seed=31))
-    whole = local_free_energy(model, draws, [dpo(1)], dpo(2), data)
+    draws, data = make_draws(), Data(rand(ROWS, 2, seed=30), rand(ROWS, seed=31))
+    whole = local_free_energy(draws, [dpo(1)], dpo(2), data)
     thirds = [
-        local_free_energy(model, draws, [dpo(1)], dpo(2), data.subset(rows), weight=3.0)
+        local_free_energy(draws, [dpo(1)], dpo(2), Data(data.inputs[rows], data.targets[rows]), weight=3.0)
         for rows in torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).chunk(3)
     ]
     torch.testing.assert_close(torch.stack(thirds).mean(0), whole, **EXACT)
@@ -278,11 +253,10 @@ def test_antithetic_samples_have_no_odd_moments():
 
 
 def test_mixture_prediction_is_the_average_density():
-    model = make_model()
-    draws, x, y = make_draws(model), rand(ROWS, 2, seed=40), rand(ROWS, seed=41)
-    mixture = predict(model, draws, [dpo(1)], x, y)
+    draws, x, y = make_draws(), rand(ROWS, 2, seed=40), rand(ROWS, seed=41)
+    mixture = predict(draws, [dpo(1)], x, y)
     singles = [
-        predict(model, Draws(draws.inducing[s : s + 1], draws.hyper[s : s + 1]), [dpo(1)], x, y) for s in range(3)
+        predict(Draws(draws.model, draws.inducing[s : s + 1], draws.hyper[s : s + 1]), [dpo(1)], x, y) for s in range(3)
     ]
     densities = torch.stack([m.log_density().exp() for m in singles]).mean(0)
     torch.testing.assert_close(mixture.log_density(), densities.log(), **EXACT)

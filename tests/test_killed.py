@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, crashed, lost, run
+from faults import Fault, FaultyGrid, Killed, Recorder, crashed, lost, run
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of
 
@@ -23,10 +23,6 @@ from strategies.server import enrolment
 REPEAT = {"round.incomplete": "repeat"}
 ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
 """Their order of merges is that of arrival, which a kill changes."""
-
-
-class Killed(BaseException):
-    """Nothing in the program may catch it."""
 
 
 class DyingGrid(FaultyGrid):

@@ -3,43 +3,32 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from pvi_oracles import collapsed_local_bound, log_normaliser
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.gp.likelihoods import build_point_likelihood, canonical_likelihood
-from fedgp_flower.methods.pvi.linear import (
-    WhitenedRows,
-    analytic_factor,
-    fixed_point,
-    gradient_step,
-    natural_gradient,
-    whitened_rows,
-)
+from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.likelihoods import canonical_likelihood
+from fedgp_flower.methods.pvi.linear import LinearRows, fixed_point, gradient_step
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
-    Latents,
-    Point,
     PseudoObservations,
     SparseModel,
-    divergence,
     expected_fit,
     local_free_energy,
     predict,
-    product,
 )
 from fedgp_flower.methods.pvi.options import PRESETS
 from fedgp_flower.methods.pvi.state import Contribution, cavity, forget, merge, posterior
-from fedgp_flower.methods.pvi_weights.glm import LinearSite, optimum
+from fedgp_flower.methods.pvi_weights.glm import optimum
 from fedgp_flower.options import ModelSection
-from strategies.pvi import damping_of, due, next_sites
+from strategies.pvi import damping_of, next_visits
 from strategies.pvi_updates import PVIState, context
+from strategies.server.questions import Roster
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}  # cond(K_zz) is about 1e3
 NOISE = 0.04
@@ -53,11 +42,11 @@ class Problem:
         self.x = 4 * torch.rand(42, 2, generator=generator, dtype=torch.float64)
         self.y = (self.x.sum(-1)).sin() + NOISE**0.5 * torch.randn(42, generator=generator, dtype=torch.float64)
         self.z = 4 * torch.rand(8, 2, generator=generator, dtype=torch.float64)
-        self.kernel = build_kernel(ModelSection(kernel="rbf", lengthscale=1.2, outputscale=1.5), 2)
-        self.model = SparseModel(BatchedKernel(self.kernel), build_point_likelihood("gaussian", noise=NOISE), 2, 0.0)
+        section = ModelSection(lengthscale=1.2, outputscale=1.5, noise=NOISE, jitter=0.0)
+        self.kernel, self.model = build_kernel(section, 2), SparseModel(section, 2)
         order = torch.randperm(42, generator=generator)
         self.rows = [part.sort().values for part in order.tensor_split(num_sites)]
-        self.draws = Draws(self.z[None], self.model.initial_hyper()[None])
+        self.draws = Draws(self.model, self.z[None], self.model.initial_hyper()[None])
 
     def k(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -83,21 +72,17 @@ class Problem:
         data = self.data(site)
         return PseudoObservations(data.inputs, data.targets, torch.ones(len(data)).double())
 
-    def site(self, site: int, likelihood: str = "gaussian") -> LinearSite:
+    def site(self, site: int, likelihood: str = "gaussian") -> LinearRows:
         """The site's rows as linear functions of the whitened inducing values."""
-        data = self.data(site)
-        a = self.model.geometry(self.draws).project(data.inputs)[0].mT.detach()
-        point = canonical_likelihood(likelihood, NOISE)
-        targets = data.targets if likelihood == "gaussian" else (data.targets > 0).double()
-        return LinearSite(a, targets, point, point.initial)
+        return self.linear(self.rows[site], likelihood)
 
-    def whitened(self, rows: torch.Tensor, likelihood: str) -> WhitenedRows:
-        """Some rows, for the updates at fixed Z and β."""
-        points = Latents(Point(self.z.flatten()), Point(self.model.initial_hyper()))
+    def linear(self, rows: torch.Tensor, likelihood: str) -> LinearRows:
+        """Some rows, with the variance that the inducing values do not explain."""
+        a = self.draws.project(self.x[rows])[0].mT.detach()
+        extra = self.draws.prior_variance(self.x[rows])[0].detach() - a.square().sum(1)
+        point = canonical_likelihood(likelihood, NOISE)
         targets = self.y[rows] if likelihood == "gaussian" else (self.y[rows] > 0).double()
-        found = whitened_rows(self.model, Data(self.x[rows], targets), points)
-        point = build_point_likelihood(likelihood, noise=NOISE)
-        return replace(found, likelihood=point, hyper=point.initial)
+        return LinearRows(a, targets, point, point.initial, extra)
 
     def unwhitened(self, q: NaturalGaussian) -> tuple[torch.Tensor, torch.Tensor]:
         L = torch.linalg.cholesky(self.k(self.z, self.z))
@@ -123,17 +108,17 @@ def assert_same(left, right, **tolerance) -> None:
 
 @pytest.mark.parametrize("preset", ["bcm-same", "bcm-split", "vcl", "streaming-vb"])
 def test_every_one_pass_special_case_is_exact_when_conjugate(preset):
-    problem, plan = Problem(3), PRESETS[preset]
-    state, visits, generator = PVIState(problem.prior()), {}, np.random.default_rng(0)
-    state = replace(state, rows={str(k): len(rows) for k, rows in enumerate(problem.rows)})
-    while chosen := next_sites(plan, due(plan, ["0", "1", "2"], visits), visits, generator):
+    problem, plan, rows = Problem(3), PRESETS[preset], {str(k): 14 for k in range(3)}
+    state = PVIState(problem.prior(), rows=rows)
+    while chosen := next_visits(state, Roster(rows, tuple(rows), (), 1), plan):
         replies = {}
         for name in chosen:
             given_prior = context(state, name, plan)["function"]
-            replies[name] = contribution(optimum(problem.site(int(name)), given_prior, given_prior).factor)
-            visits[name] = visits.get(name, 0) + 1
+            replies[name] = contribution(optimum(problem.site(int(name)), given_prior, given_prior)[0].factor)
+        visits = {name: state.record.visits.get(name, 0) + (name in chosen) for name in rows}
         state, _ = merge(state, replies, damping=damping_of(plan, len(chosen)), deletion=plan.deletion)
-    assert visits == {"0": 1, "1": 1, "2": 1}
+        state = replace(state, record=replace(state.record, visits=visits, attempts=visits))
+    assert state.record.visits == dict.fromkeys(rows, 1)
     assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
 
 
@@ -142,7 +127,7 @@ def to_fixed_point(problem: Problem, likelihood: str, passes: int) -> PVIState:
     for visit in range(3 * passes):
         name, around = str(visit % 3), cavity(state, str(visit % 3))["function"]
         start = state.sites[name].factors["function"].gaussian if name in state.sites else around.flat()
-        factor, _ = fixed_point(problem.whitened(problem.rows[visit % 3], likelihood), around, start)
+        factor, _ = fixed_point(problem.site(visit % 3, likelihood), around, start)
         state, _ = merge(state, {name: contribution(factor)}, damping=1.0)
     return state
 
@@ -152,8 +137,8 @@ def test_a_conjugate_fixed_point_is_titsias_and_its_factors_are_exact():
     state = to_fixed_point(problem, "gaussian", 1)
     assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
     for k, rows in enumerate(problem.rows):
-        exact, found = analytic_factor(problem.whitened(rows, "gaussian")), state.sites[str(k)].factors["function"]
-        assert_same((found.gaussian.eta1, found.gaussian.eta2), (exact.eta1, exact.eta2))
+        found, a = state.sites[str(k)].factors["function"].gaussian, problem.site(k).design
+        assert_same((found.eta1, found.eta2), (a.mT @ problem.y[rows] / NOISE, -0.5 * a.mT @ a / NOISE))
 
 
 def test_a_fixed_point_is_stationary_for_global_vi_and_free_energies_add_up():
@@ -161,15 +146,15 @@ def test_a_fixed_point_is_stationary_for_global_vi_and_free_energies_add_up():
     problem = Problem(3)
     state = to_fixed_point(problem, "bernoulli", 40)
     q, prior = posterior(state)["function"], state.prior["function"].gaussian
-    pooled = problem.whitened(torch.cat(problem.rows), "bernoulli")
-    at_q = natural_gradient(pooled, q) * prior
+    pooled = problem.linear(torch.cat(problem.rows), "bernoulli")
+    at_q = pooled.expansion(q)[1] * prior
     assert_same((at_q.eta1, at_q.eta2), (q.eta1, q.eta2))
     step = gradient_step(pooled, q, prior, prior.flat(), step=1.0)
     assert float(torch.cat([step.eta1, step.eta2.flatten()]).abs().max()) < 1e-8
     total = float(log_normaliser(q) - log_normaliser(prior))
-    for k, rows in enumerate(problem.rows):
+    for k in range(3):
         around = cavity(state, str(k))["function"]
-        local = problem.whitened(rows, "bernoulli").free_energy(q, around)
+        local = problem.site(k, "bernoulli").free_energy(q, around)
         total += float(local - log_normaliser(q) + log_normaliser(around))
     assert total == pytest.approx(float(pooled.free_energy(q, prior)), abs=1e-9)
 
@@ -182,11 +167,11 @@ def test_one_synchronous_gradient_step_is_the_pooled_step(likelihood):
     old = {str(k): some ** (k + 1.0) for k in range(3)}
     state = PVIState(problem.prior(), {name: contribution(factor) for name, factor in old.items()})
     q, prior, replies = posterior(state)["function"], state.prior["function"].gaussian, {}
-    for k, rows in enumerate(problem.rows):
-        site, around = problem.whitened(rows, likelihood), cavity(state, str(k))["function"]
-        replies[str(k)] = contribution(gradient_step(site, q, around, old[str(k)], step=1e-4))
+    for k in range(3):
+        around = cavity(state, str(k))["function"]
+        replies[str(k)] = contribution(gradient_step(problem.site(k, likelihood), q, around, old[str(k)], step=1e-4))
     found = posterior(merge(state, replies, damping=damping_of(PRESETS["global-vi"], 3))[0])["function"]
-    pooled = problem.whitened(torch.cat(problem.rows), likelihood)
+    pooled = problem.linear(torch.cat(problem.rows), likelihood)
     expected = q * gradient_step(pooled, q, prior, prior.flat(), step=1e-4)
     assert_same((found.eta1, found.eta2), (expected.eta1, expected.eta2), rtol=1e-11, atol=1e-11)
     assert float((found.eta1 - q.eta1).abs().max()) > 1e-7, "the step must move the posterior"
@@ -196,7 +181,7 @@ def test_without_deletion_a_second_pass_counts_rows_twice():
     problem = Problem(2)
     state = PVIState(problem.prior())
     prior = state.prior["function"].gaussian
-    once = [optimum(problem.site(k), prior, prior).factor for k in range(2)]
+    once = [optimum(problem.site(k), prior, prior)[0].factor for k in range(2)]
     for _ in range(2):
         for k in range(2):
             state, _ = merge(state, {str(k): contribution(once[k])}, damping=1.0, deletion=False)
@@ -218,20 +203,22 @@ def test_dpo_at_the_data_is_titsias_and_survives_another_z_and_beta():
     for shift in (0.0, 0.4):
         problem.z = problem.z + shift
         draws = Draws(
-            problem.z[None], problem.model.initial_hyper()[None] + shift * torch.tensor([0.5, 0.3, -0.4, 0.0])
+            problem.model,
+            problem.z[None],
+            problem.model.initial_hyper()[None] + shift * torch.tensor([0.5, 0.3, -0.4, 0.0]),
         )
         raw = problem.model.kernel.raw(draws.hyper[:, :3])
         problem.kernel.load_state_dict(
             {name.removeprefix("kernel."): value[0] for name, value in raw.items()}, strict=False
         )
-        natural = product(problem.model.geometry(draws), factors)[0]
+        natural = draws.product(factors)
         whitened = NaturalGaussian(natural.shift[0], -0.5 * natural.precision[0])
         assert_same(problem.unwhitened(whitened), problem.titsias())
 
 
 def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
     problem = Problem(3)
-    mixture = predict(problem.model, problem.draws, [problem.exact_dpo(k) for k in range(3)], problem.x, problem.y)
+    mixture = predict(problem.draws, [problem.exact_dpo(k) for k in range(3)], problem.x, problem.y)
     mean, covariance = problem.titsias()
     b = torch.linalg.solve(problem.k(problem.z, problem.z), problem.k(problem.z, problem.x))  # K_zz⁻¹ K_zx
     explained = ((problem.k(problem.z, problem.z) - covariance) @ b * b).sum(0)
@@ -245,14 +232,15 @@ def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
 def test_the_free_energy_of_exact_factors_is_the_pooled_bound():
     problem = Problem(3)
     factors = [problem.exact_dpo(k) for k in range(3)]
-    fit = sum(expected_fit(problem.model, problem.draws, factors, problem.data(k)) for k in range(3))
-    assert fit - divergence(problem.model, problem.draws, factors) == pytest.approx(problem.bound(), abs=1e-8)
+    q = problem.draws.product(factors)
+    fit = sum(expected_fit(problem.draws, q, problem.data(k)) for k in range(3))
+    assert (fit - q.kl(problem.draws.prior())).item() == pytest.approx(problem.bound(), abs=1e-8)
 
 
 def test_local_collapsed_bounds_telescope_to_the_pooled_bound():
     problem = Problem(4)
     total = sum(
-        collapsed_local_bound(problem.model, problem.draws, [problem.exact_dpo(j) for j in range(k)], problem.data(k))
+        collapsed_local_bound(problem.draws, [problem.exact_dpo(j) for j in range(k)], problem.data(k))
         for k in range(4)
     )
     assert float(total) == pytest.approx(problem.bound(), abs=1e-8)
@@ -264,13 +252,13 @@ def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapse
     parts = [data.inputs.clone(), data.targets.clone(), torch.zeros(len(data)).double()]
     inputs, targets, log_root = (p.requires_grad_() for p in parts)
     own = PseudoObservations(inputs, targets, log_root.exp())
-    energy = local_free_energy(problem.model, problem.draws, others, own, data).sum()
-    collapsed = collapsed_local_bound(problem.model, problem.draws, others, data).sum()
+    energy = local_free_energy(problem.draws, others, own, data).sum()
+    collapsed = collapsed_local_bound(problem.draws, others, data).sum()
     assert energy.item() == pytest.approx(collapsed.item(), abs=1e-9)
     for gradient in torch.autograd.grad(energy, (inputs, targets, log_root)):
         assert float(gradient.abs().max()) < 1e-9
     worse = PseudoObservations(data.inputs, data.targets + 0.1, torch.ones(len(data)).double())
-    assert float(local_free_energy(problem.model, problem.draws, others, worse, data)) < energy.item() - 1e-3
+    assert float(local_free_energy(problem.draws, others, worse, data)) < energy.item() - 1e-3
 
 
 def contribution_of(precision: float) -> Contribution:

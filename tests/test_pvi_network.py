@@ -12,12 +12,12 @@ from faults import configured
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.methods.pvi_weights.network import ClassRows, Network, VisitSettings, refined
+from fedgp_flower.methods.pvi_weights.network import ClassRows, VisitSettings, WeightSpaceNetwork, refined
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
 
-NETWORK = Network(2, 4, 3)
+NETWORK = WeightSpaceNetwork(2, 4, 3)
 SIZE = 4 * 3 + 3 * 5
 
 
@@ -45,11 +45,12 @@ def test_draws_for_each_row_are_those_of_the_weights():
         torch.randn(SIZE, generator=generator()).double(),
         torch.rand(SIZE, generator=generator(1)).double(),
     )
+    q = DiagonalGaussian.from_moments(mean, variance)
     theta = mean + variance.sqrt() * torch.randn(40000, SIZE, generator=generator(2), dtype=torch.float64)
     first, second = theta[:, :12].view(-1, 4, 3), theta[:, 12:].view(-1, 3, 5)
     hidden = torch.relu(first @ torch.cat([x, torch.ones(2, 1)], 1).T)
     wanted = second @ torch.cat([hidden, hidden.new_ones(40000, 1, 2)], 1)  # [S, C, N]
-    found = torch.stack([NETWORK.logits(x.repeat(20000, 1), mean, variance, generator(3))]).view(-1, 2, 3)
+    found = torch.stack([NETWORK.logits(x.repeat(20000, 1), q, generator(3))]).view(-1, 2, 3)
     torch.testing.assert_close(found.mean(0), wanted.mean(0).T, atol=0.08, rtol=0)
     torch.testing.assert_close(found.std(0), wanted.std(0).T, atol=0, rtol=0.04)
 
@@ -57,17 +58,18 @@ def test_draws_for_each_row_are_those_of_the_weights():
 def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     rows, prior = data(three_classes()), DiagonalGaussian.standard(SIZE)
     start = DiagonalGaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
-    done = refined(NETWORK, rows, prior, start, VisitSettings(200, 0.02), generator())
-    assert done.free_energy > done.trace.values[0] + 50
-    assert ((done.q / prior).precision > 0).all()
-    probability = NETWORK.probabilities(rows.x, done.q, 20, generator())
+    q, free_energy, trace = refined(NETWORK, rows, prior, start, VisitSettings(200, 0.02), generator())
+    assert free_energy > trace.values[0] + 50
+    assert ((q / prior).precision > 0).all()
+    probability = NETWORK.probabilities(rows.x, q, 20, generator())
     assert (probability.argmax(1) == rows.y).double().mean() > 0.95
 
 
 def test_a_visit_stops_where_the_fit_rises_no_more():
     rows, prior = data(three_classes()), DiagonalGaussian.standard(SIZE)
     start = DiagonalGaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
-    assert refined(NETWORK, rows, prior, start, VisitSettings(500, 0.05), generator()).trace.evaluations < 500
+    *_, trace = refined(NETWORK, rows, prior, start, VisitSettings(500, 0.05), generator())
+    assert trace.evaluations < 500
 
 
 def test_labels_that_are_no_classes_are_named():

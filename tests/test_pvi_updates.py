@@ -7,18 +7,9 @@ import torch
 from pvi_oracles import collapsed_local_bound
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.optimisers import AdamSettings
-from fedgp_flower.methods.pvi.model import (
-    Data,
-    Draws,
-    Latents,
-    Point,
-    PseudoObservations,
-    SparseModel,
-    local_free_energy,
-)
+from fedgp_flower.methods.pvi.messages import Marginal, Marginals
+from fedgp_flower.methods.pvi.model import Data, PseudoObservations, SparseModel, local_free_energy
 from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, averages, first_factor, lbfgs_update
 from fedgp_flower.options import ModelSection
 
@@ -34,28 +25,23 @@ def sine(rows: int = 60, seed: int = 0) -> Data:
     return Data(x, x[:, 0].sin() + 0.2 * torch.randn(rows, generator=generator(seed + 1), dtype=torch.float64))
 
 
-def model() -> SparseModel:
-    section = ModelSection(lengthscale=1.5, outputscale=1.0)
-    return SparseModel(BatchedKernel(build_kernel(section, 1)), build_point_likelihood("gaussian", noise=0.04), 1)
+def model(likelihood: str = "gaussian") -> SparseModel:
+    return SparseModel(ModelSection(likelihood=likelihood, lengthscale=1.5, noise=0.04), 1)
 
 
-def grid() -> Latents:
-    return Latents(Point(torch.linspace(-6, 6, INDUCING).double()), Point(model().initial_hyper()))
+def grid(likelihood: str = "gaussian") -> Marginals:
+    hyper = model(likelihood).initial_hyper().numpy()
+    return Marginals(Marginal(value=torch.linspace(-6, 6, INDUCING).double().numpy()), Marginal(value=hyper))
 
 
-def draws_at(latents: Latents) -> Draws:
-    return Draws(latents.inducing.value.reshape(1, -1, 1), latents.hyper.value[None])
+def standard() -> dict[str, DiagonalGaussian]:
+    return {"inducing": DiagonalGaussian.standard(INDUCING), "hyper": DiagonalGaussian.standard(3)}
 
 
-def standard(latents: Latents) -> Latents:
-    sizes = (len(latents.inducing.value), len(latents.hyper.value))
-    return Latents(*(DiagonalGaussian.standard(size) for size in sizes))
-
-
-def narrow(data: Data) -> Latents:
+def narrow(data: Data) -> Marginals:
     """Where a first visit may start: q(Z) around rows, q(β) around the initial values."""
     means = (data.inputs[:INDUCING].flatten(), model().initial_hyper())
-    return Latents(*(DiagonalGaussian.from_moments(mean, torch.full_like(mean, 0.01)) for mean in means))
+    return Marginals(*(Marginal.of(DiagonalGaussian.from_moments(mean, torch.full_like(mean, 0.01))) for mean in means))
 
 
 def exact(data: Data) -> PseudoObservations:
@@ -71,7 +57,7 @@ def start_near(data: Data, size: int = 20) -> PseudoObservations:
 def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form):
     """With as many pseudo-points as inducing points the local optimum is the closed form."""
     data, latents, others = sine(), grid(), [exact(sine(20, 5))]
-    problem = LocalProblem(model(), data, others, latents, num_samples=1)
+    problem = LocalProblem(model(), data, others, {}, num_samples=1)
     near = start_near(data)
     before = {
         "tied": near,
@@ -79,64 +65,63 @@ def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form)
         "cpo": first_factor(model(), sine(30), latents, "cpo"),
     }[form]
     found = adam_update(problem, before, latents, AdamSettings(100, tolerance=1e-4), generator())
-    best = collapsed_local_bound(model(), draws_at(latents), others, data).item()
+    best = collapsed_local_bound(model().at_means(latents), others, data).item()
     assert best - 3.0 < found.free_energy <= best + 1e-9
-    assert torch.equal(found.latents.inducing.value, latents.inducing.value)
+    assert all(latent.answer() is None for latent in found.latents.values())
 
 
 def test_lbfgs_reaches_the_collapsed_bound_and_says_the_free_energy_of_its_factor():
     data, latents, others = sine(), grid(), [exact(sine(20, 5))]
-    problem = LocalProblem(model(), data, others, latents, num_samples=1)
+    problem = LocalProblem(model(), data, others, {}, num_samples=1)
     found = lbfgs_update(problem, start_near(data), latents, 400, generator())
-    best = collapsed_local_bound(model(), draws_at(latents), others, data).item()
+    best = collapsed_local_bound(model().at_means(latents), others, data).item()
     assert best - 0.05 < found.free_energy <= best + 1e-9
-    again = local_free_energy(model(), draws_at(latents), others, found.factor, data).item()
+    again = local_free_energy(model().at_means(latents), others, found.factor, data).item()
     assert found.free_energy == pytest.approx(again, rel=1e-12)
 
 
 def test_the_new_posterior_is_always_more_precise_than_the_cavity():
     data = sine()
-    prior = standard(grid())
+    prior = standard()
     problem = LocalProblem(model(), data, [], prior)
     start = narrow(data)
     found = adam_update(problem, start_near(data), start, AdamSettings(steps=30), generator(1))
-    for new, old in ((found.latents.inducing, prior.inducing), (found.latents.hyper, prior.hyper)):
-        assert bool((new.precision > old.precision).all())
-        factor = new / old
-        assert bool((factor.precision > 0).all())
+    for latent in found.latents.values():
+        assert bool((latent.answer().natural().gaussian.precision > 0).all())
     before = adam_update(problem, start_near(data), start, AdamSettings(steps=1), generator(1)).free_energy
     assert found.free_energy > before + 5
 
 
 def test_alpha_weighs_the_kl_of_z_alone():
     data = sine()
-    prior = standard(grid())
+    prior = standard()
     start = narrow(data)
     values = {}
     for alpha in (0.0, 0.5):
         problem = LocalProblem(model(), data, [], prior, alpha=alpha)
         one_step = adam_update(problem, exact(data), start, AdamSettings(steps=1), generator(3))
         values[alpha] = one_step.free_energy
-    expected = 0.5 * float(start.inducing.kl(prior.inducing))
+    expected = 0.5 * float(start.inducing.natural().gaussian.kl(prior["inducing"]))
     assert values[0.0] - values[0.5] == pytest.approx(expected, rel=1e-9)
 
 
 def test_kl_of_beta_is_taken_from_the_cavity():
     """The same samples under two cavities of β: the objectives differ by the difference of the KLs."""
-    data, prior = sine(), standard(grid())
-    wide = DiagonalGaussian(prior.hyper.eta1 + 0.1, 0.25 * prior.hyper.eta2)
+    data, prior = sine(), standard()
+    wide = DiagonalGaussian(prior["hyper"].eta1 + 0.1, 0.25 * prior["hyper"].eta2)
     start = narrow(data)
     values = [
         adam_update(
-            LocalProblem(model(), data, [], Latents(prior.inducing, cavity), alpha=0.0),
+            LocalProblem(model(), data, [], prior | {"hyper": cavity}, alpha=0.0),
             exact(data),
             start,
             AdamSettings(steps=1),
             generator(3),
         ).free_energy
-        for cavity in (prior.hyper, wide)
+        for cavity in (prior["hyper"], wide)
     ]
-    expected = float(start.hyper.kl(wide) - start.hyper.kl(prior.hyper))
+    q = start.hyper.natural().gaussian
+    expected = float(q.kl(wide) - q.kl(prior["hyper"]))
     assert values[0] - values[1] == pytest.approx(expected, rel=1e-8)
     assert abs(expected) > 0.1
 
@@ -145,13 +130,14 @@ def test_an_averaged_z_moves_and_every_other_point_stays():
     """A site that fitted its factor at a β of its own would send it to a posterior at another β."""
     data, latents = sine(), grid()
     for learn in (True, False):
-        problem = LocalProblem(model(), data, [], latents, num_samples=1, learn_inducing=learn)
+        problem = LocalProblem(model(), data, [], {}, num_samples=1, learn_inducing=learn)
         found = adam_update(problem, start_near(data), latents, AdamSettings(steps=5), generator())
-        moved = not torch.equal(found.latents.inducing.value, latents.inducing.value)
-        assert moved == learn
-        assert torch.equal(found.latents.hyper.value, latents.hyper.value)
-        draws = Draws(found.latents.inducing.value.reshape(1, -1, 1), latents.hyper.value[None])
-        value = local_free_energy(model(), draws, [], found.factor, data).item()
+        answer = found.latents["inducing"].answer()
+        assert (answer is not None) == learn
+        assert found.latents["hyper"].answer() is None
+        at = Marginals(answer or latents.inducing, latents.hyper)
+        assert learn == (at.inducing.value != latents.inducing.value).any()
+        value = local_free_energy(model().at_means(at), [], found.factor, data).item()
         assert value > found.trace.values[0], "at the β that all sites share"
 
 
@@ -159,26 +145,20 @@ def test_an_averaged_z_moves_and_every_other_point_stays():
 def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     """With a pseudo-observation per row the local free energy of the first factor is the collapsed bound."""
     data, latents = sine(), grid()
-    own = first_factor(model(), data, latents, form, most=60, least=1)
-    value = local_free_energy(model(), draws_at(latents), [], own, data).item()
-    assert value == pytest.approx(collapsed_local_bound(model(), draws_at(latents), [], data).item(), abs=1e-6)
+    draws, factor = model().at_means(latents), first_factor(model(), data, latents, form, most=60, least=1)
+    value = local_free_energy(draws, [], factor, data).item()
+    assert value == pytest.approx(collapsed_local_bound(draws, [], data).item(), abs=1e-6)
 
 
 def test_first_factor_of_labels_is_weak():
     data = sine()
-    binary = SparseModel(model().kernel, build_point_likelihood("bernoulli"), 1)
-    latents = Latents(grid().inducing, Point(binary.initial_hyper()))
     labels = Data(data.inputs, (data.targets > 0).double())
-    own = first_factor(binary, labels, latents, "free")
+    own = first_factor(model("bernoulli"), labels, grid("bernoulli"), "free")
     assert not own.tied
     assert float(own.root.square().sum()) == pytest.approx(0.6)
 
 
 # Counts.
-
-
-def poisson_model() -> SparseModel:
-    return SparseModel(model().kernel, build_point_likelihood("poisson"), 1)
 
 
 def counts(level: float, rows: int = 60) -> Data:
@@ -191,43 +171,29 @@ def counts(level: float, rows: int = 60) -> Data:
 @pytest.mark.parametrize("level", [5.0])
 def test_a_first_factor_of_counts_starts_near_the_optimum_at_any_level(form: str, level: float) -> None:
     """The raw counts would be off by thousands of nats; log(y + ½) is off by less than one per row."""
-    own, data = poisson_model(), counts(level)
-    latents = Latents(grid().inducing, Point(own.initial_hyper()))
-    start = first_factor(own, data, latents, form, most=40, least=1)
-    value = local_free_energy(own, draws_at(latents), [], start, data).item()
-    begun = first_factor(own, data, latents, "free", most=60, least=1)
-    problem = LocalProblem(own, data, [], latents, num_samples=1)
+    poisson, data, latents = model("poisson"), counts(level), grid("poisson")
+    start = first_factor(poisson, data, latents, form, most=40, least=1)
+    value = local_free_energy(poisson.at_means(latents), [], start, data).item()
+    begun = first_factor(poisson, data, latents, "free", most=60, least=1)
+    problem = LocalProblem(poisson, data, [], {}, num_samples=1)
     best = adam_update(problem, begun, latents, AdamSettings(100), generator()).free_energy
     assert best - len(data) < value <= best + 1
 
 
 def test_averaged_counts_weigh_what_their_rows_say_of_the_logarithm() -> None:
     """Var log y ≈ 1/E y: a mean of n counts near λ suggests log λ with precision nλ."""
-    own = poisson_model()
     same = Data(torch.zeros(6, 1).double(), torch.full((6,), 20.0).double())
-    factor = first_factor(own, same, Latents(grid().inducing, Point(own.initial_hyper())), "tied", most=2, least=3)
+    factor = first_factor(model("poisson"), same, grid("poisson"), "tied", most=2, least=3)
     assert factor.targets.tolist() == pytest.approx([math.log(20.5)] * 2)
     assert factor.root.square().tolist() == pytest.approx([3 * 20.5] * 2)
 
 
 def test_a_mini_batch_stands_for_all_rows() -> None:
     """All rows are equal, so N/|B| times any batch is the sum over all rows: the update is that of all rows."""
-    own = model()
     same = Data(torch.full((24, 1), 0.7).double(), torch.full((24,), 1.1).double())
-    factor, latents = (
-        PseudoObservations(same.inputs[:3] + 0.1, same.targets[:3], torch.ones(3).double()),
-        Latents(grid().inducing, Point(own.initial_hyper())),
-    )
-    found = [
-        adam_update(
-            LocalProblem(own, same, [], latents, num_samples=1, batch_size=size),
-            factor,
-            latents,
-            AdamSettings(steps=4),
-            generator(),
-        )
-        for size in (0, 8)
-    ]
+    factor = PseudoObservations(same.inputs[:3] + 0.1, same.targets[:3], torch.ones(3).double())
+    problems = [LocalProblem(model(), same, [], {}, num_samples=1, batch_size=size) for size in (0, 8)]
+    found = [adam_update(problem, factor, grid(), AdamSettings(steps=4), generator()) for problem in problems]
     assert found[1].trace.values == pytest.approx(found[0].trace.values, rel=1e-10)
     torch.testing.assert_close(found[1].factor.targets, found[0].factor.targets)
     assert abs(found[0].trace.values[0]) > 1.0

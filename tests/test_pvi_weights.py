@@ -15,7 +15,7 @@ from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
 from fedgp_flower.methods.pvi.state import posterior
-from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, optimum, prior_of
+from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Described
@@ -49,13 +49,12 @@ class Site:
     """Answers as the client does, without a message."""
 
     def __init__(self, likelihood: str, x: np.ndarray, y: np.ndarray, update: str = "optimum") -> None:
-        self.site, self.update = glm_site(section(likelihood), x, y), update
+        self.site, self.update = glm_rows(section(likelihood), x, y), update
 
     def train(self, request: Visit) -> Refined:
-        update = {"optimum": optimum, "gradient": gradient}[self.update]
-        done = update(self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian)
-        factor = NaturalParameters.of(done.factor)
-        return Refined(done.free_energy, done.iterations, weights=factor)
+        where = self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian
+        done = NewtonStep.at(*where) if self.update == "gradient" else optimum(*where)[0]
+        return Refined(done.free_energy, 1, weights=NaturalParameters.of(done.factor))
 
 
 def problem(
@@ -79,7 +78,7 @@ def driven(sites: dict[str, Site], state: PVIState, roster: Roster, plan: Plan, 
 
 def global_vi(everything: Site, state: PVIState) -> NaturalGaussian | DiagonalGaussian:
     prior = state.prior[WEIGHTS].gaussian
-    return prior * optimum(everything.site, prior, prior).factor
+    return prior * optimum(everything.site, prior, prior)[0].factor
 
 
 def same(found: Any, wanted: Any, tolerance: float) -> None:
@@ -132,7 +131,7 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
     best = minimize(bound, np.concatenate([np.zeros(4), free]), options={"gtol": 1e-7, "maxiter": 2000})
     state = problem(likelihood, covariance)[1]
     prior = state.prior[WEIGHTS].gaussian
-    done = optimum(glm_site(section(likelihood), x, y), prior, prior)
+    done, _ = optimum(glm_rows(section(likelihood), x, y), prior, prior)
     assert done.free_energy == pytest.approx(-best.fun, abs=1e-6)
     mean, covariance_found = (prior * done.factor).moments()
     np.testing.assert_allclose(mean, best.x[:4], atol=2e-4)
@@ -161,7 +160,7 @@ def test_special_cases_are_what_their_papers_write():
     prior, total = state.prior[WEIGHTS].gaussian, sum(roster.rows.values())
 
     def alone(name: str, context: Any) -> Any:
-        return context * optimum(sites[name].site, context, context).factor
+        return context * optimum(sites[name].site, context, context)[0].factor
 
     same_prior, split, running = prior, prior.flat(), prior
     for name in SITES:

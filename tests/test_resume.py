@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, configured, no_waiting, run
+from faults import Fault, FaultyGrid, Killed, Recorder, configured, no_waiting, run
 
 from fedgp_flower import server_app
 from fedgp_flower.errors import RunError
@@ -22,10 +22,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "fedadam": {"method": "fsgp", "averaging__fraction": 0.5, "averaging__server_optimizer": "fedadam"},
 }
 ROUNDS = 6
-
-
-class Killed(BaseException):
-    """Nothing in the program may catch it."""
 
 
 def killed() -> None:

@@ -11,7 +11,7 @@ from structured_problems import plan_of
 from fedgp_flower.methods.sfvi.messages import GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi, sfvi_avg
-from strategies.server.checkpoint import Course
+from strategies.server.algorithm import Course
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_avg import Prior, SFVIState
 

@@ -18,7 +18,6 @@ from numpy import ndarray
 from fedgp_flower.client_app import make_client_app
 from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.errors import ProtocolError, RunError
-from fedgp_flower.messages import encode
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config
@@ -26,7 +25,6 @@ from fedgp_flower.shared_messages import Parameters, Shape, Stepped
 from strategies.fsgp import FSGP
 from strategies.server import session
 from strategies.server.questions import Asking, Roster, Total
-from strategies.sgpr import SGPR
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -47,11 +45,6 @@ def own_grid(app: SiteApp | None = None, sites: int = 3) -> InProcessGrid:
     return InProcessGrid(app or make_client_app("fsgp", load_rows), {}, simulated_nodes(sites))
 
 
-def same(one: Any, other: Any) -> bool:
-    mine, others = encode(one), encode(other)
-    return list(mine) == list(others) and all(np.array_equal(mine[name], others[name]) for name in mine)
-
-
 def watched(grid: InProcessGrid) -> list[Message]:
     """Every message that leaves the server from now on."""
     seen: list[Message] = []
@@ -64,48 +57,6 @@ def watched(grid: InProcessGrid) -> list[Message]:
 
     grid.push_messages = push  # type: ignore[method-assign]
     return seen
-
-
-class Killed(BaseException):
-    """Nothing in the program may catch it."""
-
-
-@pytest.mark.parametrize("kind", [FSGP, SGPR])
-def test_a_round_killed_at_any_question_leaves_the_state_and_can_be_repeated(kind: type[Any]) -> None:
-    calm, rough = kind(**KEYWORDS), kind(**KEYWORDS)
-    app = make_client_app(kind.method, load_rows)
-    for strategy, grid in ((calm, own_grid(app)), (rough, own_grid(app))):
-        strategy.timeout = 5.0
-        strategy.enrol(grid)
-    for number, questions in ((1, 1 if kind is FSGP else 3), (2, 1 if kind is FSGP else 2)):
-        before = rough.current
-        for kill in range(questions):
-            with pytest.raises(Killed):
-                one_round(rough, number, kill)
-            assert same(rough.current, before)
-        one_round(rough, number)
-        one_round(calm, number)
-        assert same(rough.current, calm.current)
-        assert not same(rough.current, before)
-
-
-def one_round(strategy: Any, number: int, kill: int | None = None) -> None:
-    """A round through Flower's two halves, killed when its question ``kill`` would be answered."""
-    session, answered = strategy.session, iter(range(9))
-    original = session.read
-
-    def read(*arguments: Any) -> Any:
-        if next(answered) == kill:
-            raise Killed
-        return original(*arguments)
-
-    session.read = read
-    try:
-        messages = strategy.configure_train(number, ArrayRecord(), ConfigRecord(), strategy.network.grid)
-        replies = strategy.network.exchange(list(messages), strategy.asked.contract)
-        strategy.aggregate_train(number, replies)
-    finally:
-        session.read = original
 
 
 def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:

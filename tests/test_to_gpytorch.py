@@ -9,8 +9,6 @@ import torch
 from structured_problems import randomised, sparse_gp
 
 from fedgp_flower.gp.gaussian import NaturalGaussian
-from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
@@ -18,7 +16,7 @@ from fedgp_flower.gp.to_gpytorch import Transforms, evenly
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.model import (
     Draws,
-    InducingFactor,
+    GaussianFactor,
     PseudoObservations,
     SparseModel,
     predict,
@@ -110,19 +108,19 @@ def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_in
 
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
 def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
-    section = ModelSection(kernel="rbf + linear", likelihood=name, lengthscale=1.5)
-    likelihood = build_point_likelihood(name, noise=0.2)
-    model = SparseModel(BatchedKernel(build_kernel(section, 2)), likelihood, 2, 1e-8)
-    draws = Draws(2 * rand(4, 5, 2, seed=1), model.initial_hyper() + 0.3 * rand(4, model.num_hyper, seed=2))
+    section = ModelSection(kernel="rbf + linear", likelihood=name, lengthscale=1.5, noise=0.2)
+    model = SparseModel(section, 2)
+    start = model.initial_hyper()
+    draws = Draws(model, 2 * rand(4, 5, 2, seed=1), start + 0.3 * rand(4, len(start), seed=2))
     root = rand(5, 5, seed=3)
     values = NaturalGaussian(rand(5, seed=4), -0.5 * root @ root.mT)
     factors = [
         PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
         PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, seed=10).exp(), tied=False),
-        InducingFactor(values),
+        GaussianFactor(values),
     ]
     x = 2 * rand(20, 2, seed=11)
-    predicted, exported = predict(model, draws, factors, x), SavedFactors(model, draws, factors).export()
+    predicted, exported = predict(draws, factors, x), SavedFactors(draws, factors).export()
     assert len(exported) == 4
     for s, (component, noise) in enumerate(exported):
         observed = noise(component(x))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import json
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.options import BASIC, Section
+from fedgp_flower.options import BASIC, Section, meanings
 from fedgp_flower.run.registry import option_classes
 from fedgp_flower.typing import Json
 
@@ -30,19 +26,6 @@ class Key(NamedTuple):
     basic: bool
 
 
-def docstrings(section: type[Section]) -> dict[str, str]:
-    """The docstring below each field of a section and of the sections that it extends."""
-    found: dict[str, str] = {}
-    for parent in reversed([parent for parent in section.__mro__ if issubclass(parent, Section)]):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in itertools.pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-                words = " ".join(str(ast.literal_eval(below.value)).replace("``", "`").split())
-                found[field.target.id] = words.replace("|", "\\|")
-    return found
-
-
 def reference() -> list[Key]:
     """Every key of a run, those of tables after the others."""
     classes = option_classes().values()
@@ -58,15 +41,16 @@ def reference() -> list[Key]:
 
 
 def _keys(section: type[Section], prefix: str) -> Iterator[Key]:
-    words, tables = docstrings(section), {}
+    words, tables = meanings(section), {}
     schema = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         alias = str(field.alias)
         if isinstance(field.default, Section):
             tables[name] = type(field.default)
         elif not field.exclude:
+            meaning = words.get(name, "").replace("|", "\\|")
             default, allowed = f"`{json.dumps(field.default, ensure_ascii=False)}`", _allowed(schema[alias])
-            yield Key(f"{prefix}{alias}", default, allowed, words.get(name, ""), BASIC in field.metadata)
+            yield Key(f"{prefix}{alias}", default, allowed, meaning, BASIC in field.metadata)
     for name, table in tables.items():
         yield from _keys(table, f"{prefix}{name}.")
 

@@ -2,22 +2,92 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic
+
+import numpy as np
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.shared_messages import ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
-from strategies.server.checkpoint import Course
 from strategies.server.enrolment import Enrolment
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Figures, Predicted, Roster, S
 from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
 from strategies.server.totals import Masking
+
+LEAST = 10
+"""Rounds of a window."""
+ERRORS, DEVIATIONS = 3.0, 2.0
+NOTHING = 5e-3
+"""Nats a row along a window that are no rise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """A straight line through the latest values."""
+
+    slope: float
+    """By round."""
+    error: float
+    """Its standard error."""
+    noise: float
+    """Standard deviation of a value around the line."""
+    rounds: int
+
+    @property
+    def flat(self) -> bool:
+        """Whether the rise along the window is below the noise."""
+        return (self.slope + ERRORS * self.error) * self.rounds < max(DEVIATIONS * self.noise, NOTHING)
+
+
+def rise(values: Sequence[float]) -> Rise | None:
+    """The line through the latest half of ``values``; None before there are enough.
+
+    >>> rise([0.1 * k for k in range(30)]).flat, rise([1.0] * 30).flat
+    (False, True)
+    """
+    rounds = max(LEAST, len(values) // 2)
+    if len(values) < rounds:
+        return None
+    latest = np.array(values[-rounds:])
+    along = np.arange(rounds) - (rounds - 1) / 2
+    spread = float(along @ along)
+    slope = float(along @ latest) / spread
+    residual = latest - latest.mean() - slope * along
+    noise = math.sqrt(float(residual @ residual) / (rounds - 2))
+    return Rise(slope, noise / math.sqrt(spread), noise, rounds)
+
+
+@dataclass
+class Course:
+    """The values of a noisy bound so far, and the round after which they were flat for the first time.
+
+    Over the latest half of the rounds, ten at least, a straight line is fitted. The bound counts as flat once its rise
+    along that window, and three standard errors more, is below two standard deviations of a single value around the
+    line, or below :data:`NOTHING`. Of series that rise by two deviations in ten rounds one in fifty is taken for flat.
+    """
+
+    values: list[float] = field(default_factory=list)
+    flat_from: int | None = None
+
+    @property
+    def flat(self) -> bool:
+        """Whether the latest values are."""
+        line = rise(self.values)
+        return line is not None and line.flat
+
+    def add(self, value: float, after: int) -> None:
+        """The value after a round."""
+        self.values.append(value)
+        if self.flat_from is None and self.flat:
+            self.flat_from = after
 
 
 class Algorithm(ABC, Generic[S]):
@@ -49,8 +119,12 @@ class Algorithm(ABC, Generic[S]):
     network: Network
     """The sites behind the Grid."""
     scoring: Scoring
+    current: S
+    """The state; only complete rounds change it."""
     course: Course
     """The values of the watched figure so far."""
+    expected: Mapping[str, float]
+    """Exchanges and seconds of training, as announced before it."""
 
     @abstractmethod
     def initialise(self, roster: Roster) -> Asking[S]:
@@ -70,7 +144,6 @@ class Algorithm(ABC, Generic[S]):
 
     def adopt(self, state: S, arrays: NamedArrays) -> S:
         """The state with public arrays that come from elsewhere, such as noise added by a wrapper."""
-        del arrays
         return state
 
     def adjusted(self, preparation: Enrolment) -> Enrolment:
@@ -79,12 +152,10 @@ class Algorithm(ABC, Generic[S]):
 
     def constants(self, state: S) -> NamedArrays:
         """Arrays that sites need besides every message and that no round changes: a site is sent them once."""
-        del state
         return {}
 
     def finished(self, state: S) -> bool:
         """Whether more rounds change nothing."""
-        del state
         return False
 
     def watching(self) -> bool:
@@ -93,12 +164,10 @@ class Algorithm(ABC, Generic[S]):
 
     def converged(self, state: S) -> bool | None:
         """Whether training had come to its end by itself; None where the method cannot tell."""
-        del state
         return self.course.flat if self.watched else None
 
     def exchanges_to_come(self, state: S) -> int | None:
         """With how many exchanges training ends at the latest, from here on; None where it cannot be said."""
-        del state
         return None
 
     def warnings(self) -> list[str]:
@@ -107,9 +176,16 @@ class Algorithm(ABC, Generic[S]):
 
     def final(self, state: S, roster: Roster) -> Asking[Json]:
         """Facts for ``metrics.json`` that sites are asked for after training."""
-        del state, roster
         yield from ()
         return {}
+
+    def details(self) -> Json:
+        """Facts of the method as ``metrics.json`` has them, those that sites are asked for among them."""
+        asked = self.session.run(self.final(self.current, self.roster()))
+        line = rise(self.course.values)
+        facts = {**self.scoring.predicted.details, **self.expected, **asked}
+        facts |= {} if line is None else {"rise_per_round": line.slope}
+        return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
 
     # What an algorithm may look at.
 

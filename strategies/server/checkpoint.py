@@ -1,93 +1,24 @@
-"""What a run records: checkpoints to go on from, the course of its figures and its time, and the summary at its end."""
+"""What a run records: checkpoints to go on from, the time that its parts took, and the figures at its end."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from typing import Any
 
-import numpy as np
-
+from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.outcome import Snapshot
+from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums
 from fedgp_flower.typing import Json
+from strategies.server.algorithm import Algorithm
 from strategies.server.network import Failure, Traffic
-from strategies.server.scoring import Evaluation, Scoring, with_skill
+from strategies.server.questions import S
+from strategies.server.scoring import Evaluation, with_skill
 from strategies.server.session import Session
-
-S = TypeVar("S")
 
 STATE = "state."
 """Prefix of the arrays of a method's state."""
-LEAST = 10
-"""Rounds of a window."""
-ERRORS, DEVIATIONS = 3.0, 2.0
-NOTHING = 5e-3
-"""Nats a row along a window that are no rise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rise:
-    """A straight line through the latest values."""
-
-    slope: float
-    """By round."""
-    error: float
-    """Its standard error."""
-    noise: float
-    """Standard deviation of a value around the line."""
-    rounds: int
-
-    @property
-    def flat(self) -> bool:
-        """Whether the rise along the window is below the noise."""
-        return (self.slope + ERRORS * self.error) * self.rounds < max(DEVIATIONS * self.noise, NOTHING)
-
-
-def rise(values: Sequence[float]) -> Rise | None:
-    """The line through the latest half of ``values``; None before there are enough.
-
-    >>> rise([0.1 * k for k in range(30)]).flat, rise([1.0] * 30).flat
-    (False, True)
-    """
-    rounds = max(LEAST, len(values) // 2)
-    if len(values) < rounds:
-        return None
-    latest = np.array(values[-rounds:])
-    along = np.arange(rounds) - (rounds - 1) / 2
-    spread = float(along @ along)
-    slope = float(along @ latest) / spread
-    residual = latest - latest.mean() - slope * along
-    noise = math.sqrt(float(residual @ residual) / (rounds - 2))
-    return Rise(slope, noise / math.sqrt(spread), noise, rounds)
-
-
-@dataclass
-class Course:
-    """The values of a noisy bound so far, and the round after which they were flat for the first time.
-
-    Over the latest half of the rounds, ten at least, a straight line is fitted. The bound counts as flat once its rise
-    along that window, and three standard errors more, is below two standard deviations of a single value around the
-    line, or below :data:`NOTHING`. Of series that rise by two deviations in ten rounds one in fifty is taken for flat.
-    """
-
-    values: list[float] = field(default_factory=list)
-    flat_from: int | None = None
-
-    @property
-    def flat(self) -> bool:
-        """Whether the latest values are."""
-        line = rise(self.values)
-        return line is not None and line.flat
-
-    def add(self, value: float, after: int) -> None:
-        """The value after a round."""
-        self.values.append(value)
-        if self.flat_from is None and self.flat:
-            self.flat_from = after
 
 
 @dataclass(slots=True)
@@ -108,22 +39,22 @@ class Clock:
         return left
 
     def since_last_round(self, traffic: Traffic) -> dict[str, float]:
-        """Seconds and bytes since the round before was complete."""
+        """Visits and exchanges so far; seconds and bytes since the round before was complete."""
         self.switch(self.part)
         total = {"seconds": sum(self.seconds.values()), "bytes_up": traffic.bytes_up, "bytes_down": traffic.bytes_down}
         spent = {name: value - self.booked.get(name, 0) for name, value in total.items()}
         self.booked = total
-        return spent
+        return {"communications": traffic.communications, "exchanges": traffic.exchanges, **spent}
 
 
-def checkpoint(session: Session, state: object, clock: Clock, course: Course, merged: bool) -> Snapshot:
+def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapshot:
     """State and preparation, and what was counted so far; the codec of messages writes the state too."""
-    network, preparation = session.network, session.preparation
+    network, preparation, masking = algorithm.network, algorithm.preparation, algorithm.masking
     network.forgive()
-    arrays = {f"{STATE}{name}": array for name, array in encode(state).items()}
-    facts: Json = {} if session.masking is None else {"privacy": session.masking.facts()}
+    arrays = {f"{STATE}{name}": array for name, array in encode(algorithm.current).items()}
+    facts: Json = {} if masking is None else {"privacy": masking.facts()}
     facts |= {
-        "course": asdict(course),
+        "course": asdict(algorithm.course),
         "run": network.run,
         "traffic": asdict(network.traffic),
         "failures": [asdict(failure) for failure in network.failures],
@@ -163,23 +94,26 @@ def dataset_of(session: Session) -> str:
     return session.config.dataset if session.preparation.simulated else "the sites' tables"
 
 
-def compare(session: Session, scoring: Scoring) -> Json:
-    """The scores of the comparisons that the configuration wants, by name; None where there are none."""
-    wanted, simulated = session.config.baselines, session.preparation.simulated
+def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
+    """Ask for the comparisons and rows that the configuration wants, and put the figures of the run together.
+
+    ``scored_by`` is how many sites answered the closing evaluation.
+    """
+    network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
+    preparation, wanted = algorithm.preparation, session.config.baselines
+    predictions, posterior = scoring.predictions(algorithm.predicts), scoring.predicted.posterior
     scoring.local_only = scoring.baseline(LocalScoreSums, Nothing()) if wanted.local_only else None
-    pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and simulated else None
-    mean, line = scoring.simple_baselines() if wanted.linear else (None, None)
-    return {"mean": mean, "linear": line, "local_only": scoring.local_only, "pooled": pooled}
-
-
-def metrics(session: Session, evaluation: Evaluation | None, baselines: Json, clock: Clock) -> Json:
-    """The figures of a run that do not depend on its method, as ``metrics.json`` has them."""
-    network, preparation = session.network, session.preparation
+    pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and preparation.simulated else None
+    first, line = scoring.simple_baselines() if wanted.linear else (None, None)
+    if scored_by == 0:
+        raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
+    details = algorithm.details()
     clock.switch("evaluation")
-    found = evaluation or Evaluation(test={}, test_standardised={}, per_site=[], calibration={})
+    evaluation = scoring.evaluation or Evaluation(test={}, test_standardised={}, per_site=[], calibration={})
+    baselines = {"mean": first, "linear": line, "local_only": scoring.local_only, "pooled": pooled}
     seconds = {"total": sum(clock.seconds.values()), **clock.seconds, "sites": network.site_seconds}
-    labels, rows, mean = preparation.labels, preparation.rows, baselines["mean"] or {}
-    return {
+    labels, rows, mean = preparation.labels, preparation.rows, first or {}
+    metrics = {
         "method": session.config.method,
         "dataset": dataset_of(session),
         "sites": len(network.took_part) or len(network.sites()),
@@ -188,16 +122,20 @@ def metrics(session: Session, evaluation: Evaluation | None, baselines: Json, cl
         "exchanges": network.traffic.exchanges,
         "seconds": seconds,
         "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
-        "test": with_skill(found["test"], mean),
-        "test_standardised": found["test_standardised"],
+        "test": with_skill(evaluation["test"], mean),
+        "test_standardised": evaluation["test_standardised"],
         "per_site": [
-            {**row, "label": labels[row["site"]], "training_rows": rows[row["site"]]} for row in found["per_site"]
+            {**row, "label": labels[row["site"]], "training_rows": rows[row["site"]]} for row in evaluation["per_site"]
         ],
         "names": dict(labels),
         **{name: None if scores is None else with_skill(scores, mean) for name, scores in baselines.items()},
+        "converged": algorithm.converged(algorithm.current),
         "training_target": preparation.training_target,
         "data": preparation.data,
-        "calibration": found["calibration"],
+        "warnings": session.warnings() + algorithm.warnings(),
+        "calibration": evaluation["calibration"],
         "failures": [asdict(failure) for failure in network.failures],
         "repairs": network.repairs,
+        "method_details": details,
     }
+    return Summary(metrics, posterior, predictions, preparation.schema, preparation.arrays, preparation.names)

@@ -95,6 +95,10 @@ class Enrolment:
         """D, the number of encoded inputs."""
         return len(self.arrays["input.mean"])
 
+    def sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Lengths of an answer's dimensions: those that every answer may name, and those of a question."""
+        return {"D": self.num_inputs, "P": 1 + self.num_inputs, **known}
+
     @property
     def data(self) -> Facts:
         """What ``metrics.json`` says of the training rows."""
@@ -186,14 +190,13 @@ def agreed(
 def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
     """Wait for the sites and hear their descriptions; none says anything of its rows, or all do."""
     described = _gather(network, config)
+    open_sites = {site: answer for site, answer in described.items() if not answer.number(BARE)}
+    if not open_sites:
+        return described
+    for site in sorted(described.keys() - open_sites.keys()):
+        dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
     network.require(config.min_sites)
-    hidden = [site for site, answer in described.items() if answer.number(BARE)]
-    if len(hidden) < len(described):
-        for site in hidden:
-            dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
-            del described[site]
-        network.require(config.min_sites)
-    return described
+    return open_sites
 
 
 def from_totals(
@@ -225,7 +228,6 @@ def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None =
 def meet_again(network: Network, config: RunConfig, saved: Enrolment) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
-    network.require(config.min_sites)
     changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.num_examples]
     if saved.simulated and changed:
         raise RunError(
@@ -244,6 +246,7 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # else more sites may be on their way
         if len(network.heard if known else described) >= wanted:
+            network.require(config.min_sites)
             return described
         if time.monotonic() > deadline:
             if len(described) >= config.min_sites:
@@ -261,7 +264,7 @@ def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
     whole = {site: answer for site, answer in described.items() if {"schema", "label"} <= set(answer.texts)}
-    for site in described.keys() - whole.keys():
+    for site in sorted(described.keys() - whole.keys()):
         dismiss(network, site, "its description lacks a schema or a label: other version of the app")
     return whole
 
@@ -345,8 +348,7 @@ def transformed(met: Enrolment, family: type[Transform], sites: tuple[str, ...])
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:
     """Position of the best power, and mean and standard deviation of t there."""
-    rows = float(sums.count)
-    offset = sums.first / rows
+    rows, offset = float(sums.count), sums.first / sums.count
     variance = sums.second / rows - offset**2
     with np.errstate(divide="ignore", invalid="ignore"):
         likelihood = np.where(variance > 0, -rows / 2 * np.log(variance) + sums.slopes, -np.inf)

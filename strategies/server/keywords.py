@@ -8,17 +8,14 @@ method's table has a field of that name.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
-import itertools
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from fedgp_flower.config import CoreConfig, RunConfig, parse
-from fedgp_flower.options import MethodOptions, Section, Value
+from fedgp_flower.options import MethodOptions, Section, Value, meanings
 
 IN_A_PROGRAM: Mapping[str, Value] = {
     "baselines.linear": False,
@@ -60,19 +57,6 @@ def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
     return found
 
 
-@cache
-def meanings(section: type[Section]) -> dict[str, str]:
-    """The docstrings below the fields of a section: read from the source, which takes a site longer than its answer."""
-    bases = [meanings(base) for base in section.__bases__ if issubclass(base, Section)]
-    found = {name: text for base in bases for name, text in base.items()}
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    for field, below in itertools.pairwise(getattr(tree, "body", ())):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                found[name] = inspect.cleandoc(text)
-    return found
-
-
 def configured(method: str, options: type[MethodOptions], given: Mapping[str, Value | None]) -> RunConfig:
     """The configuration that the keyword arguments ``given`` stand for."""
     known = keys(options)
@@ -97,6 +81,5 @@ def documented(doc: str | None, options: type[MethodOptions]) -> str:
     """The docstring of a Strategy with a section of its keywords, from the docstrings of the fields they stand for."""
     lines = [inspect.cleandoc(doc or ""), "", "Args:"]
     for name, keyword in keys(options).items():
-        meaning = " ".join(f"{keyword.meaning} (`{keyword.key}`, default {keyword.default!r})".split())
-        lines.append(f"    {name}: {meaning}")
+        lines.append(f"    {name}: {keyword.meaning} (`{keyword.key}`, default {keyword.default!r})")
     return "\n".join(lines)

@@ -35,12 +35,7 @@ def constant(
 
     Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
 
-    Args:
-        target: ``mean`` and ``sd``, or ``share``, over all training rows.
-        rows: N.
-        inputs: D.
-        likelihood: ``model.likelihood``.
-        scale: Mean and scale with which the target is standardised.
+    ``target`` is ``mean`` and ``sd``, or ``share``, over all N training rows; ``scale`` standardises it.
     """
     if likelihood == "bernoulli":
         at, variance = math.log(target["share"] / (1 - target["share"])), 0.0

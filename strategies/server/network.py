@@ -217,13 +217,8 @@ class Network:
     def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
         """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
 
-        A site fails at most once in an exchange, however often it is asked, and what a retry mends is not held against
-        it.
-
-        Args:
-            messages: At most one for a site.
-            expected: What a reply must be.
-            retries: How often a message that failed is sent again at once.
+        A message that failed is sent again at once, ``retries`` times. A site fails at most once in an exchange, and
+        what a retry mends is not held against it.
         """
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
@@ -241,7 +236,7 @@ class Network:
         for site in waiting:
             self._blame(site)
         self.accepted = {reply.metadata.reply_to_message_id for reply in kept.values()}
-        return _in_order(kept)
+        return [kept[site] for site in sorted(kept, key=natural_order)]
 
     def _supplied(self, messages: Sequence[Message]) -> list[Message | None]:
         """Replies, those after a second message among them, to the sites that lack the context."""
@@ -259,14 +254,13 @@ class Network:
 
     def judged(self, replies: Iterable[Message], expected: Expected) -> list[Message]:
         """The valid ones in site order: those of the latest exchange were judged there, all others are judged here."""
-        sites = {node: site for site, node in self.nodes.items()}
-        kept: dict[str, Message] = {}
-        for reply in replies:
-            site = sites.get(reply.metadata.src_node_id)
-            known = reply.metadata.reply_to_message_id in self.accepted
-            if site is not None and (known or self.accept(site, reply, expected)):
-                kept[site] = reply
-        return _in_order(kept)
+        site_of = {node: site for site, node in self.nodes.items()}
+        come = {site_of.get(reply.metadata.src_node_id, ""): reply for reply in replies}
+        return [
+            reply
+            for site, reply in sorted(come.items(), key=lambda item: natural_order(item[0]))
+            if site and (reply.metadata.reply_to_message_id in self.accepted or self.accept(site, reply, expected))
+        ]
 
     def ask(self, kind: str, settings: Texts, *, retries: int = 0) -> dict[str, Answer]:
         """Ask every site something without arrays, and return the valid answers by site."""
@@ -459,10 +453,6 @@ def _said(reply: Message) -> ConfigRecord:
 
 def _numbers(reply: Message) -> Mapping[str, Number]:
     return record_of(reply.content, "metrics", MetricRecord) or {}
-
-
-def _in_order(kept: Mapping[str, Message]) -> list[Message]:
-    return [kept[site] for site in sorted(kept, key=natural_order)]
 
 
 def _again(message: Message) -> Message:

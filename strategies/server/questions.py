@@ -144,10 +144,7 @@ def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Ma
 def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
     """By part of the model, lengthscales and the standard deviations of their logarithms: the report's relevance.
 
-    Args:
-        logs: Parameters by name; those that end in ``lengthscale`` are logarithms.
-        spread: Standard deviations under the same names; None where the method knows none.
-        how: Where they come from, as the end of a sentence.
+    Of ``logs``, those that end in ``lengthscale`` count; ``how`` says where the standard deviations come from.
     """
     return {
         PART.sub("", name): {
@@ -174,8 +171,7 @@ def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
 def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
     """Run a computation against sites that are plain objects: for tests, notebooks and proofs.
 
-    Such an object has a method for every kind asked (``query.statistics`` → ``statistics``), which takes the request
-    and returns the answer.
+    Such an object has a method for every kind: ``query.statistics`` is answered by ``statistics(request)``.
     """
     outstanding: list[tuple[str, object]] = []
 

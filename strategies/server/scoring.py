@@ -185,12 +185,9 @@ def scores_refusal(answer: Answer, names: Iterable[str]) -> str | None:
 def combine(
     sums: Mapping[str, Mapping[str, float]], target_scale: float, arrays: Iterable[Histograms] = ()
 ) -> Evaluation:
-    """Figures of one evaluation; a figure over no rows is NaN.
+    """Figures of one evaluation from each site's sums of scores and histograms; a figure over no rows is NaN.
 
-    Args:
-        sums: site id → sums of the scores of its rows, of one kind of task.
-        target_scale: standard deviation the target was divided by; 1 for classification.
-        arrays: the histograms of these replies; figures of ranks come from their sum and exist for all sites alone.
+    ``target_scale`` is what the target was divided by; 1 for classes. Figures of ranks exist for all sites alone.
     """
     sites = sorted(sums, key=natural_order)
     names = _names_of(sums[sites[0]])

@@ -28,6 +28,7 @@ from fedgp_flower.messages import (
 )
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Snapshot
+from fedgp_flower.privacy.questions import written_members
 from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
@@ -113,20 +114,24 @@ class Contract(Expected):
             self.contradicted[site] = reason
         return None if self.enrolling else reason
 
-    def refused(self, answers: Mapping[str, Any], total: object = None) -> dict[str, str]:
-        """Sites whose answers no honest site gives beside the others, or, if no rows have the total, no rows have.
-
-        A total that some rows have does no more harm than these rows would; nobody looks for who lied in it.
-        """
+    def settled(self, replies: Iterable[Message], fail: Callable[[str, str], None]) -> Summed[Any] | dict[str, Any]:
+        """The answers, or their total, without those that no honest site gives: these fail."""
+        if self.contradicted:
+            raise ContradictionError(self.contradicted)
+        answers = {str(claimed_site(reply)): self.read(reply) for reply in replies}
         described = {site: self.described.get(site, Described(0)) for site in answers}
         rows = {site: known.rows for site, known in described.items()}
-        if total is None:
-            compare = getattr(self.answer, "outliers", None)
-            return {} if compare is None else compare(answers, rows)
-        if not refusal_of(total, Described(sum(rows.values()))):
-            return {}
-        found = {site: refusal_of(answer, described[site]) for site, answer in answers.items()}
-        return {site: reason for site, reason in found.items() if reason}
+        compare = getattr(self.answer, "outliers", None)
+        refused: dict[str, str] = {} if compare is None else compare(answers, rows)
+        kept = {site: answer for site, answer in answers.items() if site not in refused}
+        if self.added and kept and refusal_of(add(kept.values()), Described(sum(rows[site] for site in kept))):
+            # A total that some rows have does no more harm than these rows would; nobody looks for who lied in it.
+            found = {site: refusal_of(answer, described[site]) for site, answer in kept.items()}
+            refused |= {site: reason for site, reason in found.items() if reason}
+            kept = {site: answer for site, answer in kept.items() if site not in refused}
+        for site, reason in refused.items():
+            fail(site, reason)
+        return Summed(add(kept.values()) if kept else None, tuple(kept)) if self.added else kept
 
     def read(self, reply: Message) -> Any:
         """The answer in a reply; read once."""
@@ -168,21 +173,13 @@ class Outstanding:
 
 
 class Session:
-    """One run's sites.
-
-    Args:
-        network: The Grid and who is behind it.
-        config: Of the run.
-        options: The class of the method's table.
-    """
+    """One run's sites."""
 
     preparation: Enrolment
     """What the sites agreed on."""
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
-        self.network = network
-        self.config = config
-        self.options = options
+        self.network, self.config, self.options = network, config, options
         self.met: Mapping[str, Answer] = {}
         """How the sites described their columns."""
         self.masking: Masking | None = None
@@ -249,7 +246,7 @@ class Session:
     def share(self, constants: NamedArrays) -> None:
         """Send these arrays to every site once, beside columns, scales and configuration."""
         texts = {"schema": self.preparation.schema, "configuration": self.configuration()}
-        texts |= {} if self.masking is None else {MEMBERS: self.masking.text}
+        texts |= {} if self.masking is None else {MEMBERS: written_members(list(self.masking.members.values()))}
         self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
     def _take(self, preparation: Enrolment) -> None:
@@ -259,15 +256,15 @@ class Session:
 
     def _mask(self, wanted: bool, simulated: bool) -> None:
         """Exchange keys where totals are masked: as configured, or because every site has a trust file."""
-        if wanted and not self.config.privacy.secure_aggregation:
+        privacy = self.config.privacy
+        if wanted and not privacy.secure_aggregation:
             logger.info("every site has a trust file: totals are asked under masks")
-            privacy = self.config.privacy.model_copy(update={"secure_aggregation": True})
+            privacy = privacy.model_copy(update={"secure_aggregation": True})
             self.config = self.config.model_copy(update={"privacy": privacy})
             self.config.options.check(self.config)
             self.network.introduction = {"configuration": self.configuration()}
-        if self.config.privacy.secure_aggregation:
-            least = self.config.privacy.min_sites
-            self.masking = Masking.enrol(self.network, self.configuration(), least, simulated)
+        if privacy.secure_aggregation:
+            self.masking = Masking.enrol(self.network, self.configuration(), privacy.min_sites, simulated)
         logger.info("%s", self.what_the_server_sees())
 
     def roster(self) -> Roster:
@@ -325,7 +322,7 @@ class Session:
             case Total() if not is_summand(question.answer):
                 raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
             case Total() if self.masking is not None:
-                sizes = self._sizes(question.sizes)
+                sizes = self.preparation.sizes(question.sizes)
                 return self._put_masked(self.masking.open(question, list(requests), sizes))
             case Each():
                 self.require_clear(question.answer)
@@ -345,29 +342,12 @@ class Session:
         if isinstance(contract, MaskedContract):
             reply: Any = self._masked_total(contract, replies)
         else:
-            reply = self._in_the_clear(contract, {str(claimed_site(reply)): contract.read(reply) for reply in replies})
+            reply = contract.settled(replies, self.network.fail)
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.began:
             note_ranges(asked.question.answer, reply, self.preparation.columns)
         return reply
-
-    def _in_the_clear(self, contract: Contract, answers: dict[str, Any]) -> Summed[Any] | dict[str, Any]:
-        """Answers, or their total, without those that no honest site gives."""
-        if contract.contradicted:
-            raise ContradictionError(contract.contradicted)
-        self._leave_out(answers, contract.refused(answers))
-        if not contract.added:
-            return answers
-        if answers and (liars := contract.refused(answers, add(answers.values()))):
-            self._leave_out(answers, liars)
-        return Summed(add(answers.values()) if answers else None, tuple(answers))
-
-    def _leave_out(self, answers: dict[str, Any], refused: Mapping[str, str]) -> None:
-        """Drop answers that are refused, which are failures of their sites."""
-        for site, reason in refused.items():
-            self.network.fail(site, reason)
-            del answers[site]
 
     def _masked_total(self, contract: MaskedContract, replies: Iterable[Message]) -> Summed[Any]:
         """The total of the sites that answer: those that stay silent are left out, and the others asked again."""
@@ -380,7 +360,7 @@ class Session:
             silent = [site for site in contract.question.sites if site not in usable]
             if not silent:
                 rows = sum(self.preparation.rows[site] for site in usable)
-                return self.masking.summed(contract, usable, self._sizes(contract.total.sizes), rows)
+                return self.masking.summed(contract, usable, self.preparation.sizes(contract.total.sizes), rows)
             if not usable:
                 return Summed(None, ())
             contract = self.masking.without(contract, silent)
@@ -406,16 +386,12 @@ class Session:
                 " method of totals"
             )
 
-    def _sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Lengths of the answer's dimensions, as far as they are known."""
-        inputs = self.preparation.num_inputs
-        return {"D": inputs, "P": 1 + inputs, **known}
-
     def _contract(
         self, question: Several | First[Any], requests: Mapping[str, object], *, added: bool = False
     ) -> Contract:
-        described = {site: self.preparation.described(site) for site in requests}
-        return Contract(question.answer, self._sizes(question.sizes), described, requests, not self.began, added)
+        sizes, describe = self.preparation.sizes(question.sizes), self.preparation.described
+        described = {site: describe(site) for site in requests}
+        return Contract(question.answer, sizes, described, requests, not self.began, added)
 
     # Questions that nobody waits for.
 

@@ -26,10 +26,10 @@ from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server import checkpoint, enrolment
-from strategies.server.algorithm import Algorithm
+from strategies.server.algorithm import Algorithm, Course
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Each, Figures, Question, S, Total
+from strategies.server.questions import Each, Figures, Question, S, Total
 from strategies.server.scoring import Scoring
 from strategies.server.session import Asked, Session
 
@@ -63,26 +63,19 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return strategy
 
     def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
-        self.config, self.options = config, config.options
-        self.observer, self.snapshot = observer, snapshot
+        self.config, self.options, self.observer, self.snapshot = config, config.options, observer, snapshot
         self.timeout, self.planned_rounds = config.round_timeout, config.num_server_rounds
         facts: Json = {} if snapshot is None else snapshot.facts
-        self.clock, self.course = checkpoint.Clock(), checkpoint.Course(**facts.get("course", {}))
-        self.current: S
-        """The state; only complete rounds change it."""
+        self.clock, self.course = checkpoint.Clock(), Course(**facts.get("course", {}))
         self.begun = int(facts.get("round", 0))
         """The latest round that Flower has begun."""
         self.merged = bool(facts.get("merged"))
         """Whether what a site answered to training has ever changed the state."""
-        self.running: Asking[tuple[S, Figures]] | None = None
-        self.question: Question | None = None
         self.asked: Asked | None = None
         """The first question of a round, as its messages."""
-        self.complete: tuple[S, Figures] | None = None
         self.evaluated = (-1, 0)
         """The round of the latest evaluation, and how many sites answered it."""
-        self.expected: dict[str, float] = {}
-        """Exchanges and seconds of training, as announced before it."""
+        self.expected = {}
         self.outcome: Summary | None = None
 
     def start(
@@ -134,7 +127,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.require_training()
         self.clock.switch("evaluation")
         self._evaluate(result)
-        self.outcome = self._closed()
+        self.outcome = checkpoint.close(self, self.clock, self.evaluated[1])
         logger.info("%s", self.session.what_the_server_sees())
         result.arrays = array_record(self.public(self.current))
         return result
@@ -144,7 +137,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.enrol(grid)
         arrays = self.public(self.current)
         if self.trains and not arrays:
-            self._require_clippable()
+            require_clippable(type(self).__name__, None, arrays)
         return array_record(arrays)
 
     def enrol(self, grid: Grid) -> None:
@@ -183,25 +176,22 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self._take(arrays)
         session.given["train"] = config
         session.packed, session.apart, session.training = None, len(arrays) > 0, True
-        self.complete, self.asked = None, None
-        self.running = self.one_round(self.current, self.roster())
+        self.running, self.asked = self.one_round(self.current, self.roster()), None
         self._advance(None)
         if isinstance(self.question, Each | Total):
             self.asked = session.put(self.question)
         if len(arrays) and self.question is not None:
-            self._require_clippable()
+            require_clippable(type(self).__name__, self.asked, self.public(self.current))
         return [] if self.asked is None else self.asked.messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Answer the first question with the replies, ask what else the round asks, and take its state."""
-        del server_round
         if self.asked is not None:
             self._advance(self.session.read(self.asked, self.network.judged(replies, self.asked.contract)))
         while self.question is not None:
             self._advance(self.session.ask(self.question))
-        assert self.complete is not None
         self.current, figures = self.complete
         self.merged |= bool(figures)
         return array_record(self.public(self.current)), MetricRecord(dict(figures))
@@ -210,7 +200,6 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every site, also one left out of training, to score its held-out rows."""
-        del server_round
         self.enrol(grid)
         self._take(arrays)
         self.session.given["evaluate"] = ConfigRecord({**self.session.given.get("evaluate", {}), **config})
@@ -218,7 +207,6 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
-        del server_round
         found = self.scoring.take(self.network.judged(replies, self.scoring.expected))
         return None if found is None else MetricRecord({f"test_{name}": value for name, value in found["test"].items()})
 
@@ -230,31 +218,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 f" {self.network.latest_failures()}"
             )
 
-    def details(self) -> Json:
-        """Facts of the method as ``metrics.json`` has them, those that sites are asked for among them."""
-        asked = self.session.run(self.final(self.current, self.roster()))
-        line = checkpoint.rise(self.course.values)
-        facts = {**self.scoring.predicted.details, **self.expected, **asked}
-        facts |= {} if line is None else {"rise_per_round": line.slope}
-        return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
-
     # Parts of a run.
-
-    def _closed(self) -> Summary:
-        """Ask for the comparisons and rows that the configuration wants, and put the figures of the run together."""
-        session, scoring, preparation = self.session, self.scoring, self.preparation
-        predictions = scoring.predictions(self.predicts)
-        baselines, posterior = checkpoint.compare(session, scoring), scoring.predicted.posterior
-        if self.evaluated[1] == 0:
-            raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
-        details = self.details()
-        metrics = checkpoint.metrics(session, scoring.evaluation, baselines, self.clock) | {
-            "converged": self.converged(self.current),
-            "warnings": session.warnings() + self.warnings(),
-            "method_details": details,
-        }
-        arrays, names = preparation.arrays, preparation.names
-        return Summary(metrics, posterior, predictions, preparation.schema, arrays, names)
 
     def _train_one_round(self, result: Result) -> None:
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
@@ -271,25 +235,17 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 break
             self.current = before
             enrolment.reunite(network, self.preparation, again)
-        figures = {} if metrics is None else {name: float(np.mean(value)) for name, value in metrics.items()}
+        figures = floats(metrics)
         if self.watched in figures and self.watching():
             self.course.add(figures[self.watched], number)
         result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
         if self.config.evaluate_every and number % self.config.evaluate_every == 0:
             figures |= self._evaluate(result)
         left, most = self.exchanges_to_come(self.current), self.config.num_server_rounds
-        row = {
-            "round": number,
-            "communications": network.traffic.communications,
-            "exchanges": network.traffic.exchanges,
-            **self.clock.since_last_round(network.traffic),
-            **figures,
-            "failures": len(network.failures),
-            "repairs": sum(network.repairs.values()),
-        }
+        row = {"round": number, **self.clock.since_last_round(network.traffic), **figures}
+        row |= {"failures": len(network.failures), "repairs": sum(network.repairs.values())}
         self.observer.on_round(row, most if left is None else min(most, number + left // self.exchanges_a_round))
-        snapshot = checkpoint.checkpoint(self.session, self.current, self.clock, self.course, self.merged)
-        self.observer.on_checkpoint(snapshot)
+        self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
 
     def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
         """Sites that still take part and failed in a round that is to have them all, and not too often in it."""
@@ -304,14 +260,13 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
     def _advance(self, reply: Any) -> None:
         """Run the round to its next question, or to its end."""
-        assert self.running is not None
         try:
-            self.question = self.running.send(reply)
+            self.question: Question | None = self.running.send(reply)
         except StopIteration as done:
-            self.question, self.running, self.complete = None, None, done.value
-            self.session.training = False
+            self.question, self.session.training = None, False
+            self.complete: tuple[S, Figures] = done.value
 
-    def _evaluate(self, result: Result) -> dict[str, float]:
+    def _evaluate(self, result: Result) -> Figures:
         """Evaluate once per round; later calls in the same round return nothing new."""
         if self.evaluated[0] == self.round:
             return {}
@@ -321,10 +276,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated = self.round, len(replies)
         self.clock.switch(left)
-        if record is None:
-            return {}
-        result.evaluate_metrics_clientapp[self.round] = record
-        return {name: float(np.mean(value)) for name, value in record.items()}
+        if record is not None:
+            result.evaluate_metrics_clientapp[self.round] = record
+        return floats(record)
 
     def _take(self, arrays: ArrayRecord) -> None:
         """Go on from public arrays that come from elsewhere; none change nothing."""
@@ -336,16 +290,21 @@ class FederatedStrategy(Algorithm[S], Strategy):
             raise ProtocolError(f"arrays to go on from: expected {shapes}; start from `initial_arrays(grid)`")
         self.current = self.adopt(self.current, {name: np.asarray(given[name], known[name].dtype) for name in known})
 
-    def _require_clippable(self) -> None:
-        """Refuse Flower's wrappers where sites send back something else than the run's arrays."""
-        back = None if self.asked is None else self.asked.sent_back()
-        if back is None or shapes_of(back) != shapes_of(self.public(self.current)):
-            name = type(self).__name__
-            raise ConfigError(
-                f"{name} cannot run inside one of Flower's wrappers or Flower's loop: these clip and average the"
-                f" arrays that sites send back, and the sites of {name} do not send back the run's arrays. Call its"
-                " `start`, or take a method of federated averaging"
-            )
+
+def require_clippable(name: str, asked: Asked | None, known: NamedArrays) -> None:
+    """Refuse Flower's wrappers where sites send back something else than the run's arrays."""
+    back = None if asked is None else asked.sent_back()
+    if back is None or shapes_of(back) != shapes_of(known):
+        raise ConfigError(
+            f"{name} cannot run inside one of Flower's wrappers or Flower's loop: these clip and average the arrays"
+            " that sites send back, and its sites do not send back the run's arrays. Call its `start`, or take a method"
+            " of federated averaging"
+        )
+
+
+def floats(record: MetricRecord | None) -> Figures:
+    """Flower's metrics as single numbers."""
+    return {name: float(np.mean(value)) for name, value in (record or {}).items()}
 
 
 def shapes_of(arrays: NamedArrays) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, refusal_of
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Member
-from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
+from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat
 from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
@@ -90,10 +90,8 @@ class Masking:
     @staticmethod
     def enrol(network: Network, configuration: str, least: int, simulated: bool) -> Masking:
         """Ask every site for its key of the run."""
-        settings = {"configuration": configuration}
-        answers = network.ask(KEYS, settings, retries=1)
         masking = Masking(network, {}, least, simulated)
-        for site, said in answers.items():
+        for site, said in network.ask(KEYS, {"configuration": configuration}, retries=1).items():
             if {"key", "signature"} <= set(said.texts):
                 masking.members[site] = Member(site, said.texts["key"], said.texts["signature"])
                 masking.number = max(masking.number, int(said.number("latest-question")) + 1)
@@ -115,23 +113,17 @@ class Masking:
         """Those of the sites that have a key and were never silent."""
         return [site for site in sites if site in self.members and site not in self.left_out]
 
-    @property
-    def text(self) -> str:
-        """The keys of all sites, for the context of every message."""
-        return written_members(list(self.members.values()))
-
     def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
         """A question under a new number."""
         roster = sorted(self.taking_part(sites))
         self.require(roster)
-        network = self.network
         self.number += 1
         question = MaskedQuestion(
-            run=network.run,
-            round=network.round,
+            run=self.network.run,
+            round=self.network.round,
             number=self.number,
             kind=kind_of(total.answer),
-            content=content_digest(network.context.whole, encode(total.request)),
+            content=content_digest(self.network.context.whole, encode(total.request)),
             layout=layout(total.answer, sizes, total.request),
             members=tuple(self.members[site] for site in roster),
         )

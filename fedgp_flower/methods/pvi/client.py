@@ -10,29 +10,19 @@ import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.gp.optimisers import AdamSettings
-from fedgp_flower.methods.pvi.linear import analytic_factor, fixed_point, gradient_step, whitened_rows
-from fedgp_flower.methods.pvi.messages import (
-    LATENTS,
-    Factors,
-    LogLikelihood,
-    Marginal,
-    NaturalParameters,
-    Predictive,
-    Refined,
-    Visit,
-)
+from fedgp_flower.methods.pvi.linear import fixed_point, gradient_step, whitened_rows
+from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
     Factor,
-    Latents,
     Mixture,
     SparseModel,
     expected_fit,
+    factors_of,
     predict,
     prediction_draws,
     random_source,
-    sparse_model,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.saved import PREDICTION_DRAWS
@@ -73,7 +63,7 @@ class PVIClient(SiteClient):
     @cached_property
     def model(self) -> SparseModel:
         """Kernel and likelihood of the configuration."""
-        return sparse_model(self.config.model, self.rows.x.shape[1])
+        return SparseModel(self.config.model, self.rows.x.shape[1])
 
     @cached_property
     def data(self) -> Data:
@@ -99,7 +89,7 @@ class PVIClient(SiteClient):
         """β at the initial values of the configuration."""
         if self.options.agrees:
             return super().start(num_inputs)
-        return {"hyper": sparse_model(self.config.model, num_inputs).initial_hyper().numpy()}
+        return {"hyper": SparseModel(self.config.model, num_inputs).initial_hyper().numpy()}
 
     # Visits.
 
@@ -108,55 +98,45 @@ class PVIClient(SiteClient):
         if self.options.linear:
             return self._train_whitened(request)
         assert request.q is not None
-        options, latents, context = self.options, request.q.latents(), request.context
-        cavity = Latents(*(context[n].diagonal() if n in context else getattr(latents, n) for n in LATENTS))
+        options, data, tied = self.options, self.data, self.options.tied
         if request.before is None:
-            before = first_factor(self.model, self.data, latents, options.factor)
+            before = first_factor(self.model, data, request.q, options.factor)
         else:
-            [before] = request.before.factors(tied=options.tied)
+            [before] = factors_of(request.before, tied=tied)
         problem = LocalProblem(
             self.model,
-            self.data,
-            request.others.factors(tied=options.tied),
-            cavity,
+            data,
+            factors_of(request.others, tied=tied),
+            {name: block.gaussian for name, block in request.context.items()},
             batch_size=self.config.optimizer.batch_size,
-            learn_inducing=options.inducing == "average",
+            learn_inducing=options.averages,
         )
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
         if options.local_update == "lbfgs":
-            done = lbfgs_update(problem, before, latents, options.steps or LBFGS_EVALUATIONS, source)
+            done = lbfgs_update(problem, before, request.q, options.steps or LBFGS_EVALUATIONS, source)
         else:
             steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
             settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
-            done = adam_update(problem, before, latents, settings, source)
-        factor = Factors.of(done.factor)
-        inducing, hyper = (self._part(name, done.latents, cavity) for name in LATENTS)
-        objective, evaluations = done.free_energy / len(self.data), len(done.trace.values)
-        return Refined(objective, evaluations, factor.points, factor.values, inducing=inducing, hyper=hyper)
+            done = adam_update(problem, before, request.q, settings, source)
+        parts = vars(done.factor.message()) | {name: latent.answer() for name, latent in done.latents.items()}
+        return Refined(done.free_energy / len(data), len(done.trace.values), **parts)
 
     def _train_whitened(self, request: Visit) -> Refined:
         """The factor of v = L⁻¹u at fixed Z and β: exact, a fixed point, or moved by one gradient step."""
         assert request.q is not None
         assert request.posterior is not None
-        rows = whitened_rows(self.model, self.data, request.q.latents())
-        context, step, evaluations = request.context["whitened"].full(), self.options.learning_rate or 1.0, 1
+        rows = whitened_rows(self.model, self.data, request.q)
+        context, step, evaluations = request.context["whitened"].gaussian, self.options.learning_rate or 1.0, 1
         before = request.before.whitened if request.before else None
-        start = before.full() if before else context.flat()
+        start = before.gaussian if before else context.flat()
         if self.options.local_update == "analytic":
-            factor = analytic_factor(rows)
+            factor = rows.expansion(context)[1]  # with Gaussian noise the same anywhere
         elif self.options.local_update == "gradient":
-            factor = gradient_step(rows, request.posterior.full(), context, start, step=step)
+            factor = gradient_step(rows, request.posterior.gaussian, context, start, step=step)
         else:
             factor, evaluations = fixed_point(rows, context, start, step=step)
         objective = float(rows.free_energy(context * factor, context)) / len(self.data)
         return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
-
-    def _part(self, name: str, latents: Latents, cavity: Latents) -> Marginal | None:
-        """A factor q_k / cavity of a latent in the product; an averaged point itself; of a fixed one nothing."""
-        kind, latent = self.options.kind(name), getattr(latents, name)
-        if kind == "fixed":
-            return None
-        return Marginal.of(latent / getattr(cavity, name) if kind == "distribution" else latent)
 
     # Sums at Z and β that all sites share.
 
@@ -185,17 +165,18 @@ class PVIClient(SiteClient):
     def log_likelihood(self, request: Predictive) -> LogLikelihood:
         """This site's term of the global free energy."""
         draws, factors = self._product(request)
-        return LogLikelihood(np.array(expected_fit(self.model, draws, factors, self.data)))
+        with torch.no_grad():
+            return LogLikelihood(expected_fit(draws, draws.product(factors), self.data).mean().numpy())
 
     def mixture(self, request: Predictive, inputs: Array, targets: Array | None = None) -> Mixture:
         """The predictive mixture over draws of (Z, β), the same draws at every site."""
         y = None if targets is None else torch.from_numpy(targets)
-        return predict(self.model, *self._product(request), torch.from_numpy(inputs), y)
+        return predict(*self._product(request), torch.from_numpy(inputs), y)
 
     def _product(self, request: Predictive) -> tuple[Draws, list[Factor]]:
         assert request.q is not None
-        draws = prediction_draws(request.q.latents(), self.model, PREDICTION_DRAWS, self.config.seed)
-        return draws, request.factors.factors(tied=self.options.tied)
+        draws = prediction_draws(request.q, self.model, PREDICTION_DRAWS, self.config.seed)
+        return draws, factors_of(request.factors, tied=self.options.tied)
 
     def predict(self, request: Predictive, inputs: Array) -> Prediction:
         """Mean and variance of the mixture; for classes, of the label."""

@@ -1,6 +1,8 @@
-"""A site's update of its factor of v = L⁻¹u while Z and β stay fixed: f = Φv + noise with Φ = Aᵀ = (L⁻¹K_ZX)ᵀ.
+"""A site's update of a factor of θ where f = Φθ and θ is Gaussian: weights, or v = L⁻¹u while Z and β stay fixed.
 
-A site multiplies its *context* (cavity, or prior) by a factor; every update returns that factor.
+A site multiplies its *context* (cavity, or prior) by a factor; every update returns that factor. With α = ∂/∂m and
+β = −2 ∂/∂v of E log p(y_n | f_n), f_n ~ N(m_n, v_n), the factor at which q would stay is ∇_μ E_q log p(y | θ), μ the
+mean parameters of q: Λ = Φᵀ diag(β) Φ and η = Φᵀα + Λ E θ (Khan & Lin 2017).
 
 References:
     Ashman et al., Partitioned variational inference (2022), Algorithm 1, Properties 2.2, 3.1-3.3, Eq. 4.
@@ -9,23 +11,26 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.likelihoods import PointLikelihood
-from fedgp_flower.methods.pvi.model import Data, Draws, Latents, SparseModel, location_scale
+from fedgp_flower.methods.pvi.messages import Marginals
+from fedgp_flower.methods.pvi.model import Data, SparseModel
 
 TOLERANCE, MOST_ITERATIONS = 1e-10, 500
 """Relative change of the factor at which fixed-point iterations stop, and their number at most."""
+G = TypeVar("G", bound=Gaussian)
 
 
 @dataclass(frozen=True, slots=True)
-class WhitenedRows:
-    """A site's rows seen through linear functions of v."""
+class LinearRows:
+    """A site's rows seen through linear functions of θ."""
 
     design: Float[Tensor, "N M"]
     """Φ, one row per observation."""
@@ -33,55 +38,43 @@ class WhitenedRows:
     likelihood: PointLikelihood
     hyper: Float[Tensor, " R"]
     """Parameters of the likelihood."""
-    extra: Float[Tensor, " N"]
-    """k_xx − aᵀa, the variance of f that v does not explain."""
+    extra: Float[Tensor, " N"] | float = 0.0
+    """The variance of f that θ does not explain."""
 
-    def marginals(self, q: NaturalGaussian) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    def marginals(self, q: Gaussian) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Means and variances of f."""
         mean, covariance = q.moments()
-        return self.design @ mean, (self.design @ covariance * self.design).sum(-1) + self.extra
+        full, phi = covariance.ndim == 2, self.design
+        spread = (phi @ covariance * phi).sum(-1) if full else phi.square() @ covariance
+        return phi @ mean, spread + self.extra
 
-    def fit(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """E log p(y_k | f) with f_n ~ N(m_n, v_n), in nats."""
-        return self.likelihood.expected(self.targets, mean[None], variance[None], self.hyper[None]).sum()
+    def fit(self, q: Gaussian) -> Tensor:
+        """E_q log p(y | f), in nats."""
+        return self.likelihood.expected(self.targets, *self.marginals(q), self.hyper).sum()
 
-    def free_energy(self, q: NaturalGaussian, context: NaturalGaussian) -> Tensor:
+    def free_energy(self, q: Gaussian, context: Gaussian) -> Tensor:
         """F_k(q) = E_q log p(y_k | f) − KL(q ‖ context), in nats (Eq. 2 with a normalised cavity)."""
-        return self.fit(*self.marginals(q)) - q.kl(context)
+        return self.fit(q) - q.kl(context)
+
+    def expansion(self, q: G) -> tuple[Tensor, G, Float[Tensor, "M M"]]:
+        """E_q log p(y | f), ∇_μ of it, which is the factor at a fixed point (Eq. 4), and Φᵀ diag(β) Φ."""
+        fit, alpha, beta, _ = self.likelihood.slopes(self.targets, *self.marginals(q), self.hyper)
+        curvature, mean = self.design.mT @ (beta[:, None] * self.design), q.mean()
+        kept = curvature if q.eta2.ndim == 2 else curvature.diagonal()
+        pull = kept @ mean if kept.ndim == 2 else kept * mean
+        return fit, type(q)(self.design.mT @ alpha + pull, -0.5 * kept), curvature
 
 
-def whitened_rows(model: SparseModel, data: Data, latents: Latents) -> WhitenedRows:
-    """The site's rows at the means of Z and β."""
-    inducing, hyper = (location_scale(latent)[0] for latent in (latents.inducing, latents.hyper))
-    draws = Draws(inducing.reshape(1, -1, model.num_inputs), hyper[None])
+def whitened_rows(model: SparseModel, data: Data, q: Marginals) -> LinearRows:
+    """The site's rows as functions of v, at the means of Z and β."""
+    draws = model.at_means(q)
     with torch.no_grad():
-        geometry = model.geometry(draws)
-        projection = geometry.project(data.inputs)[0]
-        extra = geometry.prior_variance(data.inputs)[0] - projection.square().sum(0)
-        return WhitenedRows(projection.mT, data.targets, model.likelihood, model.noise_hyper(draws)[0], extra)
+        projection = draws.project(data.inputs)[0]
+        extra = draws.prior_variance(data.inputs)[0] - projection.square().sum(0)
+        return LinearRows(projection.mT, data.targets, model.likelihood, draws.likelihood_hyper[0], extra)
 
 
-def analytic_factor(rows: WhitenedRows) -> NaturalGaussian:
-    """The exact factor of rows with Gaussian noise σ²: Λ = ΦᵀΦ/σ², η = Φᵀy/σ²."""
-    noise, phi = (2.0 * rows.hyper[-1]).exp(), rows.design
-    return NaturalGaussian(phi.mT @ rows.targets / noise, -0.5 * (phi.mT @ phi) / noise)
-
-
-def natural_gradient(rows: WhitenedRows, q: NaturalGaussian) -> NaturalGaussian:
-    """∇_μ E_q log p(y_k | v) with μ the mean parameters of q: what the factor is at a fixed point (Eq. 4).
-
-    η₂ = Φᵀ diag(∂E/∂v) Φ and η₁ = Φᵀ ∂E/∂m − 2 η₂ m.
-    """
-    with torch.enable_grad():
-        mean, variance = (part.detach().requires_grad_() for part in rows.marginals(q))
-        first, second = torch.autograd.grad(rows.fit(mean, variance), (mean, variance))
-    eta2 = rows.design.mT @ (second[:, None] * rows.design)
-    return NaturalGaussian(rows.design.mT @ first - 2.0 * (eta2 @ q.mean()), eta2)
-
-
-def fixed_point(
-    rows: WhitenedRows, context: NaturalGaussian, start: NaturalGaussian, *, step: float = 1.0
-) -> tuple[NaturalGaussian, int]:
+def fixed_point(rows: LinearRows, context: G, start: G, *, step: float = 1.0) -> tuple[G, int]:
     """Natural-gradient ascent t ← t^(1−ρ) (∇_μ E_q log p(y_k | v))^ρ with q = context · t; and the number of steps.
 
     A step that would make q improper is halved until it does not.
@@ -92,7 +85,7 @@ def fixed_point(
     factor, iterations, change, size = start, 0, float("inf"), 1.0
     while change >= TOLERANCE * size and iterations < MOST_ITERATIONS:
         iterations += 1
-        target, rho = natural_gradient(rows, context * factor), step
+        target, rho = rows.expansion(context * factor)[1], step
         while not (context * (new := factor ** (1.0 - rho) * target**rho)).is_proper():
             rho *= 0.5
             if rho < 1e-10:
@@ -102,15 +95,13 @@ def fixed_point(
     return factor, iterations
 
 
-def gradient_step(
-    rows: WhitenedRows, q: NaturalGaussian, context: NaturalGaussian, start: NaturalGaussian, *, step: float
-) -> NaturalGaussian:
+def gradient_step(rows: LinearRows, q: G, context: G, start: G, *, step: float) -> G:
     """η_k ← η_k + ρ dF_k/dη at q (Property 3.1); the derivative with respect to a symmetric η₂ is symmetric.
 
     Of all sites at once this is one pooled step, whatever the partition.
     """
     with torch.enable_grad():
         eta1, eta2 = (part.detach().requires_grad_() for part in (q.eta1, q.eta2))
-        energy = rows.free_energy(NaturalGaussian(eta1, eta2), context)
+        energy = rows.free_energy(type(q)(eta1, eta2), context)
         slope1, slope2 = torch.autograd.grad(energy, (eta1, eta2))
-    return start * NaturalGaussian(step * slope1, 0.5 * step * (slope2 + slope2.mT))
+    return start * type(q)(step * slope1, 0.5 * step * (slope2 + slope2.mT))

@@ -6,28 +6,20 @@ can neither lose nor double its share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
+from torch import Tensor
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
-from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.pvi.model import (
-    Factor,
-    InducingFactor,
-    Latent,
-    Latents,
-    Point,
-    PseudoObservations,
-    WhitenedFactor,
-)
+from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.shared_messages import Described
-from fedgp_flower.typing import AnyShape, Array
+from fedgp_flower.typing import AnyShape
 
 LATENTS = ("inducing", "hyper")
 """Blocks of the posterior that are not u: Z and β."""
@@ -50,34 +42,33 @@ class NaturalParameters:
         """Of a full or a diagonal Gaussian."""
         return NaturalParameters(**gaussian.to_arrays())
 
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return len(self.eta1)
+
     @cached_property
     def gaussian(self) -> Gaussian:
         """As tensors."""
-        return self.full() if self.eta2.ndim == 2 else self.diagonal()
+        kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
+        return kind.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
-    def diagonal(self) -> DiagonalGaussian:
-        """As tensors, where ``eta2`` is known to be a diagonal."""
-        return DiagonalGaussian.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
-
-    def full(self) -> NaturalGaussian:
-        """As tensors, where ``eta2`` is known to be a matrix."""
-        return NaturalGaussian.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
-
-    def refusal(self, name: str, *, diagonal: bool = False, negative: bool = False) -> str | None:
-        """Why this is no factor, or None; a ``diagonal`` one is allowed for weights, a ``negative`` precision for v.
+    def refusal(self, name: str, rows: int) -> str | None:
+        """Why this is no factor, or None: of weights it may be diagonal, of v its precision may be negative.
 
         The merge checks whether prior and factors of v are a density together. The prior of u depends on Z and β: no
         negative precision of u is safe.
         """
-        shapes = [2 * self.eta1.shape] + [self.eta1.shape] * diagonal
-        if self.eta2.shape not in shapes:
+        del rows
+        shapes = [2 * self.eta1.shape] + [self.eta1.shape] * (name == "weights")
+        if not self.size or self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
         size = float(np.abs(self.eta2).max())
         if max(size, float(np.abs(self.eta1).max())) > LIMIT**2:
             return f"`{name}`: numbers above {LIMIT**2:g}, which no standardised rows give"
         if self.eta2.ndim == 2 and np.abs(self.eta2 - self.eta2.T).max() > 1e-8 * size:
             return f"`{name}.eta2` is not symmetric"
-        if negative:
+        if name == "whitened":
             return None
         largest = np.linalg.eigvalsh(self.eta2)[-1] if self.eta2.ndim == 2 else self.eta2.max()
         return f"`{name}.eta2`: its precision has a negative eigenvalue" if largest > 1e-8 * size else None
@@ -92,27 +83,14 @@ class Marginal:
     value: Float[ndarray, " _"] | None = leaves("the value of a point", default=None)
 
     @staticmethod
-    def of(latent: Latent) -> Marginal:
-        """From tensors."""
-        if isinstance(latent, Point):
-            return Marginal(value=latent.value.detach().numpy().copy())
-        return Marginal(**latent.to_arrays())
-
-    @staticmethod
-    def narrow(mean: Array, scale: float) -> Marginal:
-        """N(mean, scale²)."""
-        return Marginal(mean / scale**2, np.full(len(mean), -0.5 / scale**2))
+    def of(gaussian: Gaussian) -> Marginal:
+        """Of a diagonal Gaussian."""
+        return Marginal(**gaussian.to_arrays())
 
     @property
     def size(self) -> int:
         """Number of entries."""
-        return len(self._given[0])
-
-    def latent(self) -> Latent:
-        """As tensors."""
-        if self.value is not None:
-            return Point(torch.as_tensor(np.array(self.value, dtype=np.float64)))
-        return self.natural().diagonal()
+        return len(next(iter(encode(self).values())))
 
     def natural(self) -> NaturalParameters:
         """As a factor of the product."""
@@ -120,15 +98,19 @@ class Marginal:
         assert self.eta2 is not None
         return NaturalParameters(self.eta1, self.eta2)
 
-    def refusal(self, name: str) -> str | None:
-        """Why this is neither a point nor natural parameters, or None."""
-        if (self.eta1 is None) != (self.eta2 is None) or (self.eta1 is None) != (self.value is not None):
-            return f"`{name}`: expected `eta1` and `eta2`, or `value`"
-        return None if len({len(array) for array in self._given}) == 1 else f"`{name}`: not of one length"
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variances; a point has none."""
+        if self.value is not None:
+            return torch.tensor(self.value), torch.zeros(len(self.value), dtype=torch.float64)
+        return self.natural().gaussian.moments()
 
-    @property
-    def _given(self) -> list[Array]:
-        return [array for array in (self.eta1, self.eta2, self.value) if array is not None]
+    def refusal(self, name: str, rows: int) -> str | None:
+        """Why this is neither a point nor natural parameters, or None."""
+        del rows
+        arrays = encode(self)
+        if set(arrays) not in ({"value"}, {"eta1", "eta2"}):
+            return f"`{name}`: expected `eta1` and `eta2`, or `value`"
+        return None if len({len(array) for array in arrays.values()}) == 1 else f"`{name}`: not of one length"
 
 
 @message()
@@ -137,10 +119,6 @@ class Marginals:
 
     inducing: Marginal = leaves("of Z, row by row")
     hyper: Marginal = leaves("of β, logarithms of standard deviations and lengthscales")
-
-    def latents(self) -> Latents:
-        """As tensors."""
-        return Latents(self.inducing.latent(), self.hyper.latent())
 
 
 @message()
@@ -151,16 +129,21 @@ class PseudoPoints:
     targets: Float[ndarray, " _"] = leaves("m, pseudo-targets")
     root: Float[ndarray, " _"] = leaves("√w, the precision is w, over σ² where tied")
 
-    def refusal(self, rows: int) -> str | None:
+    @property
+    def size(self) -> int:
+        """Their number."""
+        return len(self.targets)
+
+    def refusal(self, name: str, rows: int) -> str | None:
         """Why these cannot stand for so many rows, or None."""
         number = len(self.inputs)
         if len({number, len(self.targets), len(self.root)}) != 1 or number == 0:
-            return "`points.*`: pseudo-inputs, targets and noise are not of one number"
+            return f"`{name}.*`: pseudo-inputs, targets and noise are not of one number"
         if number > rows:
             return f"{number} pseudo-observations of {rows} rows"
         if any(np.abs(array).max() > LIMIT for array in vars(self).values()):
-            return f"`points.*`: numbers above {LIMIT:g}, which no standardised rows give"
-        return None if (self.root > 0).all() else "`points.root` holds deviations and must be positive"
+            return f"`{name}.*`: numbers above {LIMIT:g}, which no standardised rows give"
+        return None if (self.root > 0).all() else f"`{name}.root` holds deviations and must be positive"
 
 
 @message()
@@ -170,41 +153,6 @@ class Factors:
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("product of Gaussian factors of u", default=None)
     whitened: NaturalParameters | None = leaves("product of Gaussian factors of v = L⁻¹u", default=None)
-
-    @staticmethod
-    def of(factor: Factor) -> Factors:
-        """A single factor."""
-        if isinstance(factor, InducingFactor):
-            return Factors(values=NaturalParameters.of(factor.natural))
-        if isinstance(factor, WhitenedFactor):
-            return Factors(whitened=NaturalParameters.of(factor.natural))
-        parts = (factor.inputs, factor.targets, factor.root)
-        return Factors(PseudoPoints(*(part.detach().numpy().copy() for part in parts)))
-
-    @staticmethod
-    def product(parts: Iterable[Factors]) -> Factors:
-        """Pseudo-observations are joined into one set, Gaussian factors are multiplied."""
-        every = list(parts)
-        points = [part.points for part in every if part.points is not None]
-        joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
-        products = (_product(getattr(part, name) for part in every) for name in ("values", "whitened"))
-        return Factors(PseudoPoints(*joined) if points else None, *products)
-
-    def factors(self, *, tied: bool) -> list[Factor]:
-        """As tensors; whether the noise of pseudo-observations scales with σ² is a choice of the run."""
-        found: list[Factor] = [] if self.values is None else [InducingFactor(self.values.full())]
-        found += [] if self.whitened is None else [WhitenedFactor(self.whitened.full())]
-        if self.points is None:
-            return found
-        inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self.points).values())
-        return [PseudoObservations(inputs, targets, root, tied), *found]
-
-
-def _product(factors: Iterable[NaturalParameters | None]) -> NaturalParameters | None:
-    given = [factor for factor in factors if factor is not None]
-    if not given:
-        return None
-    return NaturalParameters(np.sum([each.eta1 for each in given], 0), np.sum([each.eta2 for each in given], 0))
 
 
 # ---- What a site is asked -------------------------------------------------------------------------------------------
@@ -246,26 +194,21 @@ class Refined:
     hyper: Marginal | None = leaves("of β: factor", default=None)
     whitened: NaturalParameters | None = leaves("Gaussian factor of v = L⁻¹u", default=None)
 
+    @property
+    def parts(self) -> dict[str, PseudoPoints | NaturalParameters | Marginal]:
+        """What was refined, by name."""
+        named = {name: part for name, part in vars(self).items() if name not in ("objective", "evaluations")}
+        return {name: part for name, part in named.items() if part is not None}
+
     def num_parameters(self) -> int:
         """Pseudo-observations, inducing values or weights, and hyperparameters."""
-        size = 0 if self.hyper is None else self.hyper.size
-        if self.points is not None:
-            size += len(self.points.targets)
-        return size + sum(len(factor.eta1) for factor in (self.values, self.weights, self.whitened) if factor)
+        return sum(part.size for name, part in self.parts.items() if name != "inducing")
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
-        rows = described.rows
         if self.evaluations < 0:
             return "the count of evaluations cannot be negative"
-        reasons = (
-            self.points and self.points.refusal(rows),
-            self.values and self.values.refusal("values"),
-            self.weights and self.weights.refusal("weights", diagonal=True),
-            self.whitened and self.whitened.refusal("whitened", negative=True),
-            self.inducing and self.inducing.refusal("inducing"),
-            self.hyper and self.hyper.refusal("hyper"),
-        )
+        reasons = (part.refusal(name, described.rows) for name, part in self.parts.items())
         return next((reason for reason in reasons if reason), None)
 
 

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.gp.likelihoods import GaussianNoise, PointLikelihood, build_point_likelihood
+from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.methods.pvi.messages import Factors, Marginals, NaturalParameters, PseudoPoints
 from fedgp_flower.options import ModelSection
 
 ALPHA = 0.01
@@ -37,115 +40,107 @@ ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
 ROUNDING = 1e-9
 """A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
+LIKELIHOOD_NAMES = {"gaussian": ("noise sd",), "student-t": ("scale", "degrees of freedom − 2")}
+"""What the likelihood's entries of β are the logarithms of."""
 
 
-# ---- Factors of u, and their product --------------------------------------------------------------------------------
+class SparseModel:
+    """Kernel and likelihood for D inputs; β holds the kernel's hyperparameters, then the likelihood's."""
+
+    def __init__(self, section: ModelSection, num_inputs: int) -> None:
+        self.kernel = BatchedKernel(build_kernel(section, num_inputs))
+        self.likelihood = build_point_likelihood(section.likelihood, noise=section.noise)
+        self.gaussian = section.likelihood == "gaussian"
+        self.names = [*self.kernel.names, *LIKELIHOOD_NAMES.get(section.likelihood, ())]
+        """What each entry of β is the logarithm of."""
+        self.num_inputs, self.jitter = num_inputs, section.jitter
+
+    def initial_hyper(self) -> Float[Tensor, " P"]:
+        """β at the initial values of kernel and likelihood."""
+        return torch.cat([self.kernel.initial(), self.likelihood.initial])
+
+    def at_means(self, q: Marginals) -> Draws:
+        """The model at the means of Z and β, as one sample."""
+        return Draws(self, q.inducing.moments()[0].reshape(1, -1, self.num_inputs), q.hyper.moments()[0][None])
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Inducing inputs Z and hyperparameters β of S samples, with L = chol(K_ZZ + jitter·variance)."""
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The model at S samples of (Z, β), in coordinates v = L⁻¹u with L Lᵀ = K_ZZ + jitter."""
 
-    kernel: BatchedKernel
+    model: SparseModel
     inducing: Float[Tensor, "S M D"]
     hyper: Float[Tensor, "S P"]
-    """Hyperparameters of the kernel only."""
-    noise: Float[Tensor, " S"]
-    """σ², the noise variance that tied pseudo-noise scales with."""
-    chol: Float[Tensor, "S M M"]
 
-    @classmethod
-    def at(cls, kernel: BatchedKernel, inducing: Tensor, hyper: Tensor, noise: Tensor, *, jitter: float) -> Geometry:
-        """Factorise K_ZZ; ``jitter`` is relative to the mean prior variance at Z."""
-        variance = kernel.diagonal(hyper, inducing).mean(-1)
-        chol = kernel_cholesky(kernel.matrix(hyper, inducing, inducing), variance=variance, jitter=jitter)
-        return cls(kernel, inducing, hyper, noise, chol)
+    @property
+    def kernel_hyper(self) -> Float[Tensor, "S _"]:
+        """The kernel's part of β."""
+        return self.hyper[:, : self.model.kernel.num_hyper]
+
+    @property
+    def likelihood_hyper(self) -> Float[Tensor, "S R"]:
+        """The likelihood's part of β."""
+        return self.hyper[:, self.model.kernel.num_hyper :]
+
+    @property
+    def noise(self) -> Float[Tensor, " S"]:
+        """σ², which tied pseudo-noise scales with: 1 without Gaussian noise."""
+        return (2.0 * self.hyper[:, -1]).exp() if self.model.gaussian else self.hyper.new_ones(len(self.hyper))
+
+    @cached_property
+    def chol(self) -> Float[Tensor, "S M M"]:
+        """L, its jitter relative to the mean prior variance at Z."""
+        kernel, hyper = self.model.kernel, self.kernel_hyper
+        variance = kernel.diagonal(hyper, self.inducing).mean(-1)
+        covariance = kernel.matrix(hyper, self.inducing, self.inducing)
+        return kernel_cholesky(covariance, variance=variance, jitter=self.model.jitter)
 
     def project(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S M N"]:
         """A = L⁻¹ K_ZX."""
-        cross = self.kernel.matrix(self.hyper, self.inducing, inputs)
+        cross = self.model.kernel.matrix(self.kernel_hyper, self.inducing, inputs)
         projection: Tensor = torch.linalg.solve_triangular(self.chol, cross, upper=False)
         return projection
 
     def prior_variance(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S N"]:
         """k(x, x)."""
-        return self.kernel.diagonal(self.hyper, inputs)
+        return self.model.kernel.diagonal(self.kernel_hyper, inputs)
+
+    def prior(self) -> WhitenedGaussian:
+        """N(0, I) of v."""
+        samples, size = self.inducing.shape[:2]
+        eye = torch.eye(size, dtype=self.chol.dtype)
+        return WhitenedGaussian(eye.expand(samples, size, size), self.chol.new_zeros(samples, size))
+
+    def product(self, factors: Sequence[Factor]) -> WhitenedGaussian:
+        """The prior times factors."""
+        q = self.prior()
+        for factor in factors:
+            q = q * factor.whitened(self)
+        return q
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PseudoObservations:
-    """A DPO factor: t(u | Z, β) ∝ N(K_VZ K_ZZ⁻¹ u; m, W⁻¹), or N(…; m, σ²W⁻¹) when tied, W = diag(w)."""
-
-    inputs: Float[Tensor, "J D"]
-    targets: Float[Tensor, " J"]
-    root: Float[Tensor, " J"]
-    """√w."""
-    tied: bool = True
-
-    def columns(self, projection: Float[Tensor, "S M J"], noise: Float[Tensor, " S"]) -> tuple[Tensor, Tensor]:
-        """C = A W^½ [S, M, J] and r = W^½ m [S or 1, J], each over σ when tied."""
-        columns, values = projection * self.root, (self.root * self.targets)[None]
-        if not self.tied:
-            return columns, values
-        scale = noise.rsqrt()[:, None]
-        return columns * scale[..., None], values * scale
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InducingFactor:
-    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with the same Λ [M, M] and η [M] whatever Z and β."""
-
-    natural: NaturalGaussian
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WhitenedFactor:
-    """A factor of v = L⁻¹u itself, t(v) ∝ exp(ηᵀv − ½vᵀΛv): what sites share while Z and β stay fixed."""
-
-    natural: NaturalGaussian
-
-
-Factor = PseudoObservations | InducingFactor | WhitenedFactor
-
-
-@dataclass(frozen=True, slots=True)
-class Natural:
-    """B = I + Σ C Cᵀ [S, M, M] and h = Σ C r [S, M]: the natural parameters of q(v | Z, β)."""
+@dataclass(frozen=True, eq=False)
+class WhitenedGaussian:
+    """q(v | Z, β) ∝ exp(hᵀv − ½vᵀBv) at S samples, or a factor of it, which need not be a density."""
 
     precision: Float[Tensor, "S M M"]
+    """B."""
     shift: Float[Tensor, "S M"]
+    """h."""
 
-    @classmethod
-    def prior(cls, geometry: Geometry) -> Natural:
-        """N(0, I)."""
-        samples, size = geometry.inducing.shape[:2]
-        eye = torch.eye(size, dtype=geometry.chol.dtype, device=geometry.chol.device)
-        return cls(eye.expand(samples, size, size), geometry.chol.new_zeros(samples, size))
+    def __mul__(self, other: WhitenedGaussian) -> WhitenedGaussian:
+        """The product: natural parameters add."""
+        return WhitenedGaussian(self.precision + other.precision, self.shift + other.shift)
 
-    def times(self, factor: Factor, geometry: Geometry, projection: Tensor | None = None) -> Natural:
-        """Multiply by a factor: of u by LᵀΛL and Lᵀη, of v as it is, pseudo-observations by their ``projection`` A."""
-        if isinstance(factor, InducingFactor):
-            L, precision, eta1 = geometry.chol, factor.natural.precision, factor.natural.eta1
-            return Natural(self.precision + L.mT @ precision @ L, self.shift + (L.mT @ eta1))
-        if isinstance(factor, WhitenedFactor):
-            return Natural(self.precision + factor.natural.precision, self.shift + factor.natural.eta1)
-        A = geometry.project(factor.inputs) if projection is None else projection
-        columns, values = factor.columns(A, geometry.noise)
-        return Natural(self.precision + columns @ columns.mT, self.shift + (columns @ values.unsqueeze(-1)).squeeze(-1))
+    @cached_property
+    def chol(self) -> Float[Tensor, "S M M"]:
+        """L_B of a density, B = L_B L_Bᵀ."""
+        return cholesky(self.precision, of="precision of q(v)", hint="A site's factor has negative precision.")
 
-    def density(self) -> WhitenedGaussian:
-        """The normalised q(v | Z, β)."""
-        chol = cholesky(self.precision, of="precision of q(v)", hint="A site's factor has negative precision.")
-        mean = torch.cholesky_solve(self.shift[..., None], chol)[..., 0]
-        return WhitenedGaussian(mean, chol)
-
-
-@dataclass(frozen=True, slots=True)
-class WhitenedGaussian:
-    """q(v | Z, β) = N(μ, B⁻¹) with B = L_B L_Bᵀ, for S samples."""
-
-    mean: Float[Tensor, "S M"]
-    chol: Float[Tensor, "S M M"]
+    @cached_property
+    def mean(self) -> Float[Tensor, "S M"]:
+        """μ = B⁻¹h."""
+        return torch.cholesky_solve(self.shift[..., None], self.chol)[..., 0]
 
     def half_log_determinant(self) -> Float[Tensor, " S"]:
         """½ log|B|."""
@@ -168,20 +163,118 @@ class WhitenedGaussian:
         return kl
 
 
-def product(
-    geometry: Geometry, factors: Sequence[Factor], rows: Float[Tensor, "N D"] | None = None
-) -> tuple[Natural, Float[Tensor, "S M N"]]:
-    """Prior times factors, and A of the rows: one triangular solve projects all pseudo-inputs and rows."""
-    given = geometry.inducing.new_empty(0, geometry.inducing.shape[-1]) if rows is None else rows
-    inputs = [factor.inputs for factor in factors if isinstance(factor, PseudoObservations)] + [given]
-    *projections, last = geometry.project(torch.cat(inputs)).split([len(x) for x in inputs], dim=-1)
-    natural, remaining = Natural.prior(geometry), iter(projections)
-    for factor in factors:
-        natural = natural.times(factor, geometry, next(remaining) if isinstance(factor, PseudoObservations) else None)
-    return natural, last
+# ---- Factors of u ---------------------------------------------------------------------------------------------------
 
 
-# ---- The model -------------------------------------------------------------------------------------------------------
+class Factor(ABC):
+    """A factor t(u | Z, β)."""
+
+    @abstractmethod
+    def whitened(self, draws: Draws) -> WhitenedGaussian:
+        """As a factor of v, its parts of B and h."""
+
+    @abstractmethod
+    def free(self) -> list[Tensor]:
+        """Unconstrained parameters that an optimiser may move."""
+
+    @abstractmethod
+    def at(self, free: Sequence[Tensor]) -> Factor:
+        """The factor at other parameters."""
+
+    @abstractmethod
+    def message(self) -> Factors:
+        """As it travels."""
+
+
+@dataclass(frozen=True, eq=False)
+class PseudoObservations(Factor):
+    """A DPO factor: t(u | Z, β) ∝ N(K_VZ K_ZZ⁻¹ u; m, W⁻¹), or N(…; m, σ²W⁻¹) when tied, W = diag(w)."""
+
+    inputs: Float[Tensor, "J D"]
+    targets: Float[Tensor, " J"]
+    root: Float[Tensor, " J"]
+    """√w."""
+    tied: bool = True
+
+    def columns(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """C = A W^½ [S, M, J] and r = W^½ m [S or 1, J], each over σ when tied."""
+        columns, values = draws.project(self.inputs) * self.root, (self.root * self.targets)[None]
+        if not self.tied:
+            return columns, values
+        scale = draws.noise.rsqrt()[:, None]
+        return columns * scale[..., None], values * scale
+
+    def whitened(self, draws: Draws) -> WhitenedGaussian:
+        """C Cᵀ and C r."""
+        columns, values = self.columns(draws)
+        return WhitenedGaussian(columns @ columns.mT, (columns @ values.unsqueeze(-1)).squeeze(-1))
+
+    def unwhitened(self, draws: Draws) -> GaussianFactor:
+        """The same factor of u at one sample: Λ = L⁻ᵀ C Cᵀ L⁻¹ and η = L⁻ᵀ C r."""
+        columns, values = self.columns(draws)
+        columns = torch.linalg.solve_triangular(draws.chol[0].mT, columns[0], upper=True)
+        return GaussianFactor(NaturalGaussian(columns @ values[0], -0.5 * columns @ columns.mT))
+
+    def free(self) -> list[Tensor]:
+        """V, m and log √w."""
+        return [self.inputs, self.targets, self.root.log()]
+
+    def at(self, free: Sequence[Tensor]) -> PseudoObservations:
+        """The factor at other V, m and log √w."""
+        return replace(self, inputs=free[0], targets=free[1], root=free[2].exp())
+
+    def message(self) -> Factors:
+        """As it travels."""
+        parts = (self.inputs, self.targets, self.root)
+        return Factors(PseudoPoints(*(part.detach().numpy().copy() for part in parts)))
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianFactor(Factor):
+    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with the same Λ [M, M] and η [M] whatever Z and β; or the same of v."""
+
+    natural: Gaussian
+    of_v: bool = False
+    """What sites share while Z and β stay fixed."""
+
+    def whitened(self, draws: Draws) -> WhitenedGaussian:
+        """LᵀΛL and Lᵀη; of v Λ and η themselves."""
+        precision, shift = self.natural.precision, self.natural.eta1
+        if self.of_v:
+            return WhitenedGaussian(precision[None], shift[None])
+        return WhitenedGaussian(draws.chol.mT @ precision @ draws.chol, draws.chol.mT @ shift)
+
+    def free(self) -> list[Tensor]:
+        """R and r with R Rᵀ = Λ and R r = η; R is of full size so that it can grow where Λ is singular."""
+        values, vectors = torch.linalg.eigh(self.natural.precision)
+        root = vectors * values.clamp_min(1e-6 * values[-1].clamp_min(1.0)).sqrt()
+        return [root, torch.linalg.lstsq(root, self.natural.eta1[:, None]).solution[:, 0]]
+
+    def at(self, free: Sequence[Tensor]) -> GaussianFactor:
+        """The factor at other R and r."""
+        root, values = free
+        return replace(self, natural=NaturalGaussian(root @ values, -0.5 * root @ root.mT))
+
+    def message(self) -> Factors:
+        """As it travels."""
+        natural = NaturalParameters.of(self.natural)
+        return Factors(whitened=natural) if self.of_v else Factors(values=natural)
+
+
+def factors_of(message: Factors, *, tied: bool) -> list[Factor]:
+    """As tensors; whether the noise of pseudo-observations scales with σ² is a choice of the run."""
+    found: list[Factor] = []
+    if message.points is not None:
+        inputs, targets, root = map(torch.tensor, vars(message.points).values())
+        found.append(PseudoObservations(inputs, targets, root, tied))
+    if message.values is not None:
+        found.append(GaussianFactor(message.values.gaussian))
+    if message.whitened is not None:
+        found.append(GaussianFactor(message.whitened.gaussian, of_v=True))
+    return found
+
+
+# ---- Bounds and predictions -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,80 +286,6 @@ class Data:
 
     def __len__(self) -> int:
         return len(self.targets)
-
-    def subset(self, rows: Tensor) -> Data:
-        """The rows at these positions."""
-        return Data(self.inputs[rows], self.targets[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A latent that is known, or learned as a point: no distribution, no KL."""
-
-    value: Float[Tensor, " L"]
-
-
-Latent = DiagonalGaussian | Point
-
-
-@dataclass(frozen=True, slots=True)
-class Latents:
-    """q(Z), flattened row by row [M·D], and q(β) [P]."""
-
-    inducing: Latent
-    hyper: Latent
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """S samples of (Z, β)."""
-
-    inducing: Float[Tensor, "S M D"]
-    hyper: Float[Tensor, "S P"]
-
-
-@dataclass(frozen=True, slots=True)
-class SparseModel:
-    """Kernel and likelihood; β holds the kernel's hyperparameters, then the likelihood's."""
-
-    kernel: BatchedKernel
-    likelihood: PointLikelihood
-    num_inputs: int
-    jitter: float = 1e-8
-
-    @property
-    def num_hyper(self) -> int:
-        """P."""
-        return self.kernel.num_hyper + self.likelihood.initial.numel()
-
-    def initial_hyper(self) -> Float[Tensor, " P"]:
-        """β at the initial values of kernel and likelihood."""
-        return torch.cat([self.kernel.initial(), self.likelihood.initial])
-
-    def noise_hyper(self, draws: Draws) -> Float[Tensor, "S R"]:
-        """The likelihood's part of β."""
-        return draws.hyper[:, self.kernel.num_hyper :]
-
-    def geometry(self, draws: Draws) -> Geometry:
-        """Whitened coordinates at every sample. Tied pseudo-noise has unit σ² without a Gaussian likelihood."""
-        gaussian = isinstance(self.likelihood, GaussianNoise)
-        noise = (2.0 * draws.hyper[:, -1]).exp() if gaussian else draws.hyper.new_ones(len(draws.hyper))
-        hyper = draws.hyper[:, : self.kernel.num_hyper]
-        return Geometry.at(self.kernel, draws.inducing, hyper, noise, jitter=self.jitter)
-
-
-def sparse_model(section: ModelSection, num_inputs: int) -> SparseModel:
-    """Kernel and likelihood of the configuration, for ``num_inputs`` encoded inputs."""
-    likelihood = build_point_likelihood(section.likelihood, noise=section.noise)
-    return SparseModel(BatchedKernel(build_kernel(section, num_inputs)), likelihood, num_inputs, section.jitter)
-
-
-def location_scale(latent: Latent) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation; a point has none."""
-    if isinstance(latent, Point):
-        return latent.value, torch.zeros_like(latent.value)
-    mean, variance = latent.moments()
-    return mean, variance.sqrt()
 
 
 def standard_normal(num_samples: int, size: int, generator: Generator) -> Tensor:
@@ -283,47 +302,33 @@ def random_source(*words: object) -> Generator:
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def prediction_draws(latents: Latents, model: SparseModel, number: int, seed: int) -> Draws:
+def prediction_draws(q: Marginals, model: SparseModel, number: int, seed: int) -> Draws:
     """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
-    if isinstance(latents.inducing, Point) and isinstance(latents.hyper, Point):
-        number = 1
-    parts, generator = [], random_source(seed, "prediction")
-    for latent in (latents.inducing, latents.hyper):
-        mean, scale = location_scale(latent)
-        parts.append(mean + scale * standard_normal(number, len(mean), generator))
-    return Draws(parts[0].reshape(number, -1, model.num_inputs), parts[1])
+    if q.inducing.value is not None and q.hyper.value is not None:
+        return model.at_means(q)
+    generator, parts = random_source(seed, "prediction"), []
+    for mean, variance in (q.inducing.moments(), q.hyper.moments()):
+        parts.append(mean + variance.sqrt() * standard_normal(number, len(mean), generator))
+    return Draws(model, parts[0].reshape(number, -1, model.num_inputs), parts[1])
+
+
+def expected_fit(draws: Draws, q: WhitenedGaussian, data: Data) -> Float[Tensor, " S"]:
+    """E_q log p(y | f) at every sample, in nats."""
+    moments = q.predict(draws.project(data.inputs), draws.prior_variance(data.inputs))
+    return draws.model.likelihood.expected(data.targets, *moments, draws.likelihood_hyper).sum(-1)
 
 
 def local_free_energy(
-    model: SparseModel, draws: Draws, others: Sequence[Factor], factor: Factor, data: Data, *, weight: float = 1.0
+    draws: Draws, others: Sequence[Factor], factor: Factor, data: Data, *, weight: float = 1.0
 ) -> Float[Tensor, " S"]:
     r"""Local fit E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats.
 
     Federated learning of sparse Gaussian processes, Eq. 7 less its last KL. ``data`` may be a mini-batch, ``weight`` is
     N_k over its rows; the product of ``others`` with the prior is the cavity.
     """
-    geometry = model.geometry(draws)
-    cavity, rows = product(geometry, others, data.inputs)
-    posterior = cavity.times(factor, geometry).density()
-    moments = posterior.predict(rows, geometry.prior_variance(data.inputs))
-    fit = model.likelihood.expected(data.targets, *moments, model.noise_hyper(draws)).sum(-1)
-    return weight * fit - posterior.kl(cavity.density())
-
-
-@torch.no_grad()
-def expected_fit(model: SparseModel, draws: Draws, factors: Sequence[Factor], data: Data) -> float:
-    """E_q log p(y_k | f) at the product of all sites' ``factors``, in nats."""
-    geometry = model.geometry(draws)
-    natural, rows = product(geometry, factors, data.inputs)
-    moments = natural.density().predict(rows, geometry.prior_variance(data.inputs))
-    return float(model.likelihood.expected(data.targets, *moments, model.noise_hyper(draws)).sum(-1).mean())
-
-
-@torch.no_grad()
-def divergence(model: SparseModel, draws: Draws, factors: Sequence[Factor]) -> float:
-    """E KL(q(u) ‖ p(u)) at the product of all sites' ``factors``, in nats."""
-    geometry = model.geometry(draws)
-    return float(product(geometry, factors)[0].density().kl(Natural.prior(geometry).density()).mean())
+    cavity = draws.product(others)
+    posterior = cavity * factor.whitened(draws)
+    return weight * expected_fit(draws, posterior, data) - posterior.kl(cavity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +338,8 @@ class Mixture:
     means: Float[Tensor, "S N"]
     """Mean of a noisy observation, per sample."""
     variances: Float[Tensor, "S N"]
-    log_densities: Float[Tensor, "S N"] | None
-    """log p(y | sample) of given targets."""
+    log_densities: Float[Tensor, "S _"]
+    """log p(y | sample) of given targets; empty without them."""
 
     def mean(self) -> Float[Tensor, " N"]:
         """Mixture mean."""
@@ -346,44 +351,36 @@ class Mixture:
 
     def log_density(self) -> Float[Tensor, " N"]:
         """Log of the mixture density, log (1/S) Σ_s p(y | sample s)."""
-        assert self.log_densities is not None
         return torch.logsumexp(self.log_densities, 0) - math.log(len(self.means))
 
 
-def predict(
-    model: SparseModel, draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None = None
-) -> Mixture:
+@torch.no_grad()
+def predict(draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None = None) -> Mixture:
     """The predictive mixture at ``inputs`` [N, D], a few samples and rows at a time, without a graph.
 
     Raises:
         NumericsError: a variance of f is negative beyond rounding, which means that a factor is broken.
     """
-    with torch.no_grad():
-        pieces = [
-            _predict_some(model, Draws(z, b), factors, inputs, targets)
-            for z, b in zip(draws.inducing.split(SAMPLES_AT_ONCE), draws.hyper.split(SAMPLES_AT_ONCE), strict=True)
-        ]
-    means, variances, densities = zip(*pieces, strict=True)
-    return Mixture(torch.cat(means), torch.cat(variances), None if targets is None else torch.cat(densities))
+    parts = zip(draws.inducing.split(SAMPLES_AT_ONCE), draws.hyper.split(SAMPLES_AT_ONCE), strict=True)
+    pieces = [_predict_some(Draws(draws.model, *part), factors, inputs, targets) for part in parts]
+    return Mixture(*(torch.cat(part) for part in zip(*pieces, strict=True)))
 
 
 def _predict_some(
-    model: SparseModel, draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    geometry, hyper = model.geometry(draws), model.noise_hyper(draws)
-    posterior = product(geometry, factors)[0].density()
+    draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None
+) -> tuple[Tensor, ...]:
+    posterior, likelihood, hyper = draws.product(factors), draws.model.likelihood, draws.likelihood_hyper
     out: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(inputs), 1), ROWS_AT_ONCE):  # no rows give empty predictions
         rows = slice(start, start + ROWS_AT_ONCE)
-        x = inputs[rows]
-        prior = geometry.prior_variance(x)
-        mean, variance = posterior.predict(geometry.project(x), prior)
+        prior = draws.prior_variance(inputs[rows])
+        mean, variance = posterior.predict(draws.project(inputs[rows]), prior)
         broken = ~(variance >= -ROUNDING * prior)  # so that NaN is broken, too
         if bool(broken.any()):
             raise NumericsError(f"{int(broken.sum())} of {variance.numel()} variances of f are negative")
         variance = variance.clamp_min(0.0)
-        moments = model.likelihood.moments(mean, variance, hyper)
-        y = mean[:1, :0] if targets is None else model.likelihood.log_predictive(targets[rows], mean, variance, hyper)
-        out.append((*moments, y))
-    means, variances, densities = (torch.cat(part, -1) for part in zip(*out, strict=True))
-    return means, variances, densities
+        densities = mean[:, :0]
+        if targets is not None:
+            densities = likelihood.log_predictive(targets[rows], mean, variance, hyper)
+        out.append((*likelihood.moments(mean, variance, hyper), densities))
+    return tuple(torch.cat(part, -1) for part in zip(*out, strict=True))

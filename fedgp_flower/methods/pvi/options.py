@@ -26,8 +26,6 @@ class Plan:
 
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
     order: Literal["fixed", "random"] = "fixed"
-    fraction: float = 1.0
-    """Share of the sites of a synchronous round."""
     damping: float = 0.0
     """ρ; 0 means automatic: 1 when sequential, 1/K of the participating sites otherwise."""
     deletion: bool = True
@@ -98,7 +96,7 @@ class PVIOptions(MethodOptions):
         if self.preset != "none":
             chosen = replace(PRESETS[self.preset], order=self.order, seed=seed)
             return replace(chosen, damping=self.damping or 1.0) if chosen.gradient else chosen
-        chosen = Plan(self.schedule, self.order, 1.0, self.damping, self.deletion)
+        chosen = Plan(self.schedule, self.order, self.damping, self.deletion)
         return replace(chosen, concurrency=self.concurrency, seed=seed)
 
     @property
@@ -126,17 +124,17 @@ class PVIOptions(MethodOptions):
         """Whether the noise of pseudo-observations scales with σ²."""
         return self.factor == "tied"
 
-    def kind(self, latent: str) -> str:
-        """What is known of ``inducing`` or ``hyper``: a distribution, an average, or it is fixed."""
-        if self.linear:
-            return "fixed"
-        return "distribution" if latent == "hyper" and self.inducing == "average" else self.inducing
+    @property
+    def averages(self) -> bool:
+        """Whether Z is a point that the server averages."""
+        return not self.linear and self.inducing == "average"
 
     @property
     def product(self) -> tuple[str, ...]:
         """Blocks that have a prior: v, or Z and β where they are in the product."""
-        latents = tuple(name for name in ("inducing", "hyper") if self.kind(name) == "distribution")
-        return ("whitened",) if self.linear else latents
+        if self.linear:
+            return ("whitened",)
+        return {"distribution": ("inducing", "hyper"), "average": ("hyper",), "fixed": ()}[self.inducing]
 
     @property
     def function(self) -> str:

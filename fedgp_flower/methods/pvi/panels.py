@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
-from fedgp_flower.methods.pvi.model import ALPHA
-from fedgp_flower.methods.pvi.saved import names_of
+from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
@@ -46,7 +45,9 @@ def panels(run: RunData) -> list[Panel]:
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
         section = ModelSection.model_validate({n: run.posterior.model[n] for n in ("kernel", "ard", "likelihood")})
-        figure = hyperparameters(arrays, called(names_of(section, len(run.posterior.inputs)), run.posterior.inputs))
+        figure = hyperparameters(
+            arrays, called(SparseModel(section, len(run.posterior.inputs)).names, run.posterior.inputs)
+        )
         sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from fedgp_flower.methods.pvi.messages import Marginal, Predictive
-from fedgp_flower.methods.pvi.model import location_scale, sparse_model
-from fedgp_flower.options import ModelSection
+from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.pvi.messages import Factors, Marginal, Marginals
 from fedgp_flower.typing import NamedArrays
 
 PREDICTION_DRAWS = 100
@@ -20,67 +21,68 @@ EQUATION = (
     "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
     "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
 )
-LATENTS = {"inducing.locations": "Z, inducing inputs", "hyper": "β, log hyperparameters"}
-POINTS = {
+SAVED_LATENTS = {"inducing": "inducing.locations", "hyper": "hyper"}
+"""Names of Z and β in messages and in files."""
+MEANINGS = {
     "inputs": "V, pseudo-inputs of all sites",
     "targets": "m, pseudo-targets",
     "root": "R, S⁻¹ = R², over σ² where tied",
-}
-GAUSSIAN = {
     "eta1": "first natural parameter of the product of factors",
     "eta2": "second natural parameter of the product of factors",
 }
-POINTS_NAME = "factor.points-0"
-Arrays = Mapping[str, NDArray[np.generic]]
-
-
-def names_of(section: ModelSection, num_inputs: int) -> list[str]:
-    """The quantities whose logarithms are the entries of β, in their order."""
-    likelihood = {"gaussian": ["noise sd"], "student-t": ["scale", "degrees of freedom − 2"]}
-    return [*sparse_model(section, num_inputs).kernel.names, *likelihood.get(section.likelihood, [])]
+POINTS = "factor.points-0."
 
 
 def lengthscales_of(hyper: Marginal, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
     """By part of the kernel, means of the logarithms of lengthscales under q(β), and standard deviations if it has any.
 
-    Args:
-        hyper: q(β).
-        names: Of its entries, by :func:`names_of`.
+    ``names`` are those of the entries of β.
     """
     parts: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         part, found, _ = name.partition("lengthscale")
         if found:
             parts.setdefault(f"kernel.{part.replace(' ', '.')}log_lengthscale", []).append(index)
-    moments = (each.numpy() for each in location_scale(hyper.latent()))
-    mean, scale = ({part: each[at] for part, at in parts.items()} for each in moments)
-    return mean, None if hyper.value is not None else scale
+    mean, variance = (each.numpy() for each in hyper.moments())
+    scale = None if hyper.value is not None else {part: np.sqrt(variance[at]) for part, at in parts.items()}
+    return {part: mean[at] for part, at in parts.items()}, scale
 
 
 def saved_arrays(
-    predictive: Predictive, num_inputs: int, names: Sequence[str], *, tied: bool
+    q: Marginals, factors: Factors, num_inputs: int, names: Sequence[str], *, tied: bool
 ) -> tuple[NamedArrays, dict[str, str]]:
     """Arrays of the saved posterior, and what each is; ``names`` are those of β."""
     arrays: NamedArrays = {}
     meanings: dict[str, str] = {}
-
-    def add(name: str, array: NDArray[np.generic], words: str) -> None:
-        arrays[name], meanings[name] = array, words
-
-    assert predictive.q is not None
-    shapes = {"inducing.locations": (-1, num_inputs), "hyper": (-1,)}
-    latents = LATENTS | {"hyper": f"{LATENTS['hyper']}: {', '.join(names)}"}
-    for (name, words), marginal in zip(latents.items(), (predictive.q.inducing, predictive.q.hyper), strict=True):
-        mean, scale = (part.numpy().reshape(shapes[name]) for part in location_scale(marginal.latent()))
-        add(f"{name}.mean", mean, f"mean of q of {words}")
+    words = ("Z, inducing inputs", f"β, log hyperparameters: {', '.join(names)}")
+    shapes = ((-1, num_inputs), (-1,))
+    for name, marginal, word, shape in zip(SAVED_LATENTS.values(), (q.inducing, q.hyper), words, shapes, strict=True):
+        mean, variance = (part.numpy().reshape(shape) for part in marginal.moments())
+        arrays[f"{name}.mean"], meanings[f"{name}.mean"] = mean, f"mean of q of {word}"
         if marginal.value is None:
-            add(f"{name}.scale", scale, f"sd of q of {words}")
-    if predictive.factors.points is not None:
-        for name, words in POINTS.items():
-            add(f"{POINTS_NAME}.{name}", getattr(predictive.factors.points, name), words)
-        add(f"{POINTS_NAME}.tied", np.array(tied), "whether pseudo-noise scales with σ²")
-    for kind in ("values", "whitened"):
-        if (factor := getattr(predictive.factors, kind)) is not None:
-            for name, words in GAUSSIAN.items():
-                add(f"factor.{kind}.{name}", getattr(factor, name), words)
+            arrays[f"{name}.scale"], meanings[f"{name}.scale"] = np.sqrt(variance), f"sd of q of {word}"
+    for name, array in encode(factors).items():
+        key = f"factor.{name}".replace("factor.points.", POINTS)
+        arrays[key], meanings[key] = array, MEANINGS[name.rpartition(".")[2]]
+    if factors.points is not None:
+        arrays[f"{POINTS}tied"] = np.array(tied)
+        meanings[f"{POINTS}tied"] = "whether pseudo-noise scales with σ²"
     return arrays, meanings
+
+
+def read_marginal(arrays: Mapping[str, NDArray[np.generic]], name: str) -> Marginal:
+    """q(Z) or q(β) of a saved posterior, by its name in messages."""
+    saved = SAVED_LATENTS[name]
+    mean = torch.tensor(arrays[f"{saved}.mean"]).double().flatten()
+    if f"{saved}.scale" not in arrays:
+        return Marginal(value=mean.numpy())
+    scale = torch.tensor(arrays[f"{saved}.scale"]).double().flatten()
+    return Marginal.of(DiagonalGaussian.from_moments(mean, scale.square()))
+
+
+def read_factors(arrays: Mapping[str, NDArray[np.generic]]) -> tuple[Factors, bool]:
+    """The factors of u of a saved posterior, and whether their noise is tied."""
+    parts = {name.replace(POINTS, "factor.points."): array for name, array in arrays.items()}
+    tied = bool(parts.pop("factor.points.tied", True))
+    named = {name.removeprefix("factor."): array for name, array in parts.items() if name.startswith("factor.")}
+    return decode(Factors, named), tied

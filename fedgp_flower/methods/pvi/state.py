@@ -15,6 +15,8 @@ from functools import reduce
 from itertools import accumulate, chain
 from typing import TypeVar
 
+import numpy as np
+
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.messages import leaves, message
@@ -34,11 +36,6 @@ class Contribution:
 
     factors: Mapping[str, NaturalParameters] = leaves("tₖ by block")
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
-
-    @property
-    def function(self) -> Factors:
-        """The factor of u, or of v = L⁻¹u."""
-        return Factors(self.points, self.factors.get("values"), self.factors.get("whitened"))
 
 
 @message()
@@ -89,12 +86,12 @@ P = TypeVar("P", bound=Product)
 
 def posterior(state: Product) -> Blocks:
     """The global q = p ∏ₖ tₖ by block; a block without a prior is the product of the sites' factors alone."""
-    return _product(state, state.sites)
+    return _product(state.prior, state.sites.values())
 
 
 def cavity(state: Product, site: str) -> Blocks:
     """The cavity p ∏_{m≠k} t_m, formed as a product, never by division."""
-    return _product(state, [name for name in state.sites if name != site])
+    return _product(state.prior, without(state.sites, site).values())
 
 
 def cavities(state: Product) -> Iterator[Blocks]:
@@ -106,8 +103,18 @@ def cavities(state: Product) -> Iterator[Blocks]:
     return map(_times, before, behind)
 
 
-def _product(state: Product, sites: Iterable[str]) -> Blocks:
-    return reduce(_times, (_gaussians(state.sites[site].factors) for site in sites), _gaussians(state.prior))
+def of_function(sites: Iterable[Contribution]) -> Factors:
+    """The product of sites' factors of u, or of v: pseudo-observations as one set."""
+    every = list(sites)
+    points = [site.points for site in every if site.points is not None]
+    joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
+    blocks = _product({}, every)
+    gaussians = {name: NaturalParameters.of(blocks[name]) for name in ("values", "whitened") if name in blocks}
+    return Factors(PseudoPoints(*joined) if points else None, **gaussians)
+
+
+def _product(prior: Mapping[str, NaturalParameters], sites: Iterable[Contribution]) -> Blocks:
+    return reduce(_times, (_gaussians(site.factors) for site in sites), _gaussians(prior))
 
 
 def _gaussians(blocks: Mapping[str, NaturalParameters]) -> Blocks:
@@ -156,7 +163,7 @@ def merge(
     merged = _merged(state, replies, rates, deletion)
     proper = is_proper(merged)
     if not proper:
-        counts = {site: _halvings(state, replies, site, damping, deletion) for site in replies}
+        counts = {site: _halvings(state, {site: replies[site]}, damping, deletion) for site in replies}
         refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
         rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
         halvings = sum(counts[site] for site in rates)
@@ -170,10 +177,12 @@ def merge(
     return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
 
 
-def _halvings(state: Product, replies: Mapping[str, Contribution], site: str, damping: float, deletion: bool) -> int:
+def _halvings(state: Product, reply: Mapping[str, Contribution], damping: float, deletion: bool) -> int:
     """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
-    tries = (_merged(state, replies, {site: damping * 0.5**count}, deletion) for count in range(MOST_HALVINGS))
-    return next((count for count, merged in enumerate(tries) if is_proper(merged)), MOST_HALVINGS)
+    for count in range(MOST_HALVINGS):
+        if is_proper(_merged(state, reply, dict.fromkeys(reply, damping * 0.5**count), deletion)):
+            return count
+    return MOST_HALVINGS
 
 
 def _merged(state: P, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool) -> P:

@@ -6,35 +6,28 @@ Algorithms 1 and 2, Eq. 7 with weight α on the KL of Z.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.gp.likelihoods import GaussianNoise
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam, maximise
+from fedgp_flower.methods.pvi.messages import LATENTS, Marginal, Marginals
 from fedgp_flower.methods.pvi.model import (
     ALPHA,
     Data,
     Draws,
     Factor,
-    InducingFactor,
-    Latent,
-    Latents,
-    Point,
     PseudoObservations,
     SparseModel,
     local_free_energy,
-    location_scale,
     standard_normal,
 )
 from fedgp_flower.methods.pvi.options import Form
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Indices
 
 SCALE_SPEED = 4.0
 """Log-precisions travel several units, means a fraction of one: Adam's step is this much longer for them."""
@@ -55,8 +48,8 @@ class LocalProblem:
     data: Data
     others: Sequence[Factor]
     """Factors of the other sites."""
-    cavity: Latents
-    """Cavities of Z and β; a :class:`Point` where the latent is not a distribution."""
+    cavity: Mapping[str, Gaussian]
+    """Of Z and β, by name; without one the latent is a point."""
     alpha: float = ALPHA
     num_samples: int = SAMPLES
     batch_size: int = 0
@@ -67,103 +60,68 @@ class LocalProblem:
 
 @dataclass(frozen=True, slots=True)
 class LocalUpdate:
-    """A site's answer."""
+    """The end of a local update."""
 
     factor: Factor
-    latents: Latents
-    """q_k(Z) and q_k(β); divided by the cavity they are the site's factors."""
+    latents: Mapping[str, TrainableLatent]
     free_energy: float
     """Nats. Adam: mean objective over the last tenth of the steps; L-BFGS: the objective at what is returned."""
     trace: Trace
 
 
 class TrainableLatent:
-    """A latent being learned: mean free, precision = cavity + positive, so every cavity stays proper."""
+    """A latent being learned: mean free, precision = cavity + positive, so every cavity stays proper.
 
-    def __init__(self, cavity: Latent, start: Latent, *, learn_point: bool = False) -> None:
-        self._cavity = cavity
-        if isinstance(cavity, DiagonalGaussian):
-            if not isinstance(start, DiagonalGaussian):
-                raise NumericsError("a latent with a cavity distribution needs a distribution to start from")
-            mean, variance = start.moments()
+    Without a cavity it is a point, which moves only where it is learned.
+    """
+
+    def __init__(self, cavity: Gaussian | None, mean: Tensor, variance: Tensor, *, learned: bool = True) -> None:
+        self.cavity = cavity
+        self.location = mean.clone().requires_grad_(learned)
+        self.parameters = [self.location] if learned else []
+        if cavity is not None:
             excess = 1.0 / variance - cavity.precision
             floor = 1e-2 * cavity.precision  # the logarithm needs a start above zero
-            self.location = mean.clone().requires_grad_()
-            self._raw_excess = (torch.maximum(excess, floor).log() / SCALE_SPEED).requires_grad_()
-            self.parameters = [self.location, self._raw_excess]
-        else:
-            value = start.value if isinstance(start, Point) else start.mean()
-            self.location = value.clone().requires_grad_(learn_point)
-            self.parameters = [self.location] if learn_point else []
+            self.parameters.append((torch.maximum(excess, floor).log() / SCALE_SPEED).requires_grad_())
+
+    def density(self) -> Gaussian:
+        """The distribution at the current parameters."""
+        assert self.cavity is not None
+        precision = self.cavity.precision + (SCALE_SPEED * self.parameters[1]).exp()
+        return DiagonalGaussian(precision * self.location, -0.5 * precision)
 
     def sample(self, epsilon: Tensor) -> Tensor:
         """Samples m + ε/√λ, [S, L]."""
-        if isinstance(self._cavity, Point):
+        if self.cavity is None:
             return self.location.expand(len(epsilon), -1)
-        return self.location + epsilon * self._precision().rsqrt()
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variances of a distribution."""
-        return self.location, 1.0 / self._precision()
+        return self.location + epsilon * self.density().precision.rsqrt()
 
     def kl(self) -> Tensor:
         """KL(q ‖ cavity), zero for a point."""
-        return self.location.new_zeros(()) if isinstance(self._cavity, Point) else self._density().kl(self._cavity)
+        return self.location.new_zeros(()) if self.cavity is None else self.density().kl(self.cavity)
 
-    def result(self) -> Latent:
-        """The latent as learned, without a graph."""
-        if isinstance(self._cavity, Point):
-            return Point(self.location.detach().clone())
-        density = self._density()
-        return DiagonalGaussian(density.eta1.detach(), density.eta2.detach())
-
-    def _precision(self) -> Tensor:
-        assert isinstance(self._cavity, DiagonalGaussian)
-        return self._cavity.precision + (SCALE_SPEED * self._raw_excess).exp()
-
-    def _density(self) -> DiagonalGaussian:
-        precision = self._precision()
-        return DiagonalGaussian(precision * self.location, -0.5 * precision)
+    def answer(self) -> Marginal | None:
+        """The factor q / cavity, or the point that was learned; nothing of a fixed one."""
+        if self.cavity is not None:
+            return Marginal.of(self.density() / self.cavity)
+        return Marginal(value=self.location.detach().numpy().copy()) if self.parameters else None
 
 
-class TrainableFactor:
-    """A site's factor being learned: V, m, and positive noise; or R and r of a CPO factor."""
-
-    def __init__(self, start: Factor) -> None:
-        self._start = start
-        if isinstance(start, PseudoObservations):
-            parts = [start.inputs, start.targets, start.root.log()]
-        else:
-            root = _root(start.natural.precision)
-            parts = [root, torch.linalg.lstsq(root, start.natural.eta1[:, None]).solution[:, 0]]
-        self.parameters = [p.detach().clone().requires_grad_() for p in parts]
-
-    def factor(self) -> Factor:
-        """The factor at the current parameters."""
-        if isinstance(self._start, PseudoObservations):
-            inputs, targets, log_root = self.parameters
-            return replace(self._start, inputs=inputs, targets=targets, root=log_root.exp())
-        root, values = self.parameters
-        return InducingFactor(NaturalGaussian(root @ values, -0.5 * root @ root.mT))
-
-    def result(self) -> Factor:
-        """The factor as learned, without a graph."""
-        factor = self.factor()
-        if isinstance(factor, InducingFactor):
-            return InducingFactor(NaturalGaussian(factor.natural.eta1.detach(), factor.natural.eta2.detach()))
-        fields = {name: getattr(factor, name).detach() for name in ("inputs", "targets", "root")}
-        return replace(factor, **fields)
+def late_mean(trace: Trace) -> float:
+    """The mean objective over the last tenth of the steps."""
+    tail = trace.values[-max(1, len(trace.values) // 10) :]
+    return sum(tail) / len(tail)
 
 
 def adam_update(
-    problem: LocalProblem, before: Factor, start: Latents, settings: AdamSettings, generator: Generator
+    problem: LocalProblem, before: Factor, start: Marginals, settings: AdamSettings, generator: Generator
 ) -> LocalUpdate:
     """Local update by Adam from ``before`` and ``start``, on reparameterised antithetic samples, new at every step."""
     return _update(problem, before, start, generator, lambda f, x: adam(f, x, settings, len(problem.data)))
 
 
 def lbfgs_update(
-    problem: LocalProblem, before: Factor, start: Latents, evaluations: int, generator: Generator
+    problem: LocalProblem, before: Factor, start: Marginals, evaluations: int, generator: Generator
 ) -> LocalUpdate:
     """Local update by L-BFGS on samples that stay the same: for few samples and pseudo-observations."""
     state = generator.get_state()
@@ -176,55 +134,59 @@ def lbfgs_update(
         return maximise(value, parameters, max_evaluations=evaluations, tolerance=1e-6, gradient_tolerance=1e-5)
 
     done = _update(problem, before, start, generator, optimise)
-    return replace(done, free_energy=done.trace.values[-1])
+    return replace(done, free_energy=done.trace.value)
 
 
 def _update(
     problem: LocalProblem,
     before: Factor,
-    start: Latents,
+    start: Marginals,
     generator: Generator,
     optimise: Callable[[Callable[[], Tensor], Sequence[Tensor]], Trace],
 ) -> LocalUpdate:
     model, data, size = problem.model, problem.data, problem.batch_size
-    factor = TrainableFactor(before)
-    inducing = TrainableLatent(problem.cavity.inducing, start.inducing, learn_point=problem.learn_inducing)
-    hyper = TrainableLatent(problem.cavity.hyper, start.hyper)
+    free = [parameter.detach().clone().requires_grad_() for parameter in before.free()]
+    latents = {}
+    for name, q in zip(LATENTS, (start.inducing, start.hyper), strict=True):
+        cavity = problem.cavity.get(name)
+        learned = cavity is not None or (name == "inducing" and problem.learn_inducing)
+        latents[name] = TrainableLatent(cavity, *q.moments(), learned=learned)
+    inducing, hyper = latents.values()
 
     def objective() -> Tensor:
         noise = [standard_normal(problem.num_samples, len(q.location), generator) for q in (inducing, hyper)]
         rows, weight = data, 1.0
         if 0 < size < len(data):
-            rows = data.subset(torch.randperm(len(data), generator=generator)[:size])
-            weight = len(data) / size
+            chosen = torch.randperm(len(data), generator=generator)[:size]
+            rows, weight = Data(data.inputs[chosen], data.targets[chosen]), len(data) / size
         z = inducing.sample(noise[0]).unflatten(-1, (-1, model.num_inputs))
-        draws = Draws(z, hyper.sample(noise[1]))
-        fit = local_free_energy(model, draws, problem.others, factor.factor(), rows, weight=weight).mean()
+        draws = Draws(model, z, hyper.sample(noise[1]))
+        fit = local_free_energy(draws, problem.others, before.at(free), rows, weight=weight).mean()
         return fit - problem.alpha * inducing.kl() - hyper.kl()
 
-    trace = optimise(objective, [*factor.parameters, *inducing.parameters, *hyper.parameters])
-    tail = trace.values[-max(1, len(trace.values) // 10) :]
-    return LocalUpdate(factor.result(), Latents(inducing.result(), hyper.result()), sum(tail) / len(tail), trace)
+    trace = optimise(objective, [*free, *inducing.parameters, *hyper.parameters])
+    return LocalUpdate(before.at(free), latents, late_mean(trace), trace)
 
 
 def first_factor(
-    model: SparseModel, data: Data, start: Latents, form: Form, *, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
+    model: SparseModel, data: Data, start: Marginals, form: Form, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
 ) -> Factor:
     """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
 
-    There are at most ``most`` pseudo-observations, each the average of at least ``least`` rows.
+    There are at most ``most`` pseudo-observations, each the average of at least ``least`` rows. With ``cpo`` it is
+    Titsias' optimum at the means. Without a Gaussian likelihood targets and precisions are what
+    :meth:`PointLikelihood.as_function` makes of them.
     """
-    if form == "cpo":
-        return _at_the_optimum(model, data, start)
-    points = averages(data, max(1, min(most, len(data) // least)))
-    gaussian = isinstance(model.likelihood, GaussianNoise)
-    if not gaussian:
+    with torch.no_grad():
+        draws = model.at_means(start)
+        points = PseudoObservations(data.inputs, data.targets, torch.ones_like(data.targets))
+        if form != "cpo":
+            points = averages(data, max(1, min(most, len(data) // least)))
         values, precision = model.likelihood.as_function(points.targets)
         points = replace(points, targets=values, root=precision.sqrt() * points.root)
-    if form == "tied":
-        return points
-    deviation = location_scale(start.hyper)[0][-1].exp() if gaussian else 1.0
-    return replace(points, root=points.root / deviation, tied=False)
+        if form == "cpo":
+            return points.unwhitened(draws)
+        return points if form == "tied" else replace(points, root=points.root * draws.noise.rsqrt(), tied=False)
 
 
 def averages(data: Data, number: int) -> PseudoObservations:
@@ -236,7 +198,7 @@ def averages(data: Data, number: int) -> PseudoObservations:
     return PseudoObservations(centres / sizes[:, None], means, sizes.sqrt())
 
 
-def _groups(inputs: Array, number: int) -> NDArray[np.int64]:
+def _groups(inputs: Array, number: int) -> Indices:
     """Cut along the widest direction, rows in proportion to groups, until every part is one group: labels [N]."""
     labels = np.empty(len(inputs), dtype=np.int64)
     queue = [(np.arange(len(inputs)), number)]
@@ -253,27 +215,3 @@ def _groups(inputs: Array, number: int) -> NDArray[np.int64]:
         cut = len(rows) * (groups // 2) // groups  # rows per group never fall below the floor on either side
         queue += [(order[:cut], groups // 2), (order[cut:], groups - groups // 2)]
     return labels
-
-
-def _at_the_optimum(model: SparseModel, data: Data, start: Latents) -> InducingFactor:
-    """Λ = L⁻ᵀAWAᵀL⁻¹ and η = L⁻ᵀAWy with W = 1/σ², Titsias' optimum at the means.
-
-    Without a Gaussian likelihood y and W are what :meth:`PointLikelihood.as_function` makes of the targets.
-    """
-    inducing, hyper = (location_scale(latent)[0] for latent in (start.inducing, start.hyper))
-    with torch.no_grad():
-        geometry = model.geometry(Draws(inducing.reshape(1, -1, model.num_inputs), hyper[None]))
-        values, precision = model.likelihood.as_function(data.targets)
-        root = precision.sqrt() * geometry.noise.rsqrt()
-        projection = geometry.project(data.inputs)[0] * root
-        columns = torch.linalg.solve_triangular(geometry.chol[0].mT, projection, upper=True)  # L⁻ᵀAW^½
-        eta1 = columns @ (precision.sqrt() * values) * geometry.noise.rsqrt()
-        return InducingFactor(NaturalGaussian(eta1, -0.5 * columns @ columns.mT))
-
-
-def _root(precision: Tensor) -> Tensor:
-    """R with R Rᵀ = Λ ⪰ 0, of full size so that it can grow where Λ is singular."""
-    values, vectors = torch.linalg.eigh(precision)
-    floor = 1e-6 * values[-1].clamp_min(1.0)
-    root: Tensor = vectors * values.clamp_min(floor).sqrt()
-    return root

@@ -10,20 +10,21 @@ import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
+from fedgp_flower.gp.optimisers import Trace
+from fedgp_flower.methods.pvi.linear import LinearRows
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi_weights.glm import LinearSite, glm_site, gradient, log_likelihood, optimum, prior_of
+from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.network import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
     START_SCALE,
     STEPS,
     ClassRows,
-    Network,
-    NetworkUpdate,
     VisitSettings,
+    WeightSpaceNetwork,
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
@@ -41,21 +42,23 @@ class GLMClient(SiteClient):
         return cast(GLMOptions, self.config.options)
 
     @cached_property
-    def linear(self) -> LinearSite:
+    def linear(self) -> LinearRows:
         """The site's rows, with a constant."""
-        return glm_site(self.config.model, self.rows.x, self.rows.y)
+        return glm_rows(self.config.model, self.rows.x, self.rows.y)
 
     def train(self, request: Visit) -> Refined:
         """One local update (Ashman et al. 2022, Algorithm 1, step 2)."""
         assert request.posterior is not None
-        update = gradient if cast(PVIOptions, self.config.shared).plan().gradient else optimum
-        done = update(self.linear, request.posterior.gaussian, request.context[WEIGHTS].gaussian)
-        factor, objective = NaturalParameters.of(done.factor), done.free_energy / self.num_examples
-        return Refined(objective, done.iterations, weights=factor)
+        q, context, steps = request.posterior.gaussian, request.context[WEIGHTS].gaussian, 1
+        if cast(PVIOptions, self.config.shared).plan().gradient:
+            done = NewtonStep.at(self.linear, q, context)  # merged with ρ it is a step of global VI of length ρ
+        else:
+            done, steps = optimum(self.linear, q, context)
+        return Refined(done.free_energy / self.num_examples, steps, weights=NaturalParameters.of(done.factor))
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy."""
-        return LogLikelihood(log_likelihood(self.linear, request.gaussian).numpy())
+        return LogLikelihood(self.linear.fit(request.gaussian).numpy())
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of an observation."""
@@ -69,7 +72,7 @@ class GLMClient(SiteClient):
         """Scores of the same model of these rows alone."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
-        done = optimum(glm_site(self.config.model, data.x, data.y), prior, prior)
+        done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
         return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
 
     def _posterior(self, request: NaturalParameters) -> LinearPosterior:
@@ -95,9 +98,9 @@ class BNNClient(SiteClient):
         return cast(BNNOptions, self.config.options)
 
     @cached_property
-    def network(self) -> Network:
+    def network(self) -> WeightSpaceNetwork:
         """The lengths of the layers."""
-        return Network(self.rows.x.shape[1], self.options.hidden, self.options.classes)
+        return WeightSpaceNetwork(self.rows.x.shape[1], self.options.hidden, self.options.classes)
 
     @property
     def steps(self) -> int:
@@ -107,56 +110,48 @@ class BNNClient(SiteClient):
     def train(self, request: Visit) -> Refined:
         """One local update, from the means that were sent and a tight start (Ashman et al. 2022, Section 5.3)."""
         assert request.posterior is not None
-        context = request.context[WEIGHTS].diagonal()
-        done = self._update(self.class_rows, context, request.posterior.diagonal(), self.steps)
-        factor = NaturalParameters.of(done.q / context)
-        return Refined(done.free_energy / self.num_examples, done.trace.evaluations, weights=factor)
-
-    @property
-    def class_rows(self) -> ClassRows:
-        """The site's training rows."""
-        return ClassRows(torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)).checked(self.options.classes)
+        context = request.context[WEIGHTS].gaussian
+        q, objective, trace = self._update(self.rows, context, request.posterior.gaussian, self.steps)
+        factor = NaturalParameters.of(q / context)
+        return Refined(objective / self.num_examples, trace.evaluations, weights=factor)
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, estimated from the draws of a prediction."""
-        mean, variance = request.diagonal().moments()
-        rows, source = self.class_rows, random_source(self.config.seed, "fit", self.site.site)
-        values = [
-            float(rows.log_likelihood(self.network.logits(rows.x, mean, variance, source), slice(None)))
-            for _ in range(PREDICTION_DRAWS)
-        ]
+        rows, source = self._classes(self.rows), random_source(self.config.seed, "fit", self.site.site)
+        values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of the indicators of classes."""
-        mean = self._posterior(request.diagonal()).probabilities(inputs)
+        mean = self._probabilities(request.gaussian, inputs)
         return Prediction(mean, mean * (1 - mean))
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores of the classes' probabilities."""
-        return scores_of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
+        return scores_of(self._probabilities(request.gaussian, self.rows.x_test), self.rows.y_test)
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of the same network of these rows alone."""
         del pooled
-        prior = prior_of(self.options, data.x.shape[1]).diagonal()
-        rows = ClassRows(torch.from_numpy(data.x), torch.from_numpy(data.y)).checked(self.options.classes)
-        steps = self.steps * self.config.num_server_rounds
-        done = self._update(rows, prior, prior, steps)
-        return scores_of(self._posterior(done.q).probabilities(data.x_test), data.y_test)
+        prior = prior_of(self.options, data.x.shape[1]).gaussian
+        q, *_ = self._update(data, prior, prior, self.steps * self.config.num_server_rounds)
+        return scores_of(self._probabilities(q, data.x_test), data.y_test)
 
-    def _update(self, rows: ClassRows, context: DiagonalGaussian, q: DiagonalGaussian, steps: int) -> NetworkUpdate:
-        mean = q.mean()
+    def _classes(self, data: SiteData) -> ClassRows:
+        return ClassRows(torch.from_numpy(data.x), torch.from_numpy(data.y)).checked(self.options.classes)
+
+    def _update(self, data: SiteData, context: Gaussian, q: Gaussian, steps: int) -> tuple[Gaussian, float, Trace]:
+        mean, variance = q.moments()
         if not mean.any():  # the prior: nobody has trained yet
             mean = self.network.initial(random_source(self.config.seed, "weights"))
-        start = DiagonalGaussian.from_moments(mean, q.moments()[1].clamp(max=START_SCALE**2))
+        start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         rate = cast(PVIOptions, self.config.shared).learning_rate or LEARNING_RATE
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(self.network, rows, context, start, VisitSettings(steps, rate), source)
+        return refined(self.network, self._classes(data), context, start, VisitSettings(steps, rate), source)
 
-    def _posterior(self, q: DiagonalGaussian) -> NetworkPosterior:
+    def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
         binary = self.config.model.likelihood == "bernoulli"
-        return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary)
+        return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
 
 
 def scores_of(probability: Array, label: Array) -> Scores:

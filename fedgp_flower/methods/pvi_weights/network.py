@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import DataError
-from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam
-from fedgp_flower.methods.pvi.updates import TrainableLatent
+from fedgp_flower.methods.pvi.updates import TrainableLatent, late_mean
 
 STEPS, LEARNING_RATE = 300, 0.01
 """Of Adam in a visit, where ``pvi.steps`` and ``pvi.learning-rate`` are 0; most visits stop earlier."""
@@ -32,7 +32,7 @@ PREDICTION_DRAWS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class WeightSpaceNetwork:
     """The lengths D, H and C."""
 
     inputs: int
@@ -53,20 +53,22 @@ class Network:
             parts.append(torch.cat([weights, weights.new_zeros(rows, 1)], 1).flatten())
         return torch.cat(parts)
 
-    def logits(
-        self, x: Float[Tensor, "N D"], mean: Float[Tensor, " P"], variance: Float[Tensor, " P"], generator: Generator
-    ) -> Float[Tensor, "N C"]:
+    def logits(self, x: Float[Tensor, "N D"], q: Gaussian, generator: Generator) -> Float[Tensor, "N C"]:
         """One draw for each row."""
-        (m1, m2), (v1, v2) = self.layers(mean), self.layers(variance)
+        (m1, m2), (v1, v2) = map(self.layers, q.moments())
         hidden = torch.relu(_sums(x, m1, v1, generator))
         return _sums(hidden, m2, v2, generator)
 
+    def log_likelihood(self, rows: ClassRows, q: Gaussian, generator: Generator) -> Tensor:
+        """Σ log P(y_n), with one draw for each row."""
+        logits = self.logits(rows.x, q, generator)
+        return logits.log_softmax(-1).gather(1, rows.y.long()[:, None]).sum()
+
     def probabilities(
-        self, x: Float[Tensor, "N D"], q: DiagonalGaussian, draws: int, generator: Generator
+        self, x: Float[Tensor, "N D"], q: Gaussian, draws: int, generator: Generator
     ) -> Float[Tensor, "N C"]:
         """The mean over draws of P(y = c | x, θ)."""
-        mean, variance = q.moments()
-        return torch.stack([self.logits(x, mean, variance, generator).softmax(-1) for _ in range(draws)]).mean(0)
+        return torch.stack([self.logits(x, q, generator).softmax(-1) for _ in range(draws)]).mean(0)
 
 
 def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Tensor:
@@ -93,10 +95,6 @@ class ClassRows:
             raise DataError(f"targets must be whole numbers below `bnn.classes` = {classes}")
         return self
 
-    def log_likelihood(self, logits: Tensor, chosen: Tensor | slice) -> Tensor:
-        """Σ log P(y_n)."""
-        return logits.log_softmax(-1).gather(1, self.y[chosen].long()[:, None]).sum()
-
 
 @dataclass(frozen=True, slots=True)
 class VisitSettings(AdamSettings):
@@ -109,36 +107,30 @@ class VisitSettings(AdamSettings):
         return AdamSettings.flat(self, self.fits, num_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkUpdate:
-    """The end of a local update."""
-
-    q: DiagonalGaussian
-    free_energy: float
-    """Mean over the last tenth of the steps, in nats."""
-    trace: Trace
-
-
 def refined(
-    network: Network,
+    network: WeightSpaceNetwork,
     rows: ClassRows,
-    context: DiagonalGaussian,
-    start: DiagonalGaussian,
+    context: Gaussian,
+    start: Gaussian,
     settings: VisitSettings,
     generator: Generator,
-) -> NetworkUpdate:
-    """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam over means and precisions that exceed the context's."""
-    q, count = TrainableLatent(context, start), len(rows.y)
+) -> tuple[Gaussian, float, Trace]:
+    """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam over means and precisions that exceed the context's.
+
+    Returns q, the mean objective over the last tenth of the steps in nats, and what Adam did.
+    """
+    latent, count = TrainableLatent(context, *start.moments()), len(rows.y)
     size = min(BATCH_SIZE, count)
 
     def objective() -> Tensor:
-        chosen = torch.randperm(count, generator=generator)[:size] if size < count else slice(None)
-        fit = rows.log_likelihood(network.logits(rows.x[chosen], *q.moments(), generator), chosen) * (count / size)
+        q, batch = latent.density(), rows
+        if size < count:
+            chosen = torch.randperm(count, generator=generator)[:size]
+            batch = ClassRows(rows.x[chosen], rows.y[chosen])
+        fit = network.log_likelihood(batch, q, generator) * (count / size)
         settings.fits.append(float(fit.detach()))
-        return fit - q.kl()
+        return fit - q.kl(context)
 
-    trace = adam(objective, q.parameters, settings, count)
-    tail = trace.values[-max(1, len(trace.values) // 10) :]
-    result = q.result()
-    assert isinstance(result, DiagonalGaussian)
-    return NetworkUpdate(result, sum(tail) / len(tail), trace)
+    trace = adam(objective, latent.parameters, settings, count)
+    with torch.no_grad():
+        return latent.density(), late_mean(trace), trace

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import canonical_likelihood
-from fedgp_flower.methods.pvi_weights.glm import glm_site, marginals
-from fedgp_flower.methods.pvi_weights.network import Network
+from fedgp_flower.methods.pvi_weights.glm import glm_rows
+from fedgp_flower.methods.pvi_weights.network import WeightSpaceNetwork
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
@@ -28,8 +28,7 @@ class LinearPosterior:
 
     def latent(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and variance of f = θ₀ + θᵀx [N] at standardised inputs [N, D]."""
-        design = glm_site(self.section, inputs, np.zeros(len(inputs))).design
-        mean, variance = marginals(design, *self.q.moments())
+        mean, variance = glm_rows(self.section, inputs, np.zeros(len(inputs))).marginals(self.q)
         return mean.numpy(), variance.numpy()
 
     def observation(self, inputs: Array) -> tuple[Array, Array]:
@@ -79,8 +78,8 @@ PREDICTION_SEED = 22
 class NetworkPosterior:
     """q(θ) of a network."""
 
-    network: Network
-    q: DiagonalGaussian
+    network: WeightSpaceNetwork
+    q: Gaussian
     draws: int
     binary: bool
 
@@ -98,6 +97,5 @@ class NetworkPosterior:
 
 def saved_network(saved: Posterior, names: tuple[str, ...]) -> NetworkPosterior:
     """The posterior of a finished run."""
-    network = Network(len(names), int(saved.model["hidden"]), int(saved.model["classes"]))
-    q, draws = cast(DiagonalGaussian, q_of(saved)), int(saved.model["draws"])
-    return NetworkPosterior(network, q, draws, saved.likelihood == "bernoulli")
+    network = WeightSpaceNetwork(len(names), int(saved.model["hidden"]), int(saved.model["classes"]))
+    return NetworkPosterior(network, q_of(saved), int(saved.model["draws"]), saved.likelihood == "bernoulli")
