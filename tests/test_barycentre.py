@@ -1,4 +1,4 @@
-"""The barycentre against closed forms, an independent implementation, and its defining equation in 60 digits."""
+"""The barycentre against closed forms and its defining equation in 60 digits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
-
-
-@pytest.mark.parametrize(("sites", "size", "condition"), [(3, 4, 1e2), (5, 8, 1e4), (2, 12, 1e4)])
-def test_agrees_with_python_optimal_transport(rng, sites, size, condition):
-    gaussian = pytest.importorskip("ot.gaussian")
-    means, weights = rng.normal(size=(sites, size)), rng.dirichlet(np.ones(sites))
-    factors = random_factors(rng, sites, size, condition)
-    ours = barycentre(means, factors, weights)
-    mean, covariance = gaussian.bures_wasserstein_barycenter(
-        means, factors @ factors.mT, weights, num_iter=5000, eps=1e-14
-    )
-    np.testing.assert_allclose(ours.mean, mean, rtol=1e-13, atol=1e-13)
-    scale = np.abs(covariance).max()
-    np.testing.assert_allclose(ours.factor @ ours.factor.T, covariance, rtol=0, atol=1e-8 * scale)
 
 
 @pytest.mark.parametrize("condition", [1e4, 1e10])

@@ -177,18 +177,6 @@ def test_one_synchronous_gradient_step_is_the_pooled_step(likelihood):
     assert float((found.eta1 - q.eta1).abs().max()) > 1e-7, "the step must move the posterior"
 
 
-def test_without_deletion_a_second_pass_counts_rows_twice():
-    problem = Problem(2)
-    state = PVIState(problem.prior())
-    prior = state.prior["function"].gaussian
-    once = [optimum(problem.site(k), prior, prior)[0].factor for k in range(2)]
-    for _ in range(2):
-        for k in range(2):
-            state, _ = merge(state, {str(k): contribution(once[k])}, damping=1.0, deletion=False)
-    twice = (once[0] * once[1]) ** 2.0 * prior
-    assert_same((posterior(state)["function"].eta1, posterior(state)["function"].eta2), (twice.eta1, twice.eta2))
-
-
 def test_forgetting_refuses_to_leave_an_improper_posterior():
     prior = blocks(b=DiagonalGaussian.standard(1))
     strong = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), -2.0).double())

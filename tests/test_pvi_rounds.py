@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -223,11 +223,3 @@ def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:
     problem = Problem(2)
     with pytest.raises(NumericsError, match="no factor in this posterior; sites that have one: 0"):
         forget(trained(problem, Plan(), 1), "1")
-
-
-def test_more_sites_change_what_averages_weigh() -> None:
-    """A site that joins late counts among all rows from then on."""
-    problem = Problem(3)
-    state = replace(trained(problem, Plan(), 1), rows={"0": 14})
-    after, _ = drive(one_round(state, roster_of(problem, 2), Plan(), LINEAR), sites_of(problem))
-    assert sum(after.rows.values()) == 42

@@ -72,6 +72,7 @@ MEASURING = {
     "cells",
     "evaluation",
     "faults",
+    "footprint",
     "heartbeats",
     "load",
     "masks",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gpytorch
-import numpy as np
 import pytest
 import torch
 from structured_problems import randomised, sparse_gp
@@ -12,7 +11,7 @@ from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.gp.to_gpytorch import Transforms, evenly
+from fedgp_flower.gp.to_gpytorch import evenly
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.model import (
     Draws,
@@ -147,14 +146,3 @@ def test_structured_posteriors_predict_a_new_site(name):
     torch.testing.assert_close(observed.mean, expected.mean, **EQUAL)
     torch.testing.assert_close(observed.variance, expected.variance, **EQUAL)
     torch.testing.assert_close(exported(x.view(3, 5, 2)).variance, exported(x).variance.view(3, 5), **EQUAL)
-
-
-def test_transforms_lead_to_original_units_and_back():
-    arrays = {"input.mean": np.array([1.0, -2.0]), "input.scale": np.array([2.0, 0.5]), "target.mean": np.array(10.0)}
-    transforms = Transforms.of(arrays | {"target.scale": np.array(3.0)})
-    x = torch.tensor([[3.0, -1.0]], dtype=torch.float64)
-    assert transforms.inputs(x).tolist() == [[1.0, 2.0]]
-    standard = gpytorch.distributions.MultivariateNormal(rand(2), torch.tensor([[2.0, 0.5], [0.5, 1.0]]).double())
-    original = transforms.original(standard)
-    torch.testing.assert_close(original.mean, 10 + 3 * rand(2))
-    torch.testing.assert_close(original.covariance_matrix, torch.tensor([[18.0, 4.5], [4.5, 9.0]]).double())

@@ -78,11 +78,7 @@ class Gaussian(ABC):
         return bool(finite) and self._definite()
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean m = Sη₁ and covariance S = Λ⁻¹ (its diagonal, for a diagonal Gaussian).
-
-        Raises:
-            NumericsError: the factor is not a density.
-        """
+        """Mean m = Sη₁ and covariance S = Λ⁻¹, or its diagonal; an error where the factor is not a density."""
         return self.described()[:2]
 
     def mean(self) -> Float[Tensor, " M"]:

@@ -17,7 +17,7 @@ from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 
 STRENGTHS = {
     "rows": "training rows",
@@ -69,17 +69,24 @@ def called(names: Sequence[str], inputs: Sequence[str]) -> list[str]:
     return [f"{p[1]} of {inputs[int(p[2]) - 1]}" if p else name for name, p in zip(names, parts, strict=True)]
 
 
+def intervals(low: Array, centre: Array, high: Array, names: Sequence[str], label: str) -> Figure:
+    """A line per quantity, from ``low`` to ``high`` around a point."""
+    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(centre)), dpi=DPI, layout="constrained")
+    axes, rows = figure.subplots(), np.arange(len(centre))[::-1]
+    axes.hlines(rows, low, high, color=FEDERATED, linewidth=2)
+    axes.plot(centre, rows, "o", color=FEDERATED, markersize=4)
+    axes.set(xlabel=label, yticks=rows, yticklabels=names)
+    return figure
+
+
 def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
     """Log-normal 95 % intervals of every hyperparameter."""
     mean = np.asarray(arrays["hyper.mean"])
-    scale = np.asarray(arrays.get("hyper.scale", np.zeros_like(mean)))
-    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(mean)), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    rows = np.arange(len(mean))[::-1]
-    axes.hlines(rows, np.exp(mean - Z95 * scale), np.exp(mean + Z95 * scale), color=FEDERATED, linewidth=2)
-    axes.plot(np.exp(mean), rows, "o", color=FEDERATED, markersize=4)
-    labels = [label_text(name) for name in names]
-    axes.set(xscale="log", xlabel="value in standardised units", yticks=rows, yticklabels=labels)
+    spread = Z95 * np.asarray(arrays.get("hyper.scale", np.zeros_like(mean)))
+    low, centre, high = (np.exp(mean + by) for by in (-spread, 0.0, spread))
+    figure = intervals(low, centre, high, [label_text(name) for name in names], "value in standardised units")
+    axes = figure.axes[0]
+    axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())

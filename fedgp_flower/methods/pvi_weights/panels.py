@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedgp_flower.methods.pvi.panels import product_panels
+from fedgp_flower.methods.pvi.panels import intervals, product_panels
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
 from fedgp_flower.run.artefacts import RunData
-from fedgp_flower.run.figures import DPI, FEDERATED, Z95
+from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.typing import Array
 
 PRIOR_PRECISION = WeightsOptions.prior_scale**-2
 MOST = 30
@@ -50,13 +51,8 @@ def factor_caption(run: RunData) -> str:
     return f"Mean over weights of the precision that a factor adds; the prior has {PRIOR_PRECISION:g}."
 
 
-def weights(names: list[str], mean: np.ndarray, sd: np.ndarray) -> Figure:
+def weights(names: list[str], mean: Array, sd: Array) -> Figure:
     """A line per weight."""
-    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(mean)), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    rows = np.arange(len(mean))[::-1]
-    axes.axvline(0, color="0.6", linewidth=0.8)
-    axes.hlines(rows, mean - Z95 * sd, mean + Z95 * sd, color=FEDERATED, linewidth=2)
-    axes.plot(mean, rows, "o", color=FEDERATED, markersize=4)
-    axes.set(xlabel="weight", yticks=rows, yticklabels=names)
+    figure = intervals(mean - Z95 * sd, mean, mean + Z95 * sd, names, "weight")
+    figure.axes[0].axvline(0, color="0.6", linewidth=0.8)
     return figure
