@@ -32,7 +32,6 @@ OTHERS = 5
 Mask: TypeAlias = NDArray[np.bool_]
 
 EMPTY = "empty or NaN cell"
-LEAST_ROWS = 2
 ROWS_PER_LEVEL = 3
 """Fewer rows than this for a level on average: the levels name rows, as identifiers do."""
 
@@ -236,9 +235,3 @@ def left_out(name: str) -> str:
 def nearly_unique(levels: int, rows: int) -> bool:
     """Whether a level has fewer than three rows on average."""
     return levels > 2 and levels * ROWS_PER_LEVEL > rows
-
-
-def require_rows(count: int, where: str) -> None:
-    """Refuse a site whose training rows have no spread to describe."""
-    if count < LEAST_ROWS:
-        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgp_flower.agreement import Kind
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
 from fedgp_flower.data.cells import (
+    Mask,
     cells_of,
     check_target,
+    codes_in,
     date_problems,
     identifier_problems,
     refuse_identifiers,
@@ -27,6 +28,7 @@ from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
 
@@ -71,12 +73,14 @@ class Table:
     target: str
     column: pd.Series
     """The partition column, row by row; the target where the configuration names none."""
-    splits: tuple[NDArray[np.int64], ...]
+    splits: tuple[Indices, ...]
     """Test rows of each standard split; the training rows are the others."""
-    dropped: int = 0
+    dropped: int
     """Rows left out for a missing cell."""
+    codes: Mapping[str, Mask]
+    """Cells that may be codes for missing ones."""
 
-    def rows(self, split: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def rows(self, split: int) -> tuple[Indices, Indices]:
         """Training and test rows of a standard split; −1 is all rows and none."""
         everything = np.arange(len(self.frame))
         if split < 0:
@@ -95,7 +99,7 @@ class _Raw:
     frame: pd.DataFrame
     target: str = ""
     aside: tuple[str, ...] = ()
-    splits: tuple[NDArray[np.int64], ...] = ()
+    splits: tuple[Indices, ...] = ()
 
 
 _READ: dict[object, Table] = {}
@@ -172,7 +176,8 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
-    return Table(raw.file, frame, tuple(features), target, column, splits, len(raw.frame) - len(frame))
+    dropped = len(raw.frame) - len(frame)
+    return Table(raw.file, frame, tuple(features), target, column, splits, dropped, codes_in(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
@@ -201,7 +206,7 @@ def _from_file(path: Path) -> _Raw:
     return _Raw(path.name, frame)
 
 
-def _read_splits(path: Path, rows: int) -> tuple[NDArray[np.int64], ...]:
+def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
     """Test rows from ``{"n": rows, "test": [[row, …], …]}``, rows counted from 0."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as text:
