@@ -97,9 +97,9 @@ class _Raw:
 
     file: str
     frame: pd.DataFrame
+    splits: tuple[Indices, ...] = ()
     target: str = ""
     aside: tuple[str, ...] = ()
-    splits: tuple[Indices, ...] = ()
 
 
 _READ: dict[object, Table] = {}
@@ -138,10 +138,9 @@ def checked(
     """
     require_columns(raw, [*features, target], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
-    settled: dict[str, Kind] = {
-        **(kinds or {}),
-        **({target: "categorical"} if config.model.likelihood == "bernoulli" else {}),
-    }
+    settled = dict(kinds or {})
+    if config.model.likelihood == "bernoulli":
+        settled[target] = "categorical"
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
@@ -163,7 +162,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     builtin = BUILTINS.get(config.dataset)
     if builtin is not None and builtin.make is not None:
         frame, splits = builtin.make(config.seed)
-        raw = _Raw(builtin.name, frame, builtin.target, (builtin.natural,) * bool(builtin.natural), splits)
+        raw = _Raw(builtin.name, frame, splits, builtin.target, (builtin.natural,))
     else:
         raw = _openml(config.dataset) if path is None else _from_file(path)
     features, target = choose_columns(config, [str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
@@ -199,10 +198,10 @@ def _from_file(path: Path) -> _Raw:
     frame = read_table(path)
     listing = splits_file(path)
     if listing.is_file():
-        return _Raw(path.name, frame, splits=_read_splits(listing, len(frame)))
+        return _Raw(path.name, frame, _read_splits(listing, len(frame)))
     if "split" in frame and frame["split"].isin(["train", "test"]).all() and frame["split"].nunique() == 2:
         test = np.flatnonzero(frame["split"].to_numpy() == "test")
-        return _Raw(path.name, frame, aside=("split",), splits=(test,))
+        return _Raw(path.name, frame, (test,), aside=("split",))
     return _Raw(path.name, frame)
 
 
@@ -239,5 +238,5 @@ def _openml(name: str) -> _Raw:
             f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"
             " and is the name spelled as at OpenML?"
         ) from None
-    targets = bunch.target_names or [""]
-    return _Raw(name, bunch.frame.reset_index(drop=True), str(targets[0]))
+    target = str((bunch.target_names or [""])[0])
+    return _Raw(name, bunch.frame.reset_index(drop=True), target=target)
