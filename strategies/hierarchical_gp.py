@@ -364,10 +364,10 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         if all(np.array_equal(given[name], array) for name, array in state.parameters.items()):
             return state
-        state = replace(state, parameters=given, value=None, promised=math.inf)
-        eta = {name: array for name, array in given.items() if name.startswith("q.")}
+        asked = {name: array for name, array in given.items() if name.startswith("q.")}
         widths = {name: given[name] for name in state.widths}
-        return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
+        state = replace(state, parameters=given, asked=asked, widths=widths, value=None, promised=math.inf)
+        return replace(state, trial=pack(state.theta))
 
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
         """θ, q(Z_G) and the factors; a site adds its deviation."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import gpytorch
 import numpy as np
@@ -168,11 +166,9 @@ def test_the_middle_of_a_histogram_has_rows_at_both_ends():
 
 def test_runs_show_themselves_in_a_line_and_arrays_are_refused_with_the_columns(finished):
     assert len(repr(finished)) < 500
-    assert str(finished.path) in repr(finished)
-    posterior = finished.posterior
-    assert f"from age, clinic, dose; {finished.path}" in repr(posterior)
+    assert f"from age, clinic, dose; {finished.path}" in repr(finished.posterior)
     with pytest.raises(DataError, match="DataFrame with the columns age, clinic, dose; got ndarray"):
-        posterior.distribution(np.zeros((2, 3)))
+        finished.posterior.distribution(np.zeros((2, 3)))
 
 
 def test_the_joint_distribution_is_in_original_units(finished):
@@ -260,19 +256,6 @@ def test_every_strategy_is_in_the_namespace_and_the_same_class():
     assert dir(fg.strategies) == sorted({name for _, _, name in rows})
     for module, _, name in rows:
         assert getattr(fg.strategies, name) is getattr(importlib.import_module(module), name)
-
-
-def test_public_names_are_imported_when_they_are_used():
-    code = """
-import sys
-import fedgp_flower as fg
-assert set(fg.__all__) <= set(dir(fg))
-fg.strategies
-print(sorted({"torch", "flwr", "pandas"} & sys.modules.keys()))
-print(fg.strategies.SGPR.__module__, fg.make_client_app.__module__, "strategies.pvi" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "strategies.sgpr fedgp_flower.client_app False"]
 
 
 def test_an_observer_hears_every_round_and_draws_have_the_moments(tmp_path, capsys):

@@ -170,16 +170,6 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
     assert (found.facts["round"], found.arrays["w"].tolist()) == (committed, [float(committed)])
 
 
-def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    folder.append_history(row(1))
-    folder.checkpoint(Snapshot({}, {"round": 1}))
-    path = folder.path / "checkpoint" / "checkpoint.json"
-    write_json(path, read_json(path) | {"config_digest": "0"})
-    with pytest.raises(RunError, match="another configuration"):
-        folder.restore()
-
-
 def test_json_is_strict_and_plain(tmp_path):
     path = tmp_path / "x.json"
     content = {"a": math.nan, "b": [np.float64(-math.inf), np.int64(3)], "c": np.array([1.0, math.inf]), "d": (True,)}

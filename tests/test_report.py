@@ -19,8 +19,8 @@ from fedgp_flower.run.report import Panel, write_page
 from fedgp_flower.run.summary import (
     Arm,
     Difference,
-    against,
     arms,
+    beside,
     calibration_verdict,
     headline,
     paired_difference,
@@ -140,7 +140,7 @@ def test_a_classification_run_shows_probabilities_and_reliability(tmp_path):
 
 def test_paired_difference_by_hand(line_run):
     metrics = judged(line_run, [1.0, 1.0, 1.0], [1.2, 1.1, 1.0], [20, 10, 10])
-    found = paired_difference(metrics, "nll", metrics.local_only)
+    found = paired_difference(metrics, metrics.local_only)
     # w = (½, ¼, ¼), d = (−0.2, −0.1, 0): D = −0.125, se² = 3/2 (¼·0.075² + 1/16·0.025² + 1/16·0.125²), t₂ = 4.30265
     half = 4.302652729911275 * np.sqrt(1.5 * (0.075**2 / 4 + 0.025**2 / 16 + 0.125**2 / 16))
     assert found == Difference(pytest.approx(-0.125), pytest.approx(-0.125 - half), pytest.approx(-0.125 + half), 3, 2)
@@ -167,7 +167,7 @@ NLL = [1.0, 1.1, 1.2]
 def test_the_verdict_follows_the_numbers(line_run, mine, local, words):
     metrics = judged(line_run, mine, local, [10] * len(mine))
     assert verdict(metrics).startswith(words)
-    assert len(against(metrics)) == (local is not None)
+    assert len(beside(metrics)) == (local is not None)
 
 
 @pytest.mark.parametrize(
