@@ -17,7 +17,7 @@ from fedgp_flower.errors import FedGPError
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
 _CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
-    "sgpr": {"method": "sgpr", "sgpr__exchanges": 4},
+    "sgpr": {"method": "sgpr", "sgpr__exchanges": 8},
     "fsgp": {"method": "fsgp"},
     "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
