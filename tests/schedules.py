@@ -40,13 +40,13 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__local_steps": 3},
-    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 4, "privacy__secure_aggregation": True},
+    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
     "sgpr-private": {
         "method": "sgpr-private",
         "privacy__epsilon": 1.0,
         "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}',
     },
-    "pvi sums": {"method": "pvi", "pvi__exchanges": 4},
+    "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
