@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.messages import add, decode, encode, join, kind_of, leaves, message, misfit, split, table
+from fedgp_flower.messages import add, decode, encode, join, leaves, message, misfit, split
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
 from fedgp_flower.typing import AnyShape
 
@@ -123,19 +123,11 @@ def test_what_is_wrong_is_said_in_words(change, words):
         decode(Sums, change(encode(sums())), {"M": 3})
 
 
-def test_numbers_travel_apart_from_arrays():
-    state = State({}, (), 7, {})
-    arrays, numbers = split(State, encode(state))
-    assert numbers == {"rows": 7}
-    assert "rows" not in arrays
-    assert same(decode(State, join(State, arrays, numbers | {"seconds": 1.0})), state)
-
-
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_truth_travels_as_a_number_that_flower_s_metrics_take(fresh):
+def test_numbers_travel_apart_from_arrays_and_truths_as_numbers_that_metrics_take(fresh):
     arrays, numbers = split(Lost, encode(Lost(fresh)))
-    assert {name: type(number) for name, number in numbers.items()} == {"fresh": int}
-    assert decode(Lost, join(Lost, arrays, numbers)) == Lost(fresh)
+    assert (arrays, {name: type(number) for name, number in numbers.items()}) == ({}, {"fresh": int})
+    assert decode(Lost, join(Lost, arrays, numbers | {"seconds": 1.0})) == Lost(fresh)
     with pytest.raises(ProtocolError, match=r"Lost\.fresh: expected a single bool"):
         decode(Lost, join(Lost, arrays, {"fresh": 2}))
 
@@ -145,12 +137,6 @@ def test_named_arrays_that_come_back_have_the_names_and_shapes_that_were_sent():
     assert misfit(sent, Back({"a": np.ones(2), "b": np.ones(())})) is None
     for back, words in (({"a": np.ones(2)}, "`values.b`"), ({"a": np.ones(3), "b": np.ones(())}, r"expected \(2,\)")):
         assert re.search(words, misfit(sent, Back(back)) or "")
-
-
-def test_the_table_says_what_leaves_a_site():
-    assert kind_of(Sums) == "query.sums"
-    assert ("gram", "[M, M]", "A") in list(table(Sums))
-    assert ("parts.*.eta", "[M]", "η") in list(table(State))
 
 
 # Small arrays are packed into one.
