@@ -168,15 +168,14 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
     width = max(2, len(str(num_sites - 1)))
     sites = load_all_sites(config, num_sites)
     paths = [folder / f"site-{number:0{width}d}.csv" for number in range(num_sites)]
-    tests = [path.with_suffix(".test.csv") for path in paths]
-    there = [path.name for path in (*paths, *tests) if path.exists()]
-    if there:
-        raise DataError(f"{folder}: {there[0]} is there already; choose an empty folder")
+    for path in paths:
+        if path.exists() or path.with_suffix(".test.csv").exists():
+            raise DataError(f"{folder}: {path.name} is there already; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for site, path, test in zip(sites, paths, tests, strict=True):
+    for site, path in zip(sites, paths, strict=True):
         site.train.to_csv(path, index=False)
         if len(site.test):
-            site.test.to_csv(test, index=False)
+            site.test.to_csv(path.with_suffix(".test.csv"), index=False)
     return paths
 
 

@@ -28,11 +28,11 @@ from fedgp_flower.typing import Array, NamedArrays
 
 def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[list[Column], str]:
     """Columns of a table whose cells are typed, the target last, and the JSON that names them."""
-    columns = []
-    for name in (*features, target):
-        kind = kind_of(frame[name])
-        levels = tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ()
-        columns.append(Column(name, kind, levels))
+    kinds = {name: kind_of(frame[name]) for name in (*features, target)}
+    columns = [
+        Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
+        for name, kind in kinds.items()
+    ]
     *entries, last = (column.as_json() for column in columns)
     return columns, json.dumps({"features": entries, "target": last})
 
@@ -75,8 +75,7 @@ def bare(description: SiteDescription) -> SiteDescription:
     arrays: NamedArrays = {}
     for name, array in description.arrays.items():
         if name.startswith("levels."):
-            arrays[name] = np.full(array.shape, rows // array.size, np.int64)
-            arrays[name][: rows % array.size] += 1
+            arrays[name] = rows // array.size + (np.arange(array.size) < rows % array.size)
         elif name != GONE:
             arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
     return SiteDescription(arrays, description.schema, rows)
@@ -140,10 +139,8 @@ class Preparation:
 
     def fingerprint(self) -> bytes:
         """Equal for preparations that encode rows alike."""
-        numbers = (self.input_mean, self.input_scale, np.array([self.target_mean, self.target_scale]))
-        return repr((self.columns, self.target, self.missing, self.transform)).encode() + b"".join(
-            part.tobytes() for part in numbers
-        )
+        words = repr((self.columns, self.target, self.missing, self.transform))
+        return words.encode() + np.r_[self.input_mean, self.input_scale, self.target_mean, self.target_scale].tobytes()
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
@@ -166,11 +163,11 @@ class Preparation:
 def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> Array:
     if name not in arrays:
         raise ProtocolError(f"the preparation lacks the array `{name}`")
-    value = np.asarray(arrays[name], dtype=np.float64)
+    value, positive = np.asarray(arrays[name], dtype=np.float64), name.endswith("scale")
     if value.shape != shape:
         raise ProtocolError(f"the preparation's `{name}` has shape {value.shape}; the schema needs {shape}")
-    if not np.isfinite(value).all() or (name.endswith("scale") and (value <= 0).any()):
-        raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * name.endswith('scale')}")
+    if not np.isfinite(value).all() or (positive and (value <= 0).any()):
+        raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * positive}")
     return value
 
 
