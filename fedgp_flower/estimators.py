@@ -63,12 +63,8 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
 class _FederatedGP(BaseEstimator):
     """What regressor and classifier share.
 
-    Args:
-        method: One that saves a posterior, see ``fedgp methods``.
-        sites: Number of sites where ``fit`` is given no ``groups``.
-        num_rounds: Most rounds; None is the configuration's.
-        options: Further keys of the run configuration.
-        random_state: Seed, a whole number.
+    ``method`` saves a posterior, see ``fedgp methods``; ``sites`` counts where ``fit`` is given no ``groups``; None as
+    ``num_rounds`` is the configuration's; ``options`` are further keys of the run, ``random_state`` is its seed.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class _FederatedGP(BaseEstimator):
         self.options = options
         self.random_state = random_state
 
-    def _fit(self, x: NDArray[Any], y: ArrayLike, groups: ArrayLike | None, likelihood: str) -> None:
+    def _fit(self, x: NDArray[Any], y: NDArray[Any], groups: ArrayLike | None, likelihood: str) -> None:
         flat: dict[str, Value] = {"method": self.method, "seed": self.random_state, "model.likelihood": likelihood}
         flat |= {} if self.num_rounds is None else {"num-server-rounds": self.num_rounds}
         table = self._frame(x).assign(**{TARGET: y})
@@ -125,8 +121,8 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
 
         A ValueError says which rows or key cannot be used.
         """
-        x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._fit(x, y, groups, "gaussian")
+        x, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        self._fit(x, targets, groups, "gaussian")
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:

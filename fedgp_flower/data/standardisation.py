@@ -38,7 +38,6 @@ def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[
 
 
 def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
-    """Cells of the numeric columns [N, C]."""
     return frame[[column.name for column in columns if column.kind == "numeric"]].to_numpy(dtype=np.float64)
 
 
@@ -61,12 +60,27 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
     return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
 
 
-def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> SiteDescription:
-    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed."""
+def describe(
+    frame: pd.DataFrame,
+    features: Sequence[str],
+    target: str,
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+) -> SiteDescription:
+    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed.
+
+    With public ``ranges`` it is that of as many rows spread evenly over them, and tells only how many rows there are.
+    """
     columns, schema = _schema(frame, features, target)
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
-    missing = np.isnan(values).sum(axis=0)
-    return SiteDescription(summed_arrays(schema, summed(values), missing, levels, rows), schema, rows)
+    sums, missing = summed(values), np.isnan(values).sum(axis=0)
+    if ranges:
+        if odd := [column.name for column in columns if column.levels or column.name not in ranges]:
+            reason = "is of text or has no range in `privacy.ranges`"
+            raise DataError(f"column `{odd[0]}` {reason}: add it, or leave it out")
+        low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
+        missing = np.zeros(len(columns))
+        sums = (rows * (low + high) / 2, missing, rows * (high - low) ** 2 / 12)
+    return SiteDescription(summed_arrays(schema, sums, missing, levels, rows), schema, rows)
 
 
 def bare(description: SiteDescription) -> SiteDescription:
@@ -79,19 +93,6 @@ def bare(description: SiteDescription) -> SiteDescription:
         elif name != GONE:
             arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
     return SiteDescription(arrays, description.schema, rows)
-
-
-def described_by(
-    ranges: Mapping[str, tuple[float, float]], frame: pd.DataFrame, features: Sequence[str], target: str
-) -> SiteDescription:
-    """The description of as many rows spread evenly over public ranges: it tells only how many rows there are."""
-    columns, schema = _schema(frame, features, target)
-    if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
-        raise DataError(f"column `{odd[0]}` is of text or has no range in `privacy.ranges`: add it, or leave it out")
-    low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
-    rows, none = len(frame), np.zeros(len(columns))
-    sums = (rows * (low + high) / 2, none, rows * (high - low) ** 2 / 12)
-    return SiteDescription(summed_arrays(schema, sums, none, np.empty(0), rows), schema, rows)
 
 
 def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
@@ -223,8 +224,8 @@ def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
 
 def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
     """Cells of categorical columns whose level the sites did not have when they agreed."""
-    categorical = [column for column in preparation.columns if column.kind == "categorical"]
-    return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in categorical)
+    texts = [column for column in preparation.columns if column.levels]
+    return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in texts)
 
 
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:
