@@ -63,7 +63,8 @@ def personal(tmp_path_factory):
 def broken(shared, tmp_path):
     """The folder of a run that could not be completed."""
     (tmp_path / "broken").mkdir()
-    return shutil.copy(shared / "config.toml", tmp_path / "broken").parent
+    shutil.copy(shared / "config.toml", tmp_path / "broken")
+    return tmp_path / "broken"
 
 
 def one_line(text: str) -> str:
