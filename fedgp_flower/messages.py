@@ -66,13 +66,17 @@ def leaves(
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(leaves, dataclasses.field))
-def message(kind: str = "", *, summand: bool = False, public: bool = False) -> Callable[[type[M]], type[M]]:
+def message(
+    kind: str = "", *, summand: bool = False, public: bool = False, counts: str = ""
+) -> Callable[[type[M]], type[M]]:
     """Declare a message.
 
     Args:
         kind: The Flower message type that it answers, such as ``query.statistics``; a request, part or state has none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
         public: Each site may send it in the clear where all else is masked.
+        counts: How many numbers it estimates, for the policies of sites: letters of shapes, names of fields with named
+            arrays and constants, to be added. Without it a method ``num_parameters`` may say so.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -80,6 +84,8 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
         setattr(frozen, _KIND, kind)
         setattr(frozen, _SUMMAND, summand)
         setattr(frozen, _PUBLIC, public)
+        if counts:
+            setattr(frozen, "num_parameters", lambda answer: _counted(answer, counts))  # noqa: B010
         return frozen
 
     return declare
@@ -88,6 +94,30 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
 def is_message(cls: object) -> bool:
     """Whether a class was declared by :func:`message`."""
     return isinstance(cls, type) and _KIND in cls.__dict__
+
+
+def count_parameters(values: Mapping[str, NDArray[Any]]) -> int:
+    """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
+    return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())
+
+
+def _counted(answer: object, counts: str) -> int:
+    """The sum of lengths, numbers of parameters and constants that ``counts`` names."""
+    known = _lengths(answer)
+    named = {name: count_parameters(getattr(answer, name)) for name in counts.split() if hasattr(answer, name)}
+    return sum(int(part) if part.isdigit() else {**known, **named}[part] for part in counts.split())
+
+
+def _lengths(value: object) -> dict[str, int]:
+    """What the letters of the shapes of a message stand for."""
+    found: dict[str, int] = {}
+    for spec in _fields(type(value)):
+        content = getattr(value, spec.name)
+        if spec.form == "array" and content is not None:
+            found |= zip(spec.letters, np.shape(content), strict=False)
+        elif spec.form == "message" and content is not None:
+            found |= _lengths(content)
+    return found
 
 
 def kind_of(cls: type) -> str:

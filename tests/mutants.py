@@ -47,8 +47,8 @@ MUTANTS = (
     ("targets * mean - (mean + variance / 2).exp()", "targets * mean - (mean + variance).exp()", "likelihoods svgp"),
     # agreement of the sites, scores, baselines
     (
-        "spread = (squares + 2 * gap * residual + rows * gap**2).sum()",
-        "spread = (squares + 2 * gap * residual).sum()",
+        "np.asarray(squares + 2 * gap * residual + rows * gap**2)",
+        "np.asarray(squares + 2 * gap * residual)",
         "preparation data_sites",
     ),
     ("parts = -0.5 * z**2 - np.log(sds)", "parts = -(z**2) - np.log(sds)", "metrics"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -187,15 +189,23 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     lie = stated(eye - 1.5 * np.outer(direction, direction))
     assert lie.refusal(Described(10, added=True)) is None
     assert lie.refusal(Described(10)) is not None
-    contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(("honest", "liar"), Described(10)), {}, added=True)
+
+    def refused(answers: dict[str, SparseStatistics]) -> dict[str, str]:
+        contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(answers, Described(10)), {}, added=True)
+        replies: list[Any] = [SimpleNamespace(site=site) for site in answers]
+        contract.seen.update({id(reply): (reply, answers[reply.site]) for reply in replies})
+        found: dict[str, str] = {}
+        with mock.patch("strategies.server.session.claimed_site", lambda reply: reply.site):
+            contract.settled(replies, found.__setitem__)
+        return found
+
     for gram, projection in ((0.4, 0.0), (0.6, 0.7)):  # totals without positive eigenvalues, and with a b too large
         honest = stated(gram * eye, projection * direction)
         assert honest.refusal(Described(10)) is None
-        found = contract.refused({"honest": honest, "liar": lie}, add([honest, lie]))
-        assert found == {"liar": "`gram` is not a Gram matrix"}
+        assert refused({"honest": honest, "liar": lie}) == {"liar": "`gram` is not a Gram matrix"}
     honest = stated(0.6 * eye, 0.4 * direction)
     total = add([honest, lie])
-    assert contract.refused({"honest": honest, "liar": lie}, total) == {}
+    assert refused({"honest": honest, "liar": lie}) == {}
     posterior = exact_posterior(total, noise)
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 

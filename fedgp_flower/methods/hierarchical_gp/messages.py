@@ -25,7 +25,7 @@ class ExpansionRequest:
     values: Mapping[str, AnyShape] = leaves("θ, and η_G of the best θ so far")
 
 
-@message("train.expansion", summand=True)
+@message("train.expansion", summand=True, counts="G T W")
 class ExpansionShare:
     """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
 
@@ -40,10 +40,6 @@ class ExpansionShare:
     count: Float[ndarray, ""] = leaves("number of rows")
     squares: Float[ndarray, " W"] = leaves("z² of each entry of the site's shape, at its mode")
     known: Float[ndarray, " W"] = leaves("1 less the variance of each entry")
-
-    def num_parameters(self) -> int:
-        """Z_G, entries of θ, and widths of shapes."""
-        return len(self.shift) + len(self.curvature) + len(self.squares)
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
@@ -84,16 +80,12 @@ class CalibrationRequest:
     shift: Float[ndarray, " G"] = leaves("the total p")
 
 
-@message("query.calibration", summand=True)
+@message("query.calibration", summand=True, counts="K")
 class Calibration:
     """How far the rows that a unit hid beyond K cuts were from what it predicted of them; only sums count."""
 
     shares: Float[ndarray, "K B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
     rows: Float[ndarray, " K"] = leaves("hidden rows, at each cut")
-
-    def num_parameters(self) -> int:
-        """A distribution at each cut."""
-        return len(self.rows)
 
     def coarse(self, least: int) -> Calibration:
         """The same without cells of fewer rows."""

@@ -212,12 +212,8 @@ class Refined:
         return next((reason for reason in reasons if reason), None)
 
 
-@message("query.log_likelihood", summand=True)
+@message("query.log_likelihood", summand=True, counts="1")
 class LogLikelihood:
     """A site's term of the global free energy."""
 
     value: Float[ndarray, ""] = leaves("E_q log p(y_k | f), in nats")
-
-    def num_parameters(self) -> int:
-        """One number."""
-        return 1

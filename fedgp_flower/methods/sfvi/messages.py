@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import MOVE, Described, count_parameters, dwarfing
+from fedgp_flower.messages import count_parameters, leaves, message
+from fedgp_flower.shared_messages import MOVE, Described, dwarfing
 from fedgp_flower.typing import AnyShape, NamedArrays
 
 SCALE = "q.log_scale"

@@ -12,21 +12,17 @@ from numpy import ndarray
 
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import Adjoints, SparseSums
-from fedgp_flower.messages import leaves, message, packed, unpacked
-from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
+from fedgp_flower.messages import count_parameters, leaves, message, packed, unpacked
+from fedgp_flower.shared_messages import Described, along, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
 """Of rounding, as a part of the largest entry: of sums, and of expectations, also in single precision."""
 
 
-@message("query.statistics", summand=True)
+@message("query.statistics", summand=True, counts="M")
 class SparseStatistics(SparseSums):
     """What follows from a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
-
-    def num_parameters(self) -> int:
-        """M."""
-        return len(self.projection)
 
     @staticmethod
     def outliers(answers: Mapping[str, SparseStatistics], rows: Mapping[str, int]) -> dict[str, str]:
@@ -107,7 +103,7 @@ class Trials:
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
 
 
-@message("query.trials", summand=True)
+@message("query.trials", summand=True, counts="M")
 class TrialSums:
     """:class:`SparseStatistics` at each of several parameters, the matrices packed."""
 
@@ -127,10 +123,6 @@ class TrialSums:
         """The sums at each parameters."""
         size, rows = self.projections.shape[1], zip(*vars(self).values(), strict=True)
         return [SparseStatistics(unpacked(gram, size), *map(np.asarray, rest)) for gram, *rest in rows]
-
-    def num_parameters(self) -> int:
-        """M, of sums at parameters that differ little."""
-        return self.projections.shape[1]
 
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
@@ -213,7 +205,7 @@ class PooledPosterior:
 # Labels, counts and outliers: expectations at a posterior.
 
 
-@message("train.expectations", summand=True)
+@message("train.expectations", summand=True, counts="values")
 class Expectations:
     """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
 
@@ -221,10 +213,6 @@ class Expectations:
     fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
     slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
     curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
-
-    def num_parameters(self) -> int:
-        """M and hyperparameters."""
-        return count_parameters(self.values)
 
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
@@ -260,17 +248,13 @@ class PrivateRequest:
     sharing: int = leaves("how many sites add up to the noise of one total; 1 where sites are seen by themselves")
 
 
-@message("query.private", summand=True)
+@message("query.private", summand=True, counts="M")
 class PrivateSums:
     """Sums of clipped rows with Gaussian noise; see :mod:`fedgp_flower.methods.sgpr.private`."""
 
     gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ and noise, W = L⁻¹ k(Z, X)", symmetric=True)
     projection: Float[ndarray, " M"] = leaves("b = W y and noise")
     target_squares: Float[ndarray, ""] = leaves("s = yᵀ y and noise")
-
-    def num_parameters(self) -> int:
-        """M."""
-        return len(self.projection)
 
     @staticmethod
     def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
