@@ -152,14 +152,6 @@ def test_a_restarted_site_is_recognised_even_while_its_old_node_is_still_listed(
     assert ask(net) == ["0", "1", "2"]
 
 
-def test_a_first_reply_that_gets_lost_is_asked_for_again() -> None:
-    grid = FaultyGrid(configured(), 2, Fault("1", lost, times=1))
-    net = network(grid)
-    with no_waiting():
-        assert list(net.introduce(DESCRIBE)) == ["0", "1"]
-    assert net.failures == []
-
-
 def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
     grid, net = met()
     grid.faults = [Fault("1", lost), Fault("2", numbers(num_examples=-1))]

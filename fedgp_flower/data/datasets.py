@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgp_flower.agreement import Kind
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
 from fedgp_flower.data.cells import (
+    Mask,
     cells_of,
     check_target,
+    codes_in,
     date_problems,
     identifier_problems,
     refuse_identifiers,
@@ -27,6 +28,7 @@ from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
 
@@ -71,12 +73,14 @@ class Table:
     target: str
     column: pd.Series
     """The partition column, row by row; the target where the configuration names none."""
-    splits: tuple[NDArray[np.int64], ...]
+    splits: tuple[Indices, ...]
     """Test rows of each standard split; the training rows are the others."""
-    dropped: int = 0
+    dropped: int
     """Rows left out for a missing cell."""
+    codes: Mapping[str, Mask]
+    """Cells that may be codes for missing ones."""
 
-    def rows(self, split: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def rows(self, split: int) -> tuple[Indices, Indices]:
         """Training and test rows of a standard split; −1 is all rows and none."""
         everything = np.arange(len(self.frame))
         if split < 0:
@@ -93,9 +97,9 @@ class _Raw:
 
     file: str
     frame: pd.DataFrame
+    splits: tuple[Indices, ...] = ()
     target: str = ""
     aside: tuple[str, ...] = ()
-    splits: tuple[NDArray[np.int64], ...] = ()
 
 
 _READ: dict[object, Table] = {}
@@ -134,10 +138,9 @@ def checked(
     """
     require_columns(raw, [*features, target], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
-    settled: dict[str, Kind] = {
-        **(kinds or {}),
-        **({target: "categorical"} if config.model.likelihood == "bernoulli" else {}),
-    }
+    settled = dict(kinds or {})
+    if config.model.likelihood == "bernoulli":
+        settled[target] = "categorical"
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
@@ -159,7 +162,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     builtin = BUILTINS.get(config.dataset)
     if builtin is not None and builtin.make is not None:
         frame, splits = builtin.make(config.seed)
-        raw = _Raw(builtin.name, frame, builtin.target, (builtin.natural,) * bool(builtin.natural), splits)
+        raw = _Raw(builtin.name, frame, splits, builtin.target, (builtin.natural,))
     else:
         raw = _openml(config.dataset) if path is None else _from_file(path)
     features, target = choose_columns(config, [str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
@@ -172,7 +175,8 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
-    return Table(raw.file, frame, tuple(features), target, column, splits, len(raw.frame) - len(frame))
+    dropped = len(raw.frame) - len(frame)
+    return Table(raw.file, frame, tuple(features), target, column, splits, dropped, codes_in(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
@@ -194,14 +198,14 @@ def _from_file(path: Path) -> _Raw:
     frame = read_table(path)
     listing = splits_file(path)
     if listing.is_file():
-        return _Raw(path.name, frame, splits=_read_splits(listing, len(frame)))
+        return _Raw(path.name, frame, _read_splits(listing, len(frame)))
     if "split" in frame and frame["split"].isin(["train", "test"]).all() and frame["split"].nunique() == 2:
         test = np.flatnonzero(frame["split"].to_numpy() == "test")
-        return _Raw(path.name, frame, aside=("split",), splits=(test,))
+        return _Raw(path.name, frame, (test,), aside=("split",))
     return _Raw(path.name, frame)
 
 
-def _read_splits(path: Path, rows: int) -> tuple[NDArray[np.int64], ...]:
+def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
     """Test rows from ``{"n": rows, "test": [[row, …], …]}``, rows counted from 0."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as text:
@@ -234,5 +238,5 @@ def _openml(name: str) -> _Raw:
             f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"
             " and is the name spelled as at OpenML?"
         ) from None
-    targets = bunch.target_names or [""]
-    return _Raw(name, bunch.frame.reset_index(drop=True), str(targets[0]))
+    target = str((bunch.target_names or [""])[0])
+    return _Raw(name, bunch.frame.reset_index(drop=True), target=target)

@@ -11,22 +11,19 @@ import io
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.synthetic import derived_seed, generator
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Indices
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
-
-Indices: TypeAlias = NDArray[np.int64]
 
 BINS, CLASSES_PER_SITE = 10, 2
 """Quantile bins that a numeric column is cut into to be dealt by; classes of a site, as in the paper."""

@@ -22,7 +22,7 @@ from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
-from fedgp_flower.transforms import Transform, transform_of
+from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -153,7 +153,8 @@ class Preparation:
             columns = tuple(Column.from_json(entry) for entry in entries["features"])
             target = Column.from_json(entries["target"])
             missing = str(entries.get("missing", "error"))
-            transform = transform_of(entries["target"].get("transform"))
+            named = entries["target"].get("transform")
+            transform = Transform(str(named["name"]), float(named["power"])) if named else None
         except (ValueError, KeyError, TypeError):
             raise ProtocolError("the agreed schema is not JSON with `features` and `target`") from None
         width = sum(len(column.names) for column in columns)

@@ -226,11 +226,11 @@ class Session:
         Sites whose first answers contradict their descriptions are dismissed, and the others agree again without them.
         """
         while True:
-            preparation, family = self.preparation, TRANSFORMS.get(self.config.transform.target)
+            preparation, transform = self.preparation, self.config.transform.target
             try:
-                if family is not None:
+                if transform in TRANSFORMS:
                     self._take(preparation)
-                    preparation = self.run(enrolment.transformed(preparation, family, self.roster().everyone))
+                    preparation = self.run(enrolment.transformed(preparation, transform, self.roster().everyone))
                 self._take(adjusted(preparation))
                 return self.run(initialise())
             except ContradictionError as contradiction:
