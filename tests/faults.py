@@ -21,6 +21,7 @@ from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
 from fedgp_flower.outcome import Snapshot
+from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
@@ -83,6 +84,8 @@ class FaultyGrid(InProcessGrid):
         self.flat = flat
         self.faults = list(faults)
         self.visits: list[Visit] = []
+        self.replies: list[tuple[str, str, Message]] = []
+        """Site, kind and reply of all that arrived."""
         self.ghosts: set[int] = set()
         """Listed as online, but nobody is there."""
 
@@ -115,7 +118,12 @@ class FaultyGrid(InProcessGrid):
                     reply = fault.change(reply)
         up = 0 if reply is None else content_bytes(reply)
         self.visits.append(Visit(site, meta.message_type, int(config["round"]), content_bytes(message), up))
+        if reply is not None:
+            self.replies.append((site, meta.message_type, reply))
         return reply
+
+    def of(self, kind: str, site: str) -> list[Message]:
+        return [reply for where, what, reply in self.replies if (where, what) == (site, kind)]
 
     def node_of(self, site: str) -> int:
         return next(node for node, context in self.contexts.items() if site_id(context.node_config) == site)
@@ -270,6 +278,17 @@ def waves(rows: int, seed: int) -> pd.DataFrame:
     x = draw.uniform(-1.7, 1.7, (rows, 2))
     y = np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(rows)
     return pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
+
+
+def keyed(nodes: list[dict[str, str]], folder: Path) -> None:
+    """Give each site a key, and all a trust file, in a folder."""
+    trust = Trust({})
+    for node in nodes:
+        identity = Identity.simulated(node["site"])
+        node |= {"site-key": str(folder / f"{node['site']}.key"), "trust": str(folder / "trust.toml")}
+        identity.write(Path(node["site-key"]))
+        trust = trust.with_site(node["site"], identity.public)
+    trust.write(folder / "trust.toml")
 
 
 def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame], policy: str = "least-cell = 0") -> list[dict[str, str]]:

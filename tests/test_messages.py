@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.messages import add, decode, encode, join, kind_of, leaves, message, misfit, split, table
+from fedgp_flower.messages import add, decode, encode, from_parts, kind_of, leaves, message, misfit, table, to_parts
 from fedgp_flower.typing import AnyShape
 
 
@@ -123,19 +123,19 @@ def test_what_is_wrong_is_said_in_words(change, words):
 
 def test_numbers_travel_apart_from_arrays():
     state = State({}, (), 7, {})
-    arrays, numbers = split(State, encode(state))
+    arrays, numbers = to_parts(state)
     assert numbers == {"rows": 7}
     assert "rows" not in arrays
-    assert same(decode(State, join(State, arrays, numbers | {"seconds": 1.0})), state)
+    assert same(from_parts(State, arrays, numbers | {"seconds": 1.0}), state)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_truth_travels_as_a_number_that_flower_s_metrics_take(fresh):
-    arrays, numbers = split(Lost, encode(Lost(fresh)))
+    arrays, numbers = to_parts(Lost(fresh))
     assert {name: type(number) for name, number in numbers.items()} == {"fresh": int}
-    assert decode(Lost, join(Lost, arrays, numbers)) == Lost(fresh)
+    assert from_parts(Lost, arrays, numbers) == Lost(fresh)
     with pytest.raises(ProtocolError, match=r"Lost\.fresh: expected a single bool"):
-        decode(Lost, join(Lost, arrays, {"fresh": 2}))
+        from_parts(Lost, arrays, {"fresh": 2})
 
 
 def test_named_arrays_that_come_back_have_the_names_and_shapes_that_were_sent():

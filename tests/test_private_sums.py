@@ -11,7 +11,6 @@ from faults import Fault, FaultyGrid, arrays, blamed, configured, csv_nodes, los
 from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
-from test_secure_totals import Transcript
 
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
@@ -167,7 +166,7 @@ def test_what_is_predicted_from_a_noisy_release_is_as_far_off_as_it_says():
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "masked"])
 def private(request):
-    grid = Transcript(configured(**PRIVATE, privacy__secure_aggregation=request.param), 4)
+    grid = FaultyGrid(configured(**PRIVATE, privacy__secure_aggregation=request.param), 4)
     return run(grid), grid
 
 
@@ -236,7 +235,7 @@ def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
         node["state-dir"] = str(tmp_path / node["site"])
     ranges = json.dumps({"x1": [-2.0, 2.0], "y": [-3.0, 3.0]})
     keys = configured(**PRIVATE | {"privacy__ranges": ranges, "round__incomplete": "repeat"})
-    grid = Transcript(keys, nodes, Fault("b", lost, ("query.private",), times=1))
+    grid = FaultyGrid(keys, nodes, Fault("b", lost, ("query.private",), times=1))
     strategy = run(grid)
     assert [failure.site for failure in strategy.network.failures] == ["b"]
     for site in "ac":

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import Fault, FaultyGrid, Recorder, csv_nodes, run, waves
+from faults import Fault, FaultyGrid, Recorder, csv_nodes, keyed, run, waves
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of, quietly
 from test_killed import ASYNCHRONOUS, REPEAT, require_same
 
 from fedgp_flower.privacy import audit
-from fedgp_flower.privacy.keys import Identity, Trust
 
 SOME = ("sgpr, masked", "pvi sums")
 ALL = [pytest.param(own, marks=[] if own in SOME else pytest.mark.long) for own in METHODS]
@@ -41,16 +40,10 @@ def fill(disk: Path) -> Path:
 def real_sites(folder: Path, disk: Path, method: str) -> list[dict[str, str]]:
     """Three sites with logs, states and keys; the second one has them on a disk of its own."""
     nodes = csv_nodes(folder, {site: waves(60, number) for number, site in enumerate("abc")})
-    trust = Trust({})
     for node in nodes:
-        site = node["site"]
-        node["state-dir"] = str((disk if site == "b" else folder) / site)
-        if "masked" in method:
-            identity = Identity.simulated(site)
-            node["site-key"], node["trust"] = str(disk / f"{site}.key"), str(disk / "trust.toml")
-            identity.write(Path(node["site-key"]))
-            trust = trust.with_site(site, identity.public)
-    trust.write(disk / "trust.toml")
+        node["state-dir"] = str((disk if node["site"] == "b" else folder) / node["site"])
+    if "masked" in method:
+        keyed(nodes, disk)
     return nodes
 
 

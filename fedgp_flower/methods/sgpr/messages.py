@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import Adjoints, SparseSums
-from fedgp_flower.messages import count_parameters, leaves, message, packed, unpacked
+from fedgp_flower.messages import count_parameters, leaves, message
 from fedgp_flower.shared_messages import Described, along, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape
 
@@ -105,9 +105,9 @@ class Trials:
 
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
-    """:class:`SparseStatistics` at each of several parameters, the matrices packed."""
+    """:class:`SparseStatistics` at each of several parameters."""
 
-    grams: Float[ndarray, "T Q"] = leaves("lower triangle of A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters")
+    grams: Float[ndarray, "T M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters", symmetric=True)
     projections: Float[ndarray, "T M"] = leaves("b = W y")
     target_squares: Float[ndarray, " T"] = leaves("s = yᵀ y")
     prior_variances: Float[ndarray, " T"] = leaves("c = Σ k(x, x)")
@@ -116,13 +116,11 @@ class TrialSums:
     @staticmethod
     def of(each: Sequence[SparseSums]) -> TrialSums:
         """From the sums at each parameters."""
-        columns = zip(*((vars(sums) | {"gram": packed(sums.gram)}).values() for sums in each), strict=True)
-        return TrialSums(*map(np.stack, columns))
+        return TrialSums(*map(np.stack, zip(*(vars(sums).values() for sums in each), strict=True)))
 
     def each(self) -> list[SparseStatistics]:
         """The sums at each parameters."""
-        size, rows = self.projections.shape[1], zip(*vars(self).values(), strict=True)
-        return [SparseStatistics(unpacked(gram, size), *map(np.asarray, rest)) for gram, *rest in rows]
+        return [SparseStatistics(*map(np.asarray, sums)) for sums in zip(*vars(self).values(), strict=True)]
 
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
