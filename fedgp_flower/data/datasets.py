@@ -25,7 +25,7 @@ from fedgp_flower.data.cells import (
     typed,
 )
 from fedgp_flower.data.dates import named, with_numbers
-from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
+from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Indices
@@ -53,7 +53,8 @@ def choose_columns(
         raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
-    nameless = [] if wanted else [name for name in unnamed(names) if name in features]
+    numbered = {f"column {position}" for position in range(1, len(names) + 1)}  # of an empty cell in the header
+    nameless = [] if wanted else [name for name in features if name in numbered]
     if nameless:
         raise DataError(
             f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"

@@ -16,13 +16,7 @@ from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import Mask, codes_in, kind_of, refuse_identifiers
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
-from fedgp_flower.data.standardisation import (
-    Preparation,
-    count_unknown_levels,
-    describe,
-    encode_inputs,
-    encode_targets,
-)
+from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
