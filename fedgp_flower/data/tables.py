@@ -31,10 +31,8 @@ SEPARATORS = (",", ";", "\t", "|")
 
 def table_stem(path: Path) -> str:
     """The file's name without ``.csv``, ``.csv.gz`` or ``.parquet``."""
-    for suffix in SUFFIXES:
-        if path.name.endswith(suffix) and path.name != suffix:
-            return path.name.removesuffix(suffix)
-    return path.stem
+    suffix = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix) and path.name != suffix), path.suffix)
+    return path.name.removesuffix(suffix)
 
 
 def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
