@@ -11,7 +11,7 @@ sites, and the table of what leaves a site::
 A field is an array with a shape, another message, ``tuple[Message, ...]``, ``Mapping[str, Message]``,
 ``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or anything that JSON can hold. Arrays
 travel under ``field`` or ``outer.field``, the numbers of a request or an answer among Flower's configuration or metrics
-(:func:`split`); all else is JSON text in one array of bytes.
+(:func:`to_parts`); all else is JSON text in one array of bytes.
 """
 
 from __future__ import annotations
@@ -242,19 +242,20 @@ def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = 
     return found
 
 
-def split(cls: type, arrays: NamedArrays) -> tuple[NamedArrays, dict[str, float | int]]:
+def to_parts(value: object) -> tuple[NamedArrays, dict[str, float | int]]:
     """What travels as arrays, and the numbers that travel as Flower's metrics, which know no bool, or configuration."""
-    numbers = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in arrays}
+    arrays = encode(value)
+    numbers = {spec.name: spec.inner for spec in _fields(type(value)) if spec.form == "number" and spec.name in arrays}
     rest = {name: array for name, array in arrays.items() if name not in numbers}
     return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
 
 
-def join(cls: type, arrays: NamedArrays, numbers: Facts) -> NamedArrays:
-    """The inverse of :func:`split`; numbers that the message does not declare are left out."""
+def from_parts(cls: type[M], arrays: NamedArrays, numbers: Facts, sizes: Mapping[str, int] | None = None) -> M:
+    """The inverse of :func:`to_parts`; numbers that the message does not declare are left out."""
     declared = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in numbers}
     found = {name: np.asarray(numbers[name]) for name in declared}
     truths = {name: array == 1 for name, array in found.items() if declared[name] is bool and array in (0, 1)}
-    return {**arrays, **found, **truths}
+    return decode(cls, {**arrays, **found, **truths}, sizes)
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.messages import add, decode, encode, join, leaves, message, misfit, split
+from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, to_parts
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
 from fedgp_flower.typing import AnyShape
 
@@ -125,11 +125,11 @@ def test_what_is_wrong_is_said_in_words(change, words):
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_numbers_travel_apart_from_arrays_and_truths_as_numbers_that_metrics_take(fresh):
-    arrays, numbers = split(Lost, encode(Lost(fresh)))
+    arrays, numbers = to_parts(Lost(fresh))
     assert (arrays, {name: type(number) for name, number in numbers.items()}) == ({}, {"fresh": int})
-    assert decode(Lost, join(Lost, arrays, numbers | {"seconds": 1.0})) == Lost(fresh)
+    assert from_parts(Lost, arrays, numbers | {"seconds": 1.0}) == Lost(fresh)
     with pytest.raises(ProtocolError, match=r"Lost\.fresh: expected a single bool"):
-        decode(Lost, join(Lost, arrays, {"fresh": 2}))
+        from_parts(Lost, arrays, {"fresh": 2})
 
 
 def test_named_arrays_that_come_back_have_the_names_and_shapes_that_were_sent():

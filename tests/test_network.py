@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, configured, crashed, each, lost, no_waiting, numbers, texts
-from flwr.app import Array, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
-from strategies.server.network import Answer, Network
+from strategies.server.network import ANYTHING, Answer, Network, answers
 from strategies.server.scoring import scores_refusal, usable_scores
 
 DESCRIBE = "query.describe"
@@ -27,11 +27,17 @@ def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
     return grid, net
 
 
-def ask(net: Network, *, retries: int = 0) -> list[str]:
-    """Describe again, as a round of one exchange; the sites that were heard."""
-    net.forgive()
+def asked(net: Network, *, retries: int = 0) -> list[str]:
+    """Describe again; the sites that were heard."""
+    messages = [net.message(site, DESCRIBE, ArrayRecord(), {}) for site in net.sites()]
     with no_waiting():
-        return list(net.ask(DESCRIBE, {}, retries=retries))
+        return list(answers(net.exchange(messages, ANYTHING, retries=retries)))
+
+
+def ask(net: Network, *, retries: int = 0) -> list[str]:
+    """The same as a round of one exchange."""
+    net.forgive()
+    return asked(net, retries=retries)
 
 
 def spoil(reply: Message) -> Message:
@@ -116,9 +122,8 @@ def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first: str) -> Non
     for expected in (1, 2, 3):
         net.forgive()
         grid.faults = [Fault("1", lost, times=1)] if first == "failure" else []
-        with no_waiting():
-            net.ask(DESCRIBE, {})
-            net.ask(DESCRIBE, {})
+        asked(net)
+        asked(net)
         if first == "answer":
             net.fail("1", "a lie")
         assert net.streak["1"] == expected

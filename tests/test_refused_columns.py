@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +104,8 @@ def words(levels: int, rows: int) -> pd.DataFrame:
 )
 def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: str) -> None:
     frame = words(levels, rows)
-    if not reason:
+    with pytest.raises(DataError, match=re.escape(reason)) if reason else nullcontext():
         refuse_identifiers(frame, ["word"], "a.csv", most)
-        return
-    with pytest.raises(DataError, match=r"^a\.csv: ") as caught:
-        refuse_identifiers(frame, ["word"], "a.csv", most)
-    assert reason in str(caught.value)
 
 
 def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
