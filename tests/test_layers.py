@@ -32,16 +32,11 @@ def loaded(code: str) -> set[str]:
     return set(done.stdout.split("MODULES")[1].split())
 
 
-def importing(*modules: str) -> set[str]:
-    return loaded(f"import {', '.join(modules)}")
-
-
 def modules_of(*folders: str) -> list[str]:
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
 
 
-METHOD_MODULES = modules_of("fedgp_flower/methods")
 CLOSURES = {
     "the command line, before a command runs": (["fedgp_flower.cli"], (*HEAVY, "numpy", "pydantic", "rich")),
     "options": (sorted({method.options.partition(":")[0] for method in BUILT_IN.values()}), (*HEAVY, "numpy")),
@@ -65,7 +60,7 @@ CLOSURES = {
 def test_a_layer_loads_none_of_what_it_does_without(layer):
     modules, without = CLOSURES[layer]
     assert modules
-    assert sorted(importing(*modules) & set(without)) == []
+    assert sorted(loaded(f"import {', '.join(modules)}") & set(without)) == []
 
 
 WATCHED = """

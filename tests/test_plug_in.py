@@ -110,6 +110,8 @@ def test_commands_know_it_in_a_process_of_its_own(run, tmp_path):
     """Nothing but the package on the path."""
     code = """
 from fedgp_flower.cli import main
+from fedgp_flower.run import figures
+figures.DPI = 30
 for words in WORDS:
     try:
         main(words)
@@ -121,14 +123,13 @@ for words in WORDS:
     words = [["methods"], ["compare", str(run), str(run)], ["report", str(run)]]
     words += [["predict", str(run), "--input", str(table), "--output", str(tmp_path / "out.csv")]]
     model = ["method=sfvi", "sfvi.learning-rate=0.3", "sfvi.model=toy-linear", "sfvi.toy-noise=0.5", "name=model"]
+    model += ["sfvi.structure=full", "dataset=diabetes", "features=age,bmi,bp", "num-server-rounds=60"]
     model += [
-        "sfvi.structure=full",
-        "dataset=diabetes",
-        "features=age,bmi,bp",
-        "num-server-rounds=60",
         f"output-dir={tmp_path}",
+        "baselines.linear=false",
+        "baselines.local-only=false",
+        "baselines.pooled=false",
     ]
-    model += ["baselines.linear=false", "baselines.local-only=false", "baselines.pooled=false"]
     words += [["run", "--sites", str(SITES), *model]]
     words += [["predict", str(tmp_path / "model"), "--input", str(table), "--output", str(tmp_path / "model.csv")]]
     path = os.pathsep.join([str(PACKAGE), str(ROOT)])
