@@ -14,7 +14,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -99,32 +98,33 @@ _Description: TypeAlias = dict[str, _Told]
 """The columns of a site by name, the target last."""
 
 
-def _parse(description: SiteDescription) -> _Description:
+def _parse(description: SiteDescription, max_levels: float = np.inf) -> _Description:
     """Read a description; ProtocolError where its schema or its arrays are not what they must be."""
-    rows = description.num_examples
+    rows, gone = description.num_examples, GONE in description.arrays
     if rows < 1:
         raise ProtocolError(f"num-examples is {rows}; expected at least 1")
     features, target = _parse_schema(description.schema)
-    columns = [*features, target]
-    numeric = sum(column.kind == "numeric" for column in features)
+    numeric = sum(not column.levels for column in features)
     shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (numeric,) for part in SUMS}
-    shapes |= {f"target.{part}": () for part in SUMS if target.kind == "numeric"}
-    shapes |= {f"levels.{column.name}": (len(column.levels),) for column in columns if column.kind == "categorical"}
-    partial_cells = GONE in description.arrays
-    shapes |= {GONE: (numeric,)} if partial_cells else {}
-    arrays = _shaped(description.arrays, shapes)
+    shapes |= {f"target.{part}": () for part in SUMS if not target.levels}
+    shapes |= {f"levels.{column.name}": (len(column.levels),) for column in (*features, target) if column.levels}
+    arrays = _shaped(description.arrays, shapes | ({GONE: (numeric,)} if gone else {}))
     sums = np.stack([np.append(arrays[f"features.{p}"], arrays.get(f"target.{p}", ())) for p in SUMS], axis=1)
-    filled = rows - np.append(arrays.get(GONE, np.zeros(numeric)), np.zeros(len(sums) - numeric))
+    filled = np.full(len(sums), float(rows))
+    filled[:numeric] -= arrays.get(GONE, 0.0)
     _check_sums(sums, filled, rows)
     numbers = iter(zip(sums, filled, strict=True))
     told: _Description = {}
-    for column in columns:
-        if column.kind == "numeric":
+    for column in (*features, target):
+        if not column.levels:
             known, count = next(numbers)
             told[column.name] = _Told("numeric", rows, int(count), known, {})
             continue
+        if len(column.levels) > max_levels:  # the site should have refused it
+            levels = f"`{column.name}` has {len(column.levels)} levels"
+            raise ProtocolError(f"{levels}; {TOO_MANY_LEVELS.format(max_levels)}")
         held = arrays[f"levels.{column.name}"]
-        if held.sum() > rows or (held.sum() < rows and (column is target or not partial_cells)):
+        if held.sum() > rows or (held.sum() < rows and (column is target or not gone)):
             raise ProtocolError(f"`levels.{column.name}` must add up to the {rows} rows of the site")
         counts = dict(zip(column.levels, map(int, held), strict=True))
         told[column.name] = _Told("categorical", rows, sum(counts.values()), np.empty(0), counts)
@@ -149,14 +149,14 @@ def summed_arrays(schema: str, parts: Sequence[Array], missing: Array, levels: A
 def _parse_schema(schema: str) -> tuple[list[Column], Column]:
     try:
         entries = json.loads(schema)
-        *features, target = (Column.from_json(entry) for entry in [*entries["features"], entries["target"]])
+        *features, target = columns = [Column.from_json(entry) for entry in [*entries["features"], entries["target"]]]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ProtocolError("the site's schema is not JSON with `features` and `target`") from None
-    for column in (*features, target):
-        levels = len(set(column.levels)) == len(column.levels) > 0
-        if column.kind != "numeric" and not (column.kind == "categorical" and levels):
+    for column in columns:
+        kind = "categorical" if column.levels else "numeric"
+        if column.kind != kind or len(set(column.levels)) < len(column.levels):
             raise ProtocolError("the site's schema names a level twice, or a kind that does not exist")
-    if len({column.name for column in (*features, target)}) <= len(features):
+    if len({column.name for column in columns}) < len(columns):
         raise ProtocolError("the site's schema names a column twice")
     return features, target
 
@@ -201,7 +201,7 @@ class Agreement:
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
     num_examples: dict[Site, int]
-    """Training rows of the accepted sites, in sorted order of their ids."""
+    """Training rows of the accepted sites."""
     refused: dict[Site, str]
     """Sites whose columns differ from those of most sites, and in what."""
     constant: tuple[str, ...]
@@ -276,10 +276,10 @@ def _accepted(
     refused: dict[Site, str] = {}
     for site in sorted(descriptions):
         try:
-            parsed[site] = _parse(descriptions[site])
+            parsed[site] = _parse(descriptions[site], max_levels)
         except ProtocolError as error:
             refused[site] = str(error)
-    for differing in (_other_columns, _other_classes, partial(_many_levels, most=max_levels)):
+    for differing in (_other_columns, _other_classes):
         refused |= differing(parsed)
         parsed = {site: told for site, told in parsed.items() if site not in refused}
     if not parsed:
@@ -370,35 +370,20 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
 def _other_columns(sites: Mapping[Site, _Description]) -> dict[Site, str]:
     """Sites whose columns or kinds differ from the most common ones; the order of columns does not matter."""
     layout = {site: (list(told)[-1], frozenset((n, c.kind) for n, c in told.items())) for site, told in sites.items()}
-    if not layout:
-        return {}
-    target, agreed = Counter(layout.values()).most_common(1)[0][0]  # equal counts come in order of first appearance
-    kinds = dict(agreed)
-    refused = {}
-    for site, found in layout.items():
-        if found == (target, agreed):
-            continue
-        here = dict(found[1])
+    refused: dict[Site, str] = {}
+    [(target, agreed)] = [most for most, _ in Counter(layout.values()).most_common(1)] or [("", frozenset())]
+    for site, found in layout.items():  # of equal counts, those of the first site
+        kinds, here = dict(agreed), dict(found[1])
         parts = {
             "lacks the column": kinds.keys() - here.keys(),
             "has the extra column": here.keys() - kinds.keys(),
             "has as another kind": {name for name in kinds.keys() & here.keys() if kinds[name] != here[name]},
             "has as target": {found[0]} - {target},
         }
-        said = [f"{what} {', '.join(f'`{n}`' for n in sorted(names))}" for what, names in parts.items() if names]
-        advice = "write the file the way they do, or name `features`"
-        refused[site] = f"differs from most sites: {'; '.join(said)}; {advice}"
+        said = "; ".join(f"{w} {', '.join(f'`{n}`' for n in sorted(names))}" for w, names in parts.items() if names)
+        if said:
+            refused[site] = f"differs from most sites: {said}; write the file the way they do, or name `features`"
     return refused
-
-
-def _many_levels(sites: Mapping[Site, _Description], most: int) -> dict[Site, str]:
-    """Sites that should have refused a column themselves."""
-    return {
-        site: f"`{name}` has {len(column.counts)} levels; {TOO_MANY_LEVELS.format(most)}"
-        for site, told in sites.items()
-        for name, column in told.items()
-        if len(column.counts) > most
-    }
 
 
 def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:

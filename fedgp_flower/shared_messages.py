@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,6 +15,8 @@ from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.scores import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
 from fedgp_flower.typing import AnyShape
+
+A = TypeVar("A")
 
 MOVE = 10.0
 """Farthest that a site's local steps take a logarithm, or a standardised input, in one round: a factor of 22 000."""
@@ -66,14 +68,22 @@ class Described:
         return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
 
 
-def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
+def dwarfing(
+    answers: Mapping[str, A], rows: Mapping[str, float], what: str, size: Callable[[A], float]
+) -> dict[str, str]:
     """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
+    sizes = {site: size(answer) / rows[site] for site, answer in answers.items()}
     usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
     return {
         site: f"its {what} is {size / usual:.1e} times the usual one per row"
         for site, size in sizes.items()
         if not size <= OUTLIER * usual and usual > 0
     }
+
+
+def largest(*arrays: ndarray) -> float:
+    """The largest entry whatever its sign; a norm would overflow where a liar's numbers are huge."""
+    return max(float(np.abs(array).max(initial=0.0)) for array in arrays)
 
 
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:

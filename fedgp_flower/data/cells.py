@@ -137,9 +137,8 @@ def codes_in(frame: pd.DataFrame) -> dict[str, Mask]:
     A number other than zero is suspected where it repeats and lies outside of all others, farther from the nearest than
     they are from each other.
     """
-    numeric = [name for name in frame if kind_of(frame[name]) == "numeric"]
-    found = {name: _codes(frame[name].to_numpy(dtype=np.float64)) for name in numeric}
-    return {str(name): mask for name, mask in found.items() if mask.any()}
+    found = {str(name): _codes(column.to_numpy()) for name, column in frame.items() if column.dtype == np.float64}
+    return {name: mask for name, mask in found.items() if mask.any()}
 
 
 def _codes(values: NDArray[np.float64]) -> Mask:
@@ -158,15 +157,14 @@ def _codes(values: NDArray[np.float64]) -> Mask:
 
 def check_target(target: pd.Series, likelihood: str, transform: str, file: str) -> None:
     """Refuse a typed target that the likelihood or the transform cannot take."""
-    name = f"{file}: target `{target.name}`"
+    name, levels = f"{file}: target `{target.name}`", target.nunique()
+    if likelihood == "bernoulli" and levels > 2:
+        like = ", as an identifier has" if levels * ROWS_PER_LEVEL > len(target) else ""
+        raise DataError(
+            f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
+            " classes. Name another `target`"
+        )
     if likelihood == "bernoulli":
-        levels = target.nunique()
-        if levels > 2:
-            like = ", as an identifier has" if levels * ROWS_PER_LEVEL > len(target) else ""
-            raise DataError(
-                f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
-                " classes. Name another `target`"
-            )
         return
     if kind_of(target) == "categorical":
         raise DataError(
@@ -200,18 +198,12 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
     return problems
 
 
-def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, most: int) -> None:
-    """Refuse typed text columns whose levels are nearly unique, or more than ``most``.
+def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
+    """A sentence for each typed text column whose levels are nearly unique, or more than ``most``.
 
     The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
     a new row, even where some of them come back. Two levels are a class, however few the rows.
     """
-    if problems := identifier_problems(frame, names, most):
-        raise DataError(f"{file}: {'. '.join(problems)}")
-
-
-def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
-    """What :func:`refuse_identifiers` says, a sentence for a column."""
     problems = []
     for name in (name for name in names if kind_of(frame[name]) == "categorical"):
         levels = int(frame[name].nunique())

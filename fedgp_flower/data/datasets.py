@@ -21,11 +21,10 @@ from fedgp_flower.data.cells import (
     codes_in,
     date_problems,
     identifier_problems,
-    refuse_identifiers,
     typed,
 )
 from fedgp_flower.data.dates import named, with_numbers
-from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
+from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Indices
@@ -53,8 +52,8 @@ def choose_columns(
         raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
-    nameless = [] if wanted else [name for name in unnamed(names) if name in features]
-    if nameless:
+    nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
+    if nameless and not wanted:
         raise DataError(
             f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
         )
@@ -117,8 +116,8 @@ def load_table(config: CoreConfig) -> Table:
         *((p.stat().st_mtime_ns, p.stat().st_size) for p in files),
     )
     if key not in _READ:
-        while len(_READ) > 1:
-            del _READ[next(iter(_READ))]
+        for old in list(_READ)[:-1]:
+            del _READ[old]
         _READ[key] = _load(config, path)
     return _READ[key]
 
@@ -138,13 +137,12 @@ def checked(
     """
     require_columns(raw, [*features, target], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
-    settled = dict(kinds or {})
-    if config.model.likelihood == "bernoulli":
-        settled[target] = "categorical"
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
-    frame, wrong = cells_of(numbered, read if target in dated else [*read, target], settled, config.missing)
+    classes: dict[str, Kind] = {target: "categorical"} if config.model.likelihood == "bernoulli" else {}
+    found = read if target in dated else [*read, target]
+    frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
         ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
@@ -170,7 +168,8 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
     features = [str(name) for name in frame if name != target]
-    refuse_identifiers(frame, features, raw.file, config.max_levels)
+    if problems := identifier_problems(frame, features, config.max_levels):
+        raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
@@ -210,8 +209,7 @@ def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as text:
             content = json.load(text)
-        splits = tuple(np.unique(np.array(test, dtype=np.int64)) for test in content["test"])
-        listed_rows = [len(test) for test in content["test"]]
+        splits = tuple(np.sort(np.array(test, dtype=np.int64)) for test in content["test"])
         stated = int(content["n"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         raise DataError(
@@ -219,8 +217,8 @@ def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
         ) from None
     if stated != rows:
         raise DataError(f"{path.name}: made for {stated} rows, and the table has {rows}")
-    for number, (test, count) in enumerate(zip(splits, listed_rows, strict=True)):
-        if test.size != count or test.size == 0 or test[0] < 0 or test[-1] >= rows:
+    for number, test in enumerate(splits):
+        if test.size == 0 or test[0] < 0 or test[-1] >= rows or (np.diff(test) == 0).any():
             raise DataError(f"{path.name}: split {number} names a row twice, none, or one that the table lacks")
     return splits
 
@@ -228,15 +226,13 @@ def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
 def _openml(name: str) -> _Raw:
     from sklearn.datasets import fetch_openml  # noqa: PLC0415 - slow to import, rarely needed
 
-    short = name.removeprefix(OPENML)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several versions, scikit-learn takes the oldest active one and says so
-            bunch = fetch_openml(name=short, as_frame=True, parser="auto")
+            bunch = fetch_openml(name=name.removeprefix(OPENML), as_frame=True, parser="auto")
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"
             " and is the name spelled as at OpenML?"
         ) from None
-    target = str((bunch.target_names or [""])[0])
-    return _Raw(name, bunch.frame.reset_index(drop=True), target=target)
+    return _Raw(name, bunch.frame.reset_index(drop=True), target=str((bunch.target_names or [""])[0]))

@@ -14,16 +14,9 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import Mask, codes_in, kind_of, refuse_identifiers
+from fedgp_flower.data.cells import Mask, codes_in, identifier_problems, kind_of
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
-from fedgp_flower.data.standardisation import (
-    Preparation,
-    count_unknown_levels,
-    describe,
-    described_by,
-    encode_inputs,
-    encode_targets,
-)
+from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
@@ -95,9 +88,7 @@ class RawSite:
 
     def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> SiteDescription:
         """Sums and level counts of the training rows, or what public ranges imply: the answer to ``query.describe``."""
-        if ranges:
-            return described_by(ranges, self.train, self.features, self.target)
-        return describe(self.train, self.features, self.target)
+        return describe(self.train, self.features, self.target, ranges)
 
     def encode(self, preparation: Preparation) -> SiteData:
         """The rows, standardised as the sites agreed."""
@@ -105,10 +96,8 @@ class RawSite:
         if key not in self._encoded:
             both = (self.train, self.test)
             x, x_test = (encode_inputs(part, preparation) for part in both)
-            if self.target != preparation.target.name:
-                raise DataError(
-                    f"the target is `{self.target}` here and `{preparation.target.name}` at the other sites"
-                )
+            if self.target != (agreed := preparation.target.name):
+                raise DataError(f"the target is `{self.target}` here and `{agreed}` at the other sites")
             y, y_test = (encode_targets(part[self.target], preparation) for part in both)
             unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
@@ -132,7 +121,7 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "
         names = [node["data-path"], *filter(None, [node.get("test-path")])]
         paths = [Path(name).expanduser() for name in names]
         tables = [(path.name, read_table(path)) for path in paths]
-        return _real_site(config, site_id(node), node.get("label", ""), tables)
+        return real_site(config, site_id(node), node.get("label", ""), tables)
     if "partition-id" in node_config and "num-partitions" in node_config:
         share = int(node_config["partition-id"]), int(node_config["num-partitions"])
         return _site_of_run(run, config, *share) if run else _simulated_site(config, *share)
@@ -168,15 +157,14 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
     width = max(2, len(str(num_sites - 1)))
     sites = load_all_sites(config, num_sites)
     paths = [folder / f"site-{number:0{width}d}.csv" for number in range(num_sites)]
-    tests = [path.with_suffix(".test.csv") for path in paths]
-    there = [path.name for path in (*paths, *tests) if path.exists()]
-    if there:
-        raise DataError(f"{folder}: {there[0]} is there already; choose an empty folder")
+    for path in paths:
+        if path.exists() or path.with_suffix(".test.csv").exists():
+            raise DataError(f"{folder}: {path.name} is there already; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for site, path, test in zip(sites, paths, tests, strict=True):
+    for site, path in zip(sites, paths, strict=True):
         site.train.to_csv(path, index=False)
         if len(site.test):
-            site.test.to_csv(test, index=False)
+            site.test.to_csv(path.with_suffix(".test.csv"), index=False)
     return paths
 
 
@@ -185,12 +173,6 @@ def _held_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indice
     order = generator(config.seed, "held-out", site).permutation(rows)
     count = round(config.test_fraction * rows)
     return np.sort(order[count:]), np.sort(order[:count])
-
-
-@lru_cache(maxsize=1024)
-def _site_of_run(run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
-    del run
-    return _simulated_site(config, site, partitions)
 
 
 def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
@@ -234,10 +216,7 @@ def _site(
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
-    """A site's part of the pooled test rows.
-
-    Where sites are natural groups a test row belongs to its group. All other rows are dealt at random in equal shares.
-    """
+    """A site's part of the pooled test rows: those of its natural group, and an equal share of all that have none."""
     loose, grouped = test, test[:0]
     if config.partitioner == "natural":
         groups = partitioning.row_labels(table.column).iloc[test]
@@ -245,6 +224,11 @@ def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.
         loose = test[~groups.isin(dealt.labels).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(loose.size)
     return np.sort(np.concatenate([grouped, loose[np.array_split(order, len(dealt.rows))[site]]]))
+
+
+@lru_cache(maxsize=1024)
+def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
+    return _simulated_site(config, site, partitions)
 
 
 @lru_cache(maxsize=2)
@@ -262,7 +246,7 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
     if not site:
         raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
     if len(data) == 2 and isinstance(data[0], pd.DataFrame):
-        return _real_site(config, site, label, [(LOADED, data[0])], str(data[1]))
+        return real_site(config, site, label, [(LOADED, data[0])], str(data[1]))
     if len(data) not in (2, 4):
         raise DataError(
             f"{LOADED} returned {len(data)} things, expected (X, y), (X, y, X_test, y_test) or (frame, target)"
@@ -272,15 +256,10 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
         if x.ndim != 2 or y.shape != x.shape[:1]:
             raise DataError(f"{LOADED} returned arrays of shapes {x.shape}, {y.shape}; expected [N, D] and [N]")
         tables.append((LOADED, pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])]).assign(y=y)))
-    return _real_site(config, site, label, tables, "y")
+    return real_site(config, site, label, tables, "y")
 
 
-def site_of_table(config: CoreConfig, name: str, table: pd.DataFrame) -> RawSite:
-    """A site called ``name`` with the rows of a table."""
-    return _real_site(config, name, name, [(name, table)])
-
-
-def _real_site(
+def real_site(
     config: CoreConfig, site: str, label: str, tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
     """A real site: its rows to train on, and its held-out rows or a share of the first, each with its name in errors.
@@ -297,5 +276,6 @@ def _real_site(
     both = [frame, *tested]
     if not tested:
         both = [frame.iloc[part].reset_index(drop=True) for part in _held_out(len(frame), config, site)]
-    refuse_identifiers(both[0], inputs, file, config.max_levels)
+    if problems := identifier_problems(both[0], inputs, config.max_levels):
+        raise DataError(f"{file}: {'. '.join(problems)}")
     return _site((site, label or site, 0), both, target, dropped, codes_in(pd.concat(both)), file)

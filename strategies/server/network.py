@@ -25,7 +25,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import array_record, arrays_of, record_of, settings_of
+from fedgp_flower.records import array_record, arrays_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
@@ -108,7 +108,7 @@ class SharedContext:
     def attach(self, message: Message) -> None:
         """Name the context in a message, and put it in for a node that does not keep it."""
         if self.whole:
-            settings_of(message)[DIGEST] = self.digest
+            _said(message)[DIGEST] = self.digest
             if message.metadata.dst_node_id not in self.nodes:
                 message.content[RECORD] = self.record
                 if self.constants:
@@ -414,7 +414,7 @@ def pause_after(seconds: float) -> float:
 
 def echo_of(message: Message) -> Texts:
     """What the reply to a message must repeat."""
-    config = settings_of(message)
+    config = _said(message)
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 
@@ -441,13 +441,14 @@ def _answer(reply: Message) -> Answer:
 
 
 def _said(reply: Message) -> ConfigRecord:
-    """What a reply says of itself; nothing where it is an error or has no such record."""
+    """What a message says of itself; nothing where it is an error or has no such record."""
     found = None if reply.has_error() else reply.content.get("config")
     return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
 def _numbers(reply: Message) -> Mapping[str, Number]:
-    return record_of(reply.content, "metrics", MetricRecord) or {}
+    found = reply.content.get("metrics")
+    return found if isinstance(found, MetricRecord) else {}
 
 
 def _again(message: Message) -> Message:
@@ -460,7 +461,7 @@ def _again(message: Message) -> Message:
 
 def _misfit(reply: Message, said: ConfigRecord, site: str | None) -> str | None:
     """What of a reply's form is wrong, whatever was asked."""
-    if not said.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
+    if not said.get("site") or not isinstance(reply.content.get("arrays"), ArrayRecord):
         return "the reply lacks the records `arrays`, `metrics`, `config`"
     if said.get(LACKS):
         return "it lacks what it was sent once, and was sent again"

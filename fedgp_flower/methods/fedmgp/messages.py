@@ -91,9 +91,8 @@ class TrialStatistics:
         parts = zip(self.precision, self.shift, self.evidence.tolist(), self.slack, strict=True)
         return tuple(UnitStatistics(*part) for part in parts)
 
-    def refusal(self, described: Described) -> str | None:
+    def refusal(self, _: Described) -> str | None:
         """Why this cannot come from any rows, or None; the algorithm checks what depends on the question."""
-        del described
         good = all(semidefinite(each) for each in self.each())
         return None if good else "statistics that no rows can produce: a precision is not positive semi-definite"
 

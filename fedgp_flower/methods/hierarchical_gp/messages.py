@@ -57,8 +57,7 @@ class ExpansionShare:
     @staticmethod
     def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:
         """Precisions that dwarf those of the other sites."""
-        sizes = {site: float(np.trace(share.precision)) / rows[site] for site, share in answers.items()}
-        return dwarfing(sizes, "precision")
+        return dwarfing(answers, rows, "precision", lambda share: float(np.trace(share.precision)))
 
 
 @message()

@@ -13,7 +13,7 @@ from numpy import ndarray
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import Adjoints, SparseSums
 from fedgp_flower.messages import count_parameters, leaves, message
-from fedgp_flower.shared_messages import Described, along, dwarfing, odd_variances
+from fedgp_flower.shared_messages import Described, along, dwarfing, largest, odd_variances
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
@@ -215,11 +215,8 @@ class Expectations:
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
         """Curvatures and slopes that dwarf those of the other sites."""
-        found: dict[str, str] = {}
-        for name in ("curvature", "slope"):
-            sizes = {site: float(np.abs(getattr(answer, name)).max()) / rows[site] for site, answer in answers.items()}
-            found |= dwarfing(sizes, name)
-        return found
+        curvatures = dwarfing(answers, rows, "curvature", lambda answer: largest(answer.curvature))
+        return curvatures | dwarfing(answers, rows, "slope", lambda answer: largest(answer.slope))
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
@@ -258,6 +255,5 @@ class PrivateSums:
     def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Sums that dwarf those of the other sites; noise is that of any number of rows."""
         usual = float(np.median([rows[site] for site in answers] or [0]))
-        parts = {site: (answer.gram, answer.projection, answer.target_squares) for site, answer in answers.items()}
-        largest = {site: max(float(np.abs(part).max()) for part in arrays) for site, arrays in parts.items()}
-        return dwarfing({site: size / (rows[site] + usual) for site, size in largest.items()}, "largest entry")
+        weights = {site: rows[site] + usual for site in answers}
+        return dwarfing(answers, weights, "largest entry", lambda answer: largest(*vars(answer).values()))
