@@ -134,6 +134,7 @@ def test_sites_that_differ_from_most_are_refused_by_column():
         ("features.squares", np.array([-1.0]), "not negative"),
         ("features.residual", np.array([1e-9]), "more than rounding"),
         ("levels.job", np.array([1, 1, 1]), "add up"),
+        ("levels.job", np.array([12, -1, -1]), "not negative"),
         ("extra", np.zeros(1), "extra"),
     ],
 )
