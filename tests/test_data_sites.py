@@ -6,7 +6,6 @@ import pytest
 
 from fedgp_flower.agreement import Agreement, agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data import partitioning
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
 from fedgp_flower.data.standardisation import Preparation
@@ -111,24 +110,6 @@ def test_levels_that_occur_only_in_test_rows_are_counted(tmp_path):
     encoded = site.encode(preparation_of([site]))
     assert encoded.unknown_levels == 2
     assert encoded.x_test.ravel().tolist() == [-1.0, -1.0, 1.0, -1.0]
-
-
-def test_classes_of_all_sites_are_numbered_alike(monkeypatch):
-    monkeypatch.setattr(partitioning, "CLASSES_PER_SITE", 1)
-    flat = config(dataset="breast-cancer", model={"likelihood": "bernoulli"}, partitioner="pathological")
-    sites = load_all_sites(flat, 2)
-    preparation = preparation_of(sites, likelihood="bernoulli")
-    assert preparation.target.levels == ("benign", "malignant")
-    assert [set(site.encode(preparation).y) for site in sites] == [{0.0}, {1.0}]
-
-
-def test_a_real_site_that_misses_an_agreed_column_says_which(tmp_path):
-    for name, columns in (("a", "xyz"), ("b", "yz")):
-        frame = pd.DataFrame({c: np.arange(8.0) ** k for k, c in enumerate(columns, start=1)})
-        frame.to_csv(tmp_path / f"{name}.csv", index=False)
-    one, two = (load_site(config(target="z"), {"data-path": str(tmp_path / f"{n}.csv")}) for n in "ab")
-    with pytest.raises(DataError, match="missing column `x`"):
-        two.encode(preparation_of([one]))
 
 
 def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):

@@ -198,18 +198,12 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
     return problems
 
 
-def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, most: int) -> None:
-    """Refuse typed text columns whose levels are nearly unique, or more than ``most``.
+def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
+    """A sentence for each typed text column whose levels are nearly unique, or more than ``most``.
 
     The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
     a new row, even where some of them come back. Two levels are a class, however few the rows.
     """
-    if problems := identifier_problems(frame, names, most):
-        raise DataError(f"{file}: {'. '.join(problems)}")
-
-
-def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
-    """What :func:`refuse_identifiers` says, a sentence for a column."""
     problems = []
     for name in (name for name in names if kind_of(frame[name]) == "categorical"):
         levels = int(frame[name].nunique())

@@ -21,11 +21,10 @@ from fedgp_flower.data.cells import (
     codes_in,
     date_problems,
     identifier_problems,
-    refuse_identifiers,
     typed,
 )
 from fedgp_flower.data.dates import named, with_numbers
-from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
+from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Indices
@@ -53,8 +52,8 @@ def choose_columns(
         raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
-    nameless = [] if wanted else [name for name in unnamed(names) if name in features]
-    if nameless:
+    nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
+    if nameless and not wanted:
         raise DataError(
             f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
         )
@@ -169,7 +168,8 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
     features = [str(name) for name in frame if name != target]
-    refuse_identifiers(frame, features, raw.file, config.max_levels)
+    if problems := identifier_problems(frame, features, config.max_levels):
+        raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)

@@ -14,15 +14,9 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import Mask, codes_in, kind_of, refuse_identifiers
+from fedgp_flower.data.cells import Mask, codes_in, identifier_problems, kind_of
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
-from fedgp_flower.data.standardisation import (
-    Preparation,
-    count_unknown_levels,
-    describe,
-    encode_inputs,
-    encode_targets,
-)
+from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
@@ -282,5 +276,6 @@ def real_site(
     both = [frame, *tested]
     if not tested:
         both = [frame.iloc[part].reset_index(drop=True) for part in _held_out(len(frame), config, site)]
-    refuse_identifiers(both[0], inputs, file, config.max_levels)
+    if problems := identifier_problems(both[0], inputs, config.max_levels):
+        raise DataError(f"{file}: {'. '.join(problems)}")
     return _site((site, label or site, 0), both, target, dropped, codes_in(pd.concat(both)), file)

@@ -61,10 +61,7 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
 
 
 def describe(
-    frame: pd.DataFrame,
-    features: Sequence[str],
-    target: str,
-    ranges: Mapping[str, tuple[float, float]] | None = None,
+    frame: pd.DataFrame, features: Sequence[str], target: str, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> SiteDescription:
     """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed.
 
@@ -74,7 +71,7 @@ def describe(
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
     sums, missing = summed(values), np.isnan(values).sum(axis=0)
     if ranges:
-        if odd := [column.name for column in columns if column.levels or column.name not in ranges]:
+        if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
             reason = "is of text or has no range in `privacy.ranges`"
             raise DataError(f"column `{odd[0]}` {reason}: add it, or leave it out")
         low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T

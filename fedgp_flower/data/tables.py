@@ -125,11 +125,6 @@ def _checked_header(names: Sequence[str], file: str) -> list[str]:
     return stripped
 
 
-def unnamed(names: Sequence[str]) -> list[str]:
-    """Those of the names that stand for a column whose header cell is empty, such as a saved row index."""
-    return [name for position, name in enumerate(names, start=1) if name == f"column {position}"]
-
-
 def _is_number(text: str) -> bool:
     try:
         float(text)
