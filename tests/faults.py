@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,11 @@ class Killed(BaseException):
     """Nothing in the program may catch it."""
 
 
+def fill(disk: Path) -> None:
+    """Take all room that a disk has left."""
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+
+
 def lost(reply: Message) -> None:
     del reply
 
@@ -193,17 +199,18 @@ def numbers(**values: Any) -> Change:
     return apply
 
 
+@dataclass
 class Clock:
     """Time passes only while somebody sleeps."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    speed: float = 1.0
+    now: float = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += self.speed * seconds
 
 
 @contextlib.contextmanager
@@ -218,12 +225,11 @@ class Recorder:
     """History and checkpoints of a run; ``at`` are things to do when a round is complete."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
-    totals: list[int] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     at: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
-        self.totals.append(total)
+        del total
         self.rows.append(dict(row))
 
     def on_checkpoint(self, snapshot: Snapshot) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from faults import FaultyGrid, arrays, configured, each, texts
+from faults import Clock, FaultyGrid, arrays, configured, each, run, texts
 from flwr.app import Message, RecordDict
 
 from fedgp_flower.errors import FedGPError
@@ -164,20 +164,8 @@ def _copied(reply: Message) -> Message:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", _Instant()):
+    with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", Clock(10.0)):
         yield
-
-
-class _Instant:
-    """Time of outstanding questions: a second passes whenever somebody looks."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += 10 * seconds
 
 
 @dataclass(frozen=True)
@@ -190,8 +178,6 @@ class Ending:
 
 
 def ended(method: str, schedule: Schedule, sites: int = 4, **changes: Any) -> Ending:
-    from faults import run
-
     try:
         with quietly():
             strategy = run(ScheduledGrid(keys_of(method, **changes), sites, schedule))

@@ -62,7 +62,7 @@ def figures(outcome: Summary | None) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def without_the_broken_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     nodes = csv_nodes(tmp_path_factory.mktemp("good"), tables())
-    return figures(run(FaultyGrid(configured(sites=3), nodes)).outcome)
+    return figures(run(FaultyGrid(configured(method="fsgp", sites=3), nodes)).outcome)
 
 
 def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
@@ -88,7 +88,7 @@ def test_a_broken_file_is_named_and_the_others_are_as_without_it(
 ) -> None:
     bad = waves(60, 9)
     nodes = csv_nodes(tmp_path, tables({"bad": breaks(bad)}))
-    strategy = run(FaultyGrid(configured(sites=4), nodes))
+    strategy = run(FaultyGrid(configured(method="fsgp", sites=4), nodes))
     [(site, [reason])] = blamed(strategy).items()
     assert site == "bad"
     assert all(word in reason for word in words), reason

@@ -136,12 +136,10 @@ class OutageGrid(FaultyGrid):
         return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
 
 
-@pytest.mark.parametrize("method", ["sgpr", "fedmgp"])
-def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
-    grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)
-    rough = run(grid)
+def test_a_round_is_repeated_when_the_site_is_there_again() -> None:
+    rough = run(OutageGrid(keys("fedmgp") | REPEAT, seconds=4.0))
     assert [failure.site for failure in rough.network.failures] == ["1"]
-    require_same(rough, run(FaultyGrid(keys(method), 2)))
+    require_same(rough, run(FaultyGrid(keys("fedmgp"), 2)))
 
 
 def test_a_site_that_stays_away_ends_the_repetition() -> None:

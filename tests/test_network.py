@@ -140,18 +140,6 @@ def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> 
     assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first
 
 
-@pytest.mark.parametrize("ghost", [False, True])
-def test_a_restarted_site_is_recognised_even_while_its_old_node_is_still_listed(ghost: bool) -> None:
-    grid, net = met()
-    old = net.nodes["1"]
-    grid.restart("1", ghost=ghost)
-    with no_waiting():
-        assert list(net.introduce(DESCRIBE)) == ["1"]
-    assert net.nodes["1"] not in {old, net.nodes["0"], net.nodes["2"]}
-    assert net.failures == []
-    assert ask(net) == ["0", "1", "2"]
-
-
 def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
     grid, net = met()
     grid.faults = [Fault("1", lost), Fault("2", numbers(num_examples=-1))]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import Fault, FaultyGrid, Recorder, csv_nodes, keyed, run, waves
+from faults import Fault, FaultyGrid, Recorder, csv_nodes, fill, keyed, run, waves
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of, quietly
 from test_killed import ASYNCHRONOUS, REPEAT, require_same
@@ -19,22 +18,6 @@ SOME = ("sgpr, masked", "pvi sums")
 ALL = [pytest.param(own, marks=[] if own in SOME else pytest.mark.long) for own in METHODS]
 NUMBERS = [own for own in ALL if "dataset" not in METHODS[str(own.values[0])] and own.values[0] != "sgpr-private"]
 """Noise of real sites is drawn anew in every run: tests/test_private_sums.py."""
-
-
-def fill(disk: Path) -> Path:
-    """Take all room that a disk has left."""
-    filler = disk / "filler"
-    handle = os.open(filler, os.O_WRONLY | os.O_CREAT)
-    try:
-        for size in (4096, 1):
-            try:
-                while os.write(handle, bytes(size)):
-                    pass
-            except OSError:
-                continue
-    finally:
-        os.close(handle)
-    return filler
 
 
 def real_sites(folder: Path, disk: Path, method: str) -> list[dict[str, str]]:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, arrays, configured, no_waiting
+from faults import Fault, FaultyGrid, Recorder, arrays, configured, no_waiting
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
     Result,
 )
 from numpy import ndarray
+from schedules import METHODS, keys_of
 
 from fedgp_flower.client_app import make_client_app
 from fedgp_flower.clients.app import SiteApp
-from fedgp_flower.errors import ProtocolError, RunError
+from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
-from fedgp_flower.run.registry import parse_config
-from fedgp_flower.shared_messages import Parameters, Stepped
+from fedgp_flower.run.registry import parse_config, strategy_class
 from strategies.fsgp import FSGP
-from strategies.server.questions import Asking, Roster, Total
+from strategies.server.fedavg import AveragingState
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -101,19 +103,6 @@ def test_the_configurations_of_training_and_evaluation_reach_the_sites() -> None
     assert {own.content.config_records["config"]["round"] for own in seen} == {0, 1}  # nobody poses as the run
 
 
-# What is let in.
-
-
-def test_a_total_of_what_is_no_summand_is_refused() -> None:
-    class Wrong(FSGP):
-        def one_round(self, state: Any, roster: Roster) -> Asking[Any]:
-            yield Total(Stepped, Parameters(state.parameters))
-            return state, {}
-
-    with pytest.raises(ProtocolError, match="a total of Stepped was asked for, which is no summand"):
-        Wrong(**KEYWORDS).start(own_grid(), num_rounds=1)
-
-
 # Keyword arguments.
 
 
@@ -177,6 +166,42 @@ def test_flower_clips_every_array_and_the_noised_ones_are_those_that_sites_train
         expected = numpy_arrays(seen[int(own.content.config_records["config"]["round"])])
         assert all(np.array_equal(sent[name], array) for name, array in expected.items())
     assert distance(result.arrays, seen[2]) == 0
+
+
+def wrapped(form: str, wrapper: Any, *settings: float) -> tuple[Any, Result]:
+    """One round inside a wrapper."""
+    flat = keys_of(form, num_server_rounds=1)
+    grid = FaultyGrid(flat, 3)
+    strategy = strategy_class(parse_config(flat)).from_config(parse_config(flat), Recorder())
+    with no_waiting():
+        start = strategy.initial_arrays(grid)
+        return strategy, wrapper(strategy, *settings, num_sampled_clients=3).start(
+            grid, initial_arrays=start, num_rounds=1
+        )
+
+
+WRAPPED = {"sgpr", "fsgp", "pvi", "sfvi-avg"}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in WRAPPED else pytest.mark.long) for form in METHODS]
+)
+def test_a_wrapper_runs_or_is_refused_in_words(form: str) -> None:
+    if strategy_class(parse_config(keys_of(form))).state_class is not AveragingState:
+        with contextlib.suppress(ConfigError):
+            wrapped(form, DifferentialPrivacyServerSideFixedClipping, 0.0, 1.0)
+        return
+    strategy, result = wrapped(form, DifferentialPrivacyServerSideFixedClipping, 0.0, 1.0)
+    assert strategy.network.failures == []
+    assert result.train_metrics_clientapp[1]
+    assert result.evaluate_metrics_clientapp[1]
+    assert all(np.isfinite(array).all() for array in numpy_arrays(result.arrays).values())
+
+
+def test_adaptive_clipping_runs_around_averages() -> None:
+    strategy, result = wrapped("fgpr", DifferentialPrivacyServerSideAdaptiveClipping, 0.2)
+    assert strategy.network.failures == []
+    assert result.train_metrics_clientapp[1]
 
 
 def test_a_site_that_lies_under_flowers_own_loop_is_left_out_by_name() -> None:
