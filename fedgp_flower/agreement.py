@@ -170,8 +170,8 @@ def _shaped(arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tupl
     for name, value in found.items():
         if value.shape != shapes[name]:
             raise ProtocolError(f"`{name}` has shape {value.shape}; the schema needs {shapes[name]}")
-        negative = not name.endswith((".sum", ".residual")) and bool((value < 0).any())
-        if negative or not np.isfinite(value).all():
+        counted = name.startswith("levels.") or not name.endswith((".sum", ".residual"))
+        if not np.isfinite(value).all() or (counted and (value < 0).any()):
             raise ProtocolError(f"`{name}` must be finite, and not negative where it counts or sums squares")
     return found
 

@@ -35,7 +35,6 @@ from fedgp_flower.methods.hierarchical_gp import rough
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
-    ExpansionRequest,
     ExpansionShare,
     HierarchicalView,
 )
@@ -131,7 +130,7 @@ FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
 def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
     theta = unpack(state.trial, state.theta)
-    request = ExpansionRequest({**theta, **state.widths, **state.asked})
+    request = Parameters({**theta, **state.widths, **state.asked})
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)  # 1. P, p, c and their derivatives by θ
     if summed.total is None:
         return state, {}
@@ -270,7 +269,7 @@ def calibrated(state: NewtonState) -> Asking[NewtonState]:
 
     Sums are asked again, because weights of roughness depend on q(u): a unit can only take out what it put in.
     """
-    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, ExpansionRequest(state.parameters))
+    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, Parameters(state.parameters))
     if summed.total is None:
         return state
     request = CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)

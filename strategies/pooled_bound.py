@@ -32,7 +32,6 @@ from fedgp_flower.methods.sgpr.messages import (
     SparseStatistics,
     TrialAdjoints,
     TrialGradients,
-    Trials,
     TrialSums,
     apart,
     numbered,
@@ -175,7 +174,7 @@ def sums_at(
 ) -> Asking[tuple[list[SparseStatistics], tuple[str, ...]]]:
     """Totals at several parameters, in one exchange, and of which sites they are; no totals where nobody answers."""
     sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
-    summed: Summed[TrialSums] = yield Total(TrialSums, Trials(numbered(tried)), sites, sizes=sizes)
+    summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
     return ([] if summed.total is None else summed.total.each()), summed.sites
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -145,16 +146,12 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
 
         return call
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", dying(os.fsync))
-        patch.setattr(os, "replace", dying(os.replace))
-        patch.setattr(Path, "unlink", dying(Path.unlink))
-        try:
-            folder.checkpoint(Snapshot({"w": np.array([2.0])}, {"round": 2}))
-            survived = True
-        except Killed:
-            survived = False
-    assert survived == (step >= 7)  # two files of fsync, rename, fsync of the folder; one old file removed
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        if step < 7:  # two files of fsync, rename, fsync of the folder; one old file removed
+            stack.enter_context(pytest.raises(Killed))
+        folder.checkpoint(Snapshot({"w": np.array([2.0])}, {"round": 2}))
     found = RunFolder.open(config(tmp_path, resume=True)).restore()
     assert found is not None
     committed = 2 if step >= 5 else 1  # the rename of checkpoint.json is the fifth step

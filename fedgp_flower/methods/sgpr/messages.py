@@ -96,13 +96,6 @@ class Sketch:
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
 
 
-@message()
-class Trials:
-    """Several parameters at once."""
-
-    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
-
-
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
     """:class:`SparseStatistics` at each of several parameters."""
