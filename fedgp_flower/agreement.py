@@ -14,18 +14,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
 Site: TypeAlias = str
-Kinds: TypeAlias = dict[str, str]
 
 SUMS = ("sum", "residual", "squares")
 GONE = "features.missing"
@@ -59,14 +57,14 @@ class Column:
         inputs = (self.name,) if self.kind == "numeric" else tuple(f"{self.name}={level}" for level in self.shown)
         return (*inputs, f"{self.name} missing") if self.flagged else inputs
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """The column as it stands in the schema's JSON."""
         levels = {"levels": list(self.levels)} if self.kind == "categorical" else {}
         missing = {"missing": {"fill": list(self.fill), "indicator": self.flagged}} if self.fill else {}
         return {"name": self.name, "kind": self.kind, **levels, **missing}
 
     @staticmethod
-    def from_json(entry: Mapping[str, Any]) -> Column:
+    def from_json(entry: Facts) -> Column:
         """The inverse of :meth:`as_json`."""
         levels, missing = tuple(str(level) for level in entry.get("levels", ())), entry.get("missing", {})
         fill = tuple(map(float, missing.get("fill", ())))
@@ -83,119 +81,114 @@ class SiteDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """A checked description, by column name."""
+class _Told:
+    """What a site says of one column, checked."""
 
-    num_examples: int
-    features: tuple[str, ...]
-    target: str
-    kinds: Kinds
-    sums: dict[str, Array]
-    """By numeric column: the sum, its residual, and the squares about the site's mean, [3]."""
-    counts: dict[str, dict[str, int]]
-    """By categorical column: rows of each level."""
-    filled: dict[str, int]
-    """By column: rows whose cell is not missing."""
+    kind: Kind
+    rows: int
+    filled: int
+    """Rows whose cell is not missing."""
+    sums: Array
+    """Of numbers: the sum, its residual, and the squares about the site's mean, [3]."""
+    counts: Mapping[str, int]
+    """Of text: rows of each level."""
 
 
-def _parse(description: SiteDescription) -> _Described:
+_Description: TypeAlias = dict[str, _Told]
+"""The columns of a site by name, the target last."""
+
+
+def _parse(description: SiteDescription, max_levels: float = np.inf) -> _Description:
     """Read a description; ProtocolError where its schema or its arrays are not what they must be."""
-    arrays, rows = description.arrays, description.num_examples
+    rows, gone = description.num_examples, GONE in description.arrays
+    if rows < 1:
+        raise ProtocolError(f"num-examples is {rows}; expected at least 1")
     features, target = _parse_schema(description.schema)
-    numeric = [column.name for column in features if column.kind == "numeric"]
-    texts = [column for column in (*features, target) if column.kind == "categorical"]
-    shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (len(numeric),) for part in SUMS}
-    if target.kind == "numeric":
-        shapes |= {f"target.{part}": () for part in SUMS}
-    shapes |= {f"levels.{column.name}": (len(column.levels),) for column in texts}
-    shapes |= {GONE: (len(numeric),)} if GONE in arrays else {}
-    _check(arrays, shapes, rows, target.name)
-    sums = dict(zip(numeric, np.stack([_float(arrays[f"features.{p}"]) for p in SUMS], axis=1), strict=True))
-    if target.kind == "numeric":
-        sums[target.name] = np.array([_float(arrays[f"target.{part}"]) for part in SUMS])
-    counts = {
-        column.name: dict(zip(column.levels, map(int, _float(arrays[f"levels.{column.name}"])), strict=True))
-        for column in texts
-    }
-    kinds: Kinds = {column.name: column.kind for column in (*features, target)}
-    filled = dict.fromkeys(kinds, rows) | {name: sum(counted.values()) for name, counted in counts.items()}
-    gone = _float(arrays.get(GONE, np.zeros(len(numeric))))
-    filled |= {name: rows - int(n) for name, n in zip(numeric, gone, strict=True)}
-    return _Described(rows, tuple(column.name for column in features), target.name, kinds, sums, counts, filled)
+    numeric = sum(not column.levels for column in features)
+    shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (numeric,) for part in SUMS}
+    shapes |= {f"target.{part}": () for part in SUMS if not target.levels}
+    shapes |= {f"levels.{column.name}": (len(column.levels),) for column in (*features, target) if column.levels}
+    arrays = _shaped(description.arrays, shapes | ({GONE: (numeric,)} if gone else {}))
+    sums = np.stack([np.append(arrays[f"features.{p}"], arrays.get(f"target.{p}", ())) for p in SUMS], axis=1)
+    filled = np.full(len(sums), float(rows))
+    filled[:numeric] -= arrays.get(GONE, 0.0)
+    _check_sums(sums, filled, rows)
+    numbers = iter(zip(sums, filled, strict=True))
+    told: _Description = {}
+    for column in (*features, target):
+        if not column.levels:
+            known, count = next(numbers)
+            told[column.name] = _Told("numeric", rows, int(count), known, {})
+            continue
+        if len(column.levels) > max_levels:  # the site should have refused it
+            levels = f"`{column.name}` has {len(column.levels)} levels"
+            raise ProtocolError(f"{levels}; {TOO_MANY_LEVELS.format(max_levels)}")
+        held = arrays[f"levels.{column.name}"]
+        if held.sum() > rows or (held.sum() < rows and (column is target or not gone)):
+            raise ProtocolError(f"`levels.{column.name}` must add up to the {rows} rows of the site")
+        counts = dict(zip(column.levels, map(int, held), strict=True))
+        told[column.name] = _Told("categorical", rows, sum(counts.values()), np.empty(0), counts)
+    return told
 
 
-def summed_arrays(
-    schema: str, parts: Sequence[Array], missing: NDArray[Any], levels: Array, rows: int
-) -> dict[str, NDArray[Any]]:
-    """A description's arrays from sums over all columns, the target last, as :class:`_Described` reads them."""
+def summed_arrays(schema: str, parts: Sequence[Array], missing: Array, levels: Array, rows: int) -> NamedArrays:
+    """A description's arrays from sums over all columns, the target last, as :func:`_parse` reads them."""
     features, target = _parse_schema(schema)
     numeric = sum(column.kind == "numeric" for column in features)
-    found: dict[str, NDArray[Any]] = {f"features.{n}": p[:numeric] for n, p in zip(SUMS, parts, strict=True)}
+    found: NamedArrays = {f"features.{name}": part[:numeric] for name, part in zip(SUMS, parts, strict=True)}
     if target.kind == "numeric":
         found |= {f"target.{name}": part[numeric].reshape(()) for name, part in zip(SUMS, parts, strict=True)}
     gone = bool(missing.any())
     for column in (column for column in (*features, target) if column.kind == "categorical"):
         counts, levels = levels[: len(column.levels)], levels[len(column.levels) :]
         found[f"levels.{column.name}"] = np.rint(counts).astype(np.int64)
-        gone |= counts.sum() < rows - 0.5
+        gone |= bool(counts.sum() < rows - 0.5)
     return found | ({GONE: np.rint(missing[:numeric])} if gone else {})
-
-
-def _float(value: NDArray[np.generic]) -> Array:
-    return np.asarray(value, dtype=np.float64)
 
 
 def _parse_schema(schema: str) -> tuple[list[Column], Column]:
     try:
         entries = json.loads(schema)
-        *features, target = (Column.from_json(entry) for entry in [*entries["features"], entries["target"]])
+        *features, target = columns = [Column.from_json(entry) for entry in [*entries["features"], entries["target"]]]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ProtocolError("the site's schema is not JSON with `features` and `target`") from None
-    for column in (*features, target):
-        levels = len(set(column.levels)) == len(column.levels) > 0
-        if column.kind != "numeric" and not (column.kind == "categorical" and levels):
+    for column in columns:
+        kind = "categorical" if column.levels else "numeric"
+        if column.kind != kind or len(set(column.levels)) < len(column.levels):
             raise ProtocolError("the site's schema names a level twice, or a kind that does not exist")
-    if len({column.name for column in (*features, target)}) <= len(features):
+    if len({column.name for column in columns}) < len(columns):
         raise ProtocolError("the site's schema names a column twice")
     return features, target
 
 
-def _check(
-    arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]], num_examples: int, target: str
-) -> None:
-    if num_examples < 1:
-        raise ProtocolError(f"num-examples is {num_examples}; expected at least 1")
+def _shaped(arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """The arrays as numbers, which must be those of the schema, finite, and not negative where nothing can be."""
     odd = sorted(set(arrays) ^ set(shapes))
     if odd:
         raise ProtocolError(f"the description lacks, or has besides what its schema says, the arrays {', '.join(odd)}")
-    for name, shape in shapes.items():
-        value = _float(arrays[name])
-        if value.shape != shape:
-            raise ProtocolError(f"`{name}` has shape {value.shape}; the schema needs {shape}")
-        negative = not name.endswith((".sum", ".residual")) and bool((value < 0).any())
-        if negative or not np.isfinite(value).all():
+    found = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items()}
+    for name, value in found.items():
+        if value.shape != shapes[name]:
+            raise ProtocolError(f"`{name}` has shape {value.shape}; the schema needs {shapes[name]}")
+        counted = name.startswith("levels.") or not name.endswith((".sum", ".residual"))
+        if not np.isfinite(value).all() or (counted and (value < 0).any()):
             raise ProtocolError(f"`{name}` must be finite, and not negative where it counts or sums squares")
-        most = name == GONE or (name.startswith("levels.") and GONE in arrays and name != f"levels.{target}")
-        if most and (np.atleast_1d(value.sum() if name != GONE else value) > num_examples).any():
-            raise ProtocolError(f"`{name}` counts more than the {num_examples} rows of the site")
-        if name.startswith("levels.") and not most and value.sum() != num_examples:
-            raise ProtocolError(f"`{name}` must add up to the {num_examples} rows of the site")
-    for columns in {name.partition(".")[0] for name in shapes if name.endswith(".squares")}:
-        filled = num_examples - (_float(arrays[GONE]) if columns == "features" and GONE in arrays else 0)
-        _check_sums(columns, [_float(arrays[f"{columns}.{part}"]) for part in SUMS], np.asarray(filled))
+    return found
 
 
-def _check_sums(columns: str, sums: Sequence[Array], rows: NDArray[Any]) -> None:
-    """Refuse what no rows have: a spread of one row, or a residual that is more than rounding.
+def _check_sums(sums: Array, filled: Array, rows: int) -> None:
+    """Refuse sums [C, 3] that no rows have: a spread of one row, or a residual that is more than rounding.
 
     N additions of x round off at most N ε Σ|x|, and Σ|x| ≤ √(N Σx²) with Σx² = Q + s²/N; four such sums go into r.
     """
-    total, residual, squares = sums
-    if ((rows <= 1) & (squares > 0)).any() or ((rows == 0) & (total != 0)).any():
-        raise ProtocolError(f"`{columns}.squares` of a single row must be 0, and all sums of none")
-    size = np.sqrt(rows) * np.hypot(np.sqrt(squares), np.abs(total) / np.sqrt(np.maximum(rows, 1)))
-    if (np.abs(residual) > 4 * rows * np.finfo(np.float64).eps * size).any():
-        raise ProtocolError(f"`{columns}.residual` is more than rounding takes from a sum of so many rows")
+    if (filled < 0).any():
+        raise ProtocolError(f"`{GONE}` counts more than the {rows} rows of the site")
+    total, residual, squares = sums.T
+    if ((filled <= 1) & (squares > 0)).any() or ((filled == 0) & (total != 0)).any():
+        raise ProtocolError("the squares of a single row must be 0, and all sums of none")
+    size = np.sqrt(filled) * np.hypot(np.sqrt(squares), np.abs(total) / np.sqrt(np.maximum(filled, 1)))
+    if (np.abs(residual) > 4 * filled * np.finfo(np.float64).eps * size).any():
+        raise ProtocolError("a residual is more than rounding takes from a sum of so many rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +201,13 @@ class Agreement:
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
     num_examples: dict[Site, int]
-    """Training rows of the accepted sites, in sorted order of their ids."""
+    """Training rows of the accepted sites."""
     refused: dict[Site, str]
     """Sites whose columns differ from those of most sites, and in what."""
     constant: tuple[str, ...]
     """Feature columns with one value over all accepted sites; they become zero inputs."""
-    columns: list[dict[str, Any]]
-    """What is known of every feature column; see :func:`_summary`."""
+    columns: list[Json]
+    """What is known of every feature column, see :class:`_Pooled`."""
     training_target: dict[str, float]
     """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
 
@@ -240,18 +233,18 @@ def agree(
     √(p(1−p)). With ``missing`` = impute or indicator the means also stand for missing cells. A target that is a class
     or a count is left as it is. DataError where nothing can be agreed on.
     """
-    accepted, refused = _accepted(descriptions, max_levels)
-    sites = list(accepted.values())
-    found = [_combined(sites, name, missing) for name in sites[0].features]
-    columns = [combined.column for combined in found]
+    sites, refused = _accepted(descriptions, max_levels)
+    *features, target = next(iter(sites.values()))
+    found = [_pooled(sites, name, missing) for name in features]
+    columns = [pooled.column for pooled in found]
     many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
     if many:
         raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
-    goal = _combined(sites, sites[0].target)
+    goal = _pooled(sites, target)
     classes = goal.column.levels
     if goal.constant:
         what, end = ("class", "classification needs two") if classes else ("number", "there is nothing to learn")
-        raise DataError(f"target `{goal.column.name}` is the same {what} at every site; {end}")
+        raise DataError(f"target `{target}` is the same {what} at every site; {end}")
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
     centre, spread = float(goal.mean[0]), float(goal.scale[0])
     raw_target = classes or likelihood == "poisson" or not standardise
@@ -267,28 +260,28 @@ def agree(
             | ({} if missing == "error" else {"missing": missing})
         ),
         names=tuple(name for column in columns for name in column.names),
-        num_examples={site: description.num_examples for site, description in accepted.items()},
+        num_examples={site: told[target].rows for site, told in sites.items()},
         refused=refused,
-        constant=tuple(combined.column.name for combined in found if combined.constant),
-        columns=[_summary(accepted, combined) for combined in found],
+        constant=tuple(pooled.column.name for pooled in found if pooled.constant),
+        columns=[pooled.facts for pooled in found],
         training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
     )
 
 
 def _accepted(
     descriptions: Mapping[Site, SiteDescription], max_levels: int
-) -> tuple[dict[Site, _Described], dict[Site, str]]:
+) -> tuple[dict[Site, _Description], dict[Site, str]]:
     """The sites that agree with most, in sorted order, and why the others do not."""
-    parsed: dict[Site, _Described] = {}
+    parsed: dict[Site, _Description] = {}
     refused: dict[Site, str] = {}
     for site in sorted(descriptions):
         try:
-            parsed[site] = _parse(descriptions[site])
+            parsed[site] = _parse(descriptions[site], max_levels)
         except ProtocolError as error:
             refused[site] = str(error)
-    for differing in (_other_columns, _other_classes, partial(_many_levels, most=max_levels)):
+    for differing in (_other_columns, _other_classes):
         refused |= differing(parsed)
-        parsed = {site: described for site, described in parsed.items() if site not in refused}
+        parsed = {site: told for site, told in parsed.items() if site not in refused}
     if not parsed:
         reasons = "; ".join(f"{site}: {reason}" for site, reason in refused.items()) or "no site described its data"
         raise DataError(f"no site is left to agree with: {reasons}")
@@ -296,81 +289,66 @@ def _accepted(
 
 
 @dataclass(frozen=True, slots=True)
-class _Combined:
+class _Pooled:
     """One column over all sites; ``mean`` and ``scale`` have an entry for each encoded input."""
 
     column: Column
     mean: Array
     scale: Array
     constant: bool
-
-
-def _combined(sites: Sequence[_Described], name: str, missing: str = "error") -> _Combined:
-    """A column of all sites, with what stands for its missing cells."""
-    found = _of_filled(sites, name)
-    if missing not in {"impute", "indicator"}:
-        return found
-    share = 1 - sum(site.filled[name] for site in sites) / sum(site.num_examples for site in sites)
-    flagged = missing == "indicator" and share > 0
-    column = replace(found.column, fill=tuple(found.mean.tolist()), flagged=flagged)
-    if not flagged:
-        return replace(found, column=column)
-    mean, scale = np.append(found.mean, share), np.append(found.scale, np.sqrt(share * (1 - share)))
-    return _Combined(column, mean, scale, found.constant)
+    facts: Json
+    """Kind, encoded inputs and missing cells; levels, or mean, sd and the sites that differ."""
 
 
 FAR = 3.0
 """A site whose mean is so many standard deviations within a site from that of most is worth a look: other units?"""
 
 
-def _summary(sites: Mapping[Site, _Described], found: _Combined) -> dict[str, Any]:
-    """Kind, encoded inputs and missing cells of a column; its levels, or mean, sd and the sites that differ."""
-    column = found.column
-    facts: dict[str, Any] = {
-        "name": column.name,
-        "inputs": len(column.names),
-        "missing": sum(site.num_examples - site.filled[column.name] for site in sites.values()),
-    }
-    if column.levels:
-        return facts | {"kind": "text", "levels": len(column.levels)}
-    mean, sd = float(found.mean[0]), float(found.scale[0])
-    return facts | {"kind": "number", "mean": mean, "sd": sd, "differs": _far(sites, column.name)}
-
-
-def _far(sites: Mapping[Site, _Described], name: str) -> list[Site]:
-    """Sites whose mean is far from the median of the sites' means, by the median spread within a site."""
-    filled = {site: told for site, told in sites.items() if told.filled[name]}
-    rows = np.array([told.filled[name] for told in filled.values()])
-    total, _, squares = np.stack([told.sums[name] for told in filled.values()], axis=1)
-    distance = np.abs(total / rows - np.median(total / rows))
-    return [site for site, far in zip(filled, distance > FAR * np.median(np.sqrt(squares / rows)), strict=True) if far]
-
-
-def _of_filled(sites: Sequence[_Described], name: str) -> _Combined:
-    if sites[0].kinds[name] == "numeric":
-        some = [site for site in sites if site.filled[name]]
-        if not some:
-            raise DataError(f"no site has a filled cell of `{name}`; leave it out of `features`")
-        rows = np.array([site.filled[name] for site in some], dtype=np.float64)
-        mean, spread = _moments(rows, np.stack([site.sums[name] for site in some]))
-        constant = bool(spread <= ROUNDING * abs(mean))
-        return _Combined(Column(name, "numeric"), np.array([mean]), np.array([1.0 if constant else spread]), constant)
-    counts = sum((Counter(site.counts[name]) for site in sites), Counter[str]())
-    column = Column(name, "categorical", tuple(sorted(counts)))
-    p = np.array([counts[level] for level in column.shown]) / counts.total()
-    alone = len(column.levels) == 1
-    return _Combined(column, p, np.ones(1) if alone else np.sqrt(p * (1 - p)), alone)
+def _pooled(sites: Mapping[Site, _Description], name: str, missing: str = "error") -> _Pooled:
+    """A column of all sites, with what stands for its missing cells."""
+    told = {site: columns[name] for site, columns in sites.items() if columns[name].filled}
+    if not told:
+        raise DataError(f"no site has a filled cell of `{name}`; leave it out of `features`")
+    filled = np.array([column.filled for column in told.values()], dtype=np.float64)
+    if next(iter(told.values())).kind == "numeric":
+        sums = np.stack([column.sums for column in told.values()])
+        centre, spread = _moments(filled, sums)
+        constant = bool(spread <= ROUNDING * abs(centre))
+        column, mean, scale = Column(name, "numeric"), np.array([centre]), np.array([1.0 if constant else spread])
+        means, within = sums[:, 0] / filled, np.median(np.sqrt(sums[:, 2] / filled))
+        distance = np.abs(means - np.median(means))  # the median of the sites' means, and of the spreads within a site
+        differs = [site for site, far in zip(told, distance > FAR * within, strict=True) if far]
+        facts = {"kind": "number", "mean": centre, "sd": float(scale[0]), "differs": differs}
+    else:
+        counts = sum((Counter(column.counts) for column in told.values()), Counter[str]())
+        column, constant = Column(name, "categorical", tuple(sorted(counts))), len(counts) == 1
+        mean = np.array([counts[level] for level in column.shown]) / counts.total()
+        scale = np.ones(1) if constant else np.sqrt(mean * (1 - mean))
+        facts = {"kind": "text", "levels": len(counts)}
+    rows = sum(columns[name].rows for columns in sites.values())
+    gone = rows - int(filled.sum())
+    if missing in {"impute", "indicator"}:
+        column = replace(column, fill=tuple(mean.tolist()), flagged=missing == "indicator" and gone > 0)
+    if column.flagged:
+        share = gone / rows
+        mean, scale = np.append(mean, share), np.append(scale, np.sqrt(share * (1 - share)))
+    return _Pooled(column, mean, scale, constant, {"name": name, "inputs": len(column.names), "missing": gone, **facts})
 
 
 def _moments(rows: Array, sums: Array) -> tuple[float, float]:
     """Mean and population standard deviation of a column from the sites' row counts [K] and sums [K, 3]."""
-    total, residual, squares = sums.T
+    total, residual, _ = sums.T
     centre = total / rows
     mean = centre[0] + (rows * (centre - centre[0]) + residual).sum() / rows.sum()
-    gap = centre - mean
-    spread = (squares + 2 * gap * residual + rows * gap**2).sum()
     # Rounding can leave a constant column a spread of minus one unit in the last place of mean².
-    return float(mean), float(np.sqrt(abs(spread) / rows.sum()))
+    return float(mean), float(np.sqrt(abs(squares_about(rows, sums, mean).sum()) / rows.sum()))
+
+
+def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
+    """Σ(x − p)² of columns with so many rows, from sums [D, 3]; see the formula at the top of this module."""
+    total, residual, squares = sums.T
+    gap = total / rows - point
+    return np.asarray(squares + 2 * gap * residual + rows * gap**2)
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
@@ -379,65 +357,44 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
     NaN for a column with missing cells; ProtocolError where the description is malformed.
     """
     told, (features, target) = _parse(description), _parse_schema(schema)
-    rows: list[list[float]] = []
+    sums: list[list[float]] = []
     for column in (*features, target):
-        name, total = column.name, told.num_examples
-        held = [float(told.counts[name].get(level, 0)) for level in column.shown]
-        found = [[n, 0.0, n - n**2 / total] for n in held] if held else [told.sums[name].tolist()]
+        known = told[column.name]
+        held = [float(known.counts.get(level, 0)) for level in column.shown]
+        found = [[n, 0.0, n - n**2 / known.rows] for n in held] or [known.sums.tolist()]
         found += [[np.nan] * 3] * column.flagged
-        rows += found if told.filled[name] == total else [[np.nan] * 3] * len(found)
-    return np.array(rows)
+        sums += found if known.filled == known.rows else [[np.nan] * 3] * len(found)
+    return np.array(sums)
 
 
-def squares_about(rows: int, sums: Array, point: Array) -> Array:
-    """Σ(x − p)² of columns with so many rows, from sums [D, 3]; see the formula at the top of this module."""
-    total, residual, squares = sums.T
-    gap = total / rows - point
-    return np.asarray(squares + 2 * gap * residual + rows * gap**2)
-
-
-def _other_columns(sites: Mapping[Site, _Described]) -> dict[Site, str]:
+def _other_columns(sites: Mapping[Site, _Description]) -> dict[Site, str]:
     """Sites whose columns or kinds differ from the most common ones; the order of columns does not matter."""
-    if not sites:
-        return {}
-    layout = {site: (described.target, frozenset(described.kinds.items())) for site, described in sites.items()}
-    agreed = Counter(layout.values()).most_common(1)[0][0]  # equal counts come in order of first appearance
-    differing = [site for site, found in layout.items() if found != agreed]
-    return {site: _difference(sites[site], dict(agreed[1]), agreed[0]) for site in differing}
+    layout = {site: (list(told)[-1], frozenset((n, c.kind) for n, c in told.items())) for site, told in sites.items()}
+    refused: dict[Site, str] = {}
+    [(target, agreed)] = [most for most, _ in Counter(layout.values()).most_common(1)] or [("", frozenset())]
+    for site, found in layout.items():  # of equal counts, those of the first site
+        kinds, here = dict(agreed), dict(found[1])
+        parts = {
+            "lacks the column": kinds.keys() - here.keys(),
+            "has the extra column": here.keys() - kinds.keys(),
+            "has as another kind": {name for name in kinds.keys() & here.keys() if kinds[name] != here[name]},
+            "has as target": {found[0]} - {target},
+        }
+        said = "; ".join(f"{w} {', '.join(f'`{n}`' for n in sorted(names))}" for w, names in parts.items() if names)
+        if said:
+            refused[site] = f"differs from most sites: {said}; write the file the way they do, or name `features`"
+    return refused
 
 
-def _difference(described: _Described, agreed: Mapping[str, str], target: str) -> str:
-    kinds = described.kinds
-    parts = {
-        "lacks the column": [name for name in agreed if name not in kinds],
-        "has the extra column": [name for name in kinds if name not in agreed],
-        "has as another kind": [name for name in kinds if name in agreed and kinds[name] != agreed[name]],
-        "has as target": [described.target] if described.target != target else [],
-    }
-    said = [f"{what} {', '.join(f'`{n}`' for n in sorted(names))}" for what, names in parts.items() if names]
-    return f"differs from most sites: {'; '.join(said)}; write the file the way they do, or name `features`"
-
-
-def _many_levels(sites: Mapping[Site, _Described], most: int) -> dict[Site, str]:
-    """Sites that should have refused a column themselves."""
-    return {
-        site: f"`{name}` has {len(levels)} levels; {TOO_MANY_LEVELS.format(most)}"
-        for site, described in sites.items()
-        for name, levels in described.counts.items()
-        if len(levels) > most
-    }
-
-
-def _other_classes(sites: Mapping[Site, _Described]) -> dict[Site, str]:
+def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:
     """Sites with a class that is not among the two that most sites have; none where the target is a number."""
-    held = Counter(
-        level for d in sites.values() if d.kinds[d.target] == "categorical" for level in sorted(d.counts[d.target])
-    )
-    two = {level for level, _ in sorted(held.items(), key=lambda item: (-item[1], item[0]))[:2]}
+    targets = {site: list(told.items())[-1] for site, told in sites.items()}
+    held = Counter(level for _, column in targets.values() for level in column.counts)
+    two = sorted(held, key=lambda level: (-held[level], level))[:2]
     return {
-        site: f"target `{d.target}` has a class that is not among the two that most sites have; correct its spelling"
-        for site, d in sites.items()
-        if not set(d.counts.get(d.target, ())) <= two
+        site: f"target `{name}` has a class that is not among the two that most sites have; correct its spelling"
+        for site, (name, column) in targets.items()
+        if not set(column.counts) <= set(two)
     }
 
 
@@ -446,27 +403,28 @@ def _other_classes(sites: Mapping[Site, _Described]) -> dict[Site, str]:
 OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "differs at")
 
 
-def overview_lines(data: Mapping[str, Any]) -> list[str]:
+def overview_lines(data: Facts) -> list[str]:
     """A line on the whole, and one for every column with missing cells or sites that differ."""
-    columns: Sequence[Mapping[str, Any]] = data["columns"]
+    columns: Sequence[Facts] = data["columns"]
     left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
-    counts = f"{data['rows']:,} training rows at {data['sites']} sites{left_out}"
     inputs, of = data["inputs"], len(columns)
-    lines = [f"{counts}; {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"]
+    lines = [
+        f"{data['rows']:,} training rows at {data['sites']} sites{left_out};"
+        f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
+    ]
     for column in columns:
-        missing = [f"{column['missing']:,} missing cells"] if column["missing"] else []
-        far = f"mean far from that of the other sites at {', '.join(column.get('differs', ())[:5])}"
-        lines += [f"`{column['name']}`: {'; '.join([*missing, *([far] if column.get('differs') else [])])}"]
-    return [line for line in lines if not line.endswith(": ")]
+        said = [f"{column['missing']:,} missing cells"] if column["missing"] else []
+        if column.get("differs"):
+            said += [f"mean far from that of the other sites at {', '.join(column['differs'][:5])}"]
+        lines += [f"`{column['name']}`: {'; '.join(said)}"] if said else []
+    return lines
 
 
-def overview_rows(data: Mapping[str, Any]) -> list[list[str]]:
+def overview_rows(data: Facts) -> list[list[str]]:
     """A row of text for every feature column, as ``OVERVIEW_TITLES`` says."""
     return [
         [
-            str(column["name"]),
-            str(column["kind"]),
-            str(column["inputs"]),
+            *(str(column[name]) for name in ("name", "kind", "inputs")),
             f"{column['missing']:,}",
             f"{column['levels']} levels" if "levels" in column else f"{column['mean']:.4g} ± {column['sd']:.3g}",
             ", ".join(column.get("differs", ())),

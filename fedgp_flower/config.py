@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
@@ -40,7 +40,7 @@ from fedgp_flower.options import (
 if TYPE_CHECKING:
     from fedgp_flower.typing import Facts, Json
 
-S = TypeVar("S", bound=Section)
+S = TypeVar("S", bound=BaseModel)
 AUTO = "auto"
 """The value of ``method`` that leaves the choice to the likelihood."""
 

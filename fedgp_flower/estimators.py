@@ -16,7 +16,7 @@ import pandas as pd
 from flwr.app import ArrayRecord, Context
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_consistent_length, column_or_1d
+from sklearn.utils import Tags, check_consistent_length, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -30,6 +30,7 @@ from fedgp_flower.run.artefacts import RunData, RunMetrics, saved_posterior
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import client_class, parse_config, strategy_class
+from fedgp_flower.typing import Array
 
 TARGET = "y"
 NOWHERE = Path("(fitted in memory)")
@@ -37,45 +38,33 @@ NOWHERE = Path("(fitted in memory)")
 
 def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: str) -> Predictor:
     """Train on a table per site; all rows are training rows, and nothing is compared or written."""
-    quiet: dict[str, Value] = {"keep-predictions": False, "test-fraction": 0.0, "min-sites": 1}
-    quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")} | {"evaluate-every": 0}
+    quiet: dict[str, Value] = {"keep-predictions": False, "test-fraction": 0.0, "min-sites": 1, "evaluate-every": 0}
+    quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")}
     flat = {**quiet, **flat, "sites": len(tables)}
     config = parse_config(flat)
-    raw = {}
-    for site, table in tables.items():
-        raw[site] = replace(site_of(config, {"site": site}, (table, target)), partitions=len(tables))
+    raw = {
+        site: replace(site_of(config, {"site": site}, (table, target)), partitions=len(tables))
+        for site, table in tables.items()
+    }
 
-    def load(config: RunConfig, context: Context) -> RawSite:
-        del config
+    def load(_: RunConfig, context: Context) -> RawSite:
         return raw[str(context.node_config["site"])]
 
     grid = InProcessGrid(SiteApp(parse_config, client_class, load), flat, [{"site": site} for site in tables])
     strategy = strategy_class(config).from_config(config, Observer())
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
-    summary = strategy.outcome
-    posterior = saved_posterior(config, summary)
+    posterior = saved_posterior(config, strategy.outcome)
     if posterior is None:
         raise RunError(f"method {config.method!r} saves nothing that predicts new rows; take one that does")
-    metrics = RunMetrics(**summary.metrics)
+    metrics = RunMetrics(**strategy.outcome.metrics)
     return Predictor.of(RunData(NOWHERE, dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
-
-
-def dealt(table: pd.DataFrame, sites: int, seed: int) -> dict[str, pd.DataFrame]:
-    """Rows dealt to sites at random, two or more each where there are so many."""
-    order = np.random.default_rng(seed).permutation(len(table))
-    parts = np.array_split(order, max(1, min(sites, len(table) // 2)))
-    return {str(number): table.iloc[np.sort(part)] for number, part in enumerate(parts)}
 
 
 class _FederatedGP(BaseEstimator):
     """What regressor and classifier share.
 
-    Args:
-        method: One that saves a posterior, see ``fedgp methods``.
-        sites: Number of sites where ``fit`` is given no ``groups``.
-        num_rounds: Most rounds; None is the configuration's.
-        options: Further keys of the run configuration.
-        random_state: Seed, a whole number.
+    ``method`` saves a posterior, see ``fedgp methods``; ``sites`` counts where ``fit`` is given no ``groups``; None as
+    ``num_rounds`` is the configuration's; ``options`` are further keys of the run, ``random_state`` is its seed.
     """
 
     def __init__(
@@ -98,7 +87,9 @@ class _FederatedGP(BaseEstimator):
         flat |= {} if self.num_rounds is None else {"num-server-rounds": self.num_rounds}
         table = self._frame(x).assign(**{TARGET: y})
         if groups is None:
-            tables = dealt(table, self.sites, self.random_state)
+            order = np.random.default_rng(self.random_state).permutation(len(table))
+            parts = np.array_split(order, max(1, min(self.sites, len(table) // 2)))  # two rows or more each
+            tables = {str(number): table.iloc[np.sort(part)] for number, part in enumerate(parts)}
         else:
             site_of_row = column_or_1d(groups)
             check_consistent_length(x, site_of_row)
@@ -111,7 +102,7 @@ class _FederatedGP(BaseEstimator):
     def _frame(self, x: NDArray[Any]) -> pd.DataFrame:
         return pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])])
 
-    def _predicted(self, x: Any) -> pd.DataFrame:
+    def _predicted(self, x: ArrayLike) -> pd.DataFrame:
         check_is_fitted(self)
         return self.posterior_.predict(self._frame(validate_data(self, x, reset=False, dtype=np.float64)))
 
@@ -125,17 +116,16 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
         mean, sd = model.predict(X_new, return_std=True)
     """
 
-    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
         """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row.
 
-        Raises:
-            ValueError: the rows or a key cannot be used; ``__cause__`` is the project's error.
+        A ValueError says which rows or key cannot be used.
         """
-        x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._fit(x, y, groups, "gaussian")
+        x, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        self._fit(x, targets, groups, "gaussian")
         return self
 
-    def predict(self, X: Any, return_std: bool = False) -> Any:
+    def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
         """Mean [N] and, if asked, standard deviation [N] of a noisy observation."""
         found = self._predicted(X)
         mean, sd = (found[name].to_numpy() for name in ("mean", "sd"))
@@ -145,17 +135,13 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
 class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
     """Federated Gaussian-process classification into two classes, with a probit link."""
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         return tags
 
-    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
-        """Train on inputs [N, D] and two classes [N]; ``groups`` [N] names the site of each row.
-
-        Raises:
-            ValueError: there are not two classes, or the rows or a key cannot be used.
-        """
+    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+        """Train on inputs [N, D] and two classes [N]; ``groups`` [N] names the site of each row."""
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -166,11 +152,11 @@ class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
         self._fit(x, np.array(["class 0", "class 1"])[codes], groups, "bernoulli")
         return self
 
-    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+    def predict_proba(self, X: ArrayLike) -> Array:
         """Probability of each class [N, 2]."""
         return self._predicted(X).to_numpy()
 
-    def predict(self, X: Any) -> NDArray[Any]:
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The more probable class [N]."""
         likely = self.predict_proba(X).argmax(axis=1)
         return self.classes_[likely]

@@ -11,7 +11,7 @@ sites, and the table of what leaves a site::
 A field is an array with a shape, another message, ``tuple[Message, ...]``, ``Mapping[str, Message]``,
 ``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or anything that JSON can hold. Arrays
 travel under ``field`` or ``outer.field``, the numbers of a request or an answer among Flower's configuration or metrics
-(:func:`split`); all else is JSON text in one array of bytes.
+(:func:`to_parts`); all else is JSON text in one array of bytes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,17 @@ def leaves(
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(leaves, dataclasses.field))
-def message(kind: str = "", *, summand: bool = False, public: bool = False) -> Callable[[type[M]], type[M]]:
+def message(
+    kind: str = "", *, summand: bool = False, public: bool = False, counts: str = ""
+) -> Callable[[type[M]], type[M]]:
     """Declare a message.
 
     Args:
         kind: The Flower message type that it answers, such as ``query.statistics``; a request, part or state has none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
         public: Each site may send it in the clear where all else is masked.
+        counts: How many numbers it estimates, for the policies of sites: letters of shapes, names of fields with named
+            arrays and constants, to be added. Without it a method ``num_parameters`` may say so.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -80,6 +84,8 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
         setattr(frozen, _KIND, kind)
         setattr(frozen, _SUMMAND, summand)
         setattr(frozen, _PUBLIC, public)
+        if counts:
+            setattr(frozen, "num_parameters", lambda answer: _counted(answer, counts))  # noqa: B010
         return frozen
 
     return declare
@@ -88,6 +94,30 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
 def is_message(cls: object) -> bool:
     """Whether a class was declared by :func:`message`."""
     return isinstance(cls, type) and _KIND in cls.__dict__
+
+
+def count_parameters(values: Mapping[str, NDArray[Any]]) -> int:
+    """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
+    return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())
+
+
+def _counted(answer: object, counts: str) -> int:
+    """The sum of lengths, numbers of parameters and constants that ``counts`` names."""
+    known = _lengths(answer)
+    named = {name: count_parameters(getattr(answer, name)) for name in counts.split() if hasattr(answer, name)}
+    return sum(int(part) if part.isdigit() else {**known, **named}[part] for part in counts.split())
+
+
+def _lengths(value: object) -> dict[str, int]:
+    """What the letters of the shapes of a message stand for."""
+    found: dict[str, int] = {}
+    for spec in _fields(type(value)):
+        content = getattr(value, spec.name)
+        if spec.form == "array" and content is not None:
+            found |= zip(spec.letters, np.shape(content), strict=False)
+        elif spec.form == "message" and content is not None:
+            found |= _lengths(content)
+    return found
 
 
 def kind_of(cls: type) -> str:
@@ -212,19 +242,20 @@ def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = 
     return found
 
 
-def split(cls: type, arrays: NamedArrays) -> tuple[NamedArrays, dict[str, float | int]]:
+def to_parts(value: object) -> tuple[NamedArrays, dict[str, float | int]]:
     """What travels as arrays, and the numbers that travel as Flower's metrics, which know no bool, or configuration."""
-    numbers = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in arrays}
+    arrays = encode(value)
+    numbers = {spec.name: spec.inner for spec in _fields(type(value)) if spec.form == "number" and spec.name in arrays}
     rest = {name: array for name, array in arrays.items() if name not in numbers}
     return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
 
 
-def join(cls: type, arrays: NamedArrays, numbers: Facts) -> NamedArrays:
-    """The inverse of :func:`split`; numbers that the message does not declare are left out."""
+def from_parts(cls: type[M], arrays: NamedArrays, numbers: Facts, sizes: Mapping[str, int] | None = None) -> M:
+    """The inverse of :func:`to_parts`; numbers that the message does not declare are left out."""
     declared = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in numbers}
     found = {name: np.asarray(numbers[name]) for name in declared}
     truths = {name: array == 1 for name, array in found.items() if declared[name] is bool and array in (0, 1)}
-    return {**arrays, **found, **truths}
+    return decode(cls, {**arrays, **found, **truths}, sizes)
 
 
 @dataclasses.dataclass

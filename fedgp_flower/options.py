@@ -33,23 +33,21 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-class Section(BaseModel):
-    """One table of the configuration: frozen, strict, no unknown keys, dashes for underscores."""
+STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=_dashed, populate_by_name=False)
+"""No unknown keys, and dashes for underscores."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        alias_generator=_dashed,
-        populate_by_name=False,
-    )
+
+class Section(BaseModel):
+    """One table of the configuration."""
+
+    model_config = STRICT
 
 
 @cache
-def meanings(section: type[Section]) -> dict[str, str]:
+def meanings(section: type[BaseModel]) -> dict[str, str]:
     """The docstring below each field: read from the source, which takes a site longer than its answer."""
     found: dict[str, str] = {}
-    for parent in reversed([parent for parent in section.__mro__ if issubclass(parent, Section)]):
+    for parent in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
         for field, below in itertools.pairwise(getattr(tree, "body", ())):
             match field, below:
@@ -157,9 +155,10 @@ class AveragingSection(Section):
     """Of ``fedadam`` and ``fedyogi``: Flower's default."""
 
 
-class MethodOptions(Section):
+class MethodOptions(BaseModel):
     """A method's table; methods that share a table share the class."""
 
+    model_config = STRICT
     table: ClassVar[str] = ""
     """Prefix of the keys, for example ``sgpr``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()

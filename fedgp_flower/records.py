@@ -60,6 +60,12 @@ def numpy_arrays(record: ArrayRecord) -> NamedArrays:
     return found
 
 
+def arrays_of(records: RecordDict, name: str) -> NamedArrays:
+    """The arrays of the record of a name; none where there is no such record."""
+    record = records.get(name)
+    return numpy_arrays(record) if isinstance(record, ArrayRecord) else {}
+
+
 def _layout(arrays: Mapping[str, NDArray[Any]]) -> str:
     """A line ``kept:shape:rest`` for each array: its name is so many letters of the one before, and the rest."""
     lines, before = [], ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,6 +15,8 @@ from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.scores import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
 from fedgp_flower.typing import AnyShape
+
+A = TypeVar("A")
 
 MOVE = 10.0
 """Farthest that a site's local steps take a logarithm, or a standardised input, in one round: a factor of 22 000."""
@@ -66,14 +68,22 @@ class Described:
         return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
 
 
-def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
+def dwarfing(
+    answers: Mapping[str, A], rows: Mapping[str, float], what: str, size: Callable[[A], float]
+) -> dict[str, str]:
     """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
+    sizes = {site: size(answer) / rows[site] for site, answer in answers.items()}
     usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
     return {
         site: f"its {what} is {size / usual:.1e} times the usual one per row"
         for site, size in sizes.items()
         if not size <= OUTLIER * usual and usual > 0
     }
+
+
+def largest(*arrays: ndarray) -> float:
+    """The largest entry whatever its sign; a norm would overflow where a liar's numbers are huge."""
+    return max(float(np.abs(array).max(initial=0.0)) for array in arrays)
 
 
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
@@ -98,7 +108,7 @@ def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
     return units, np.einsum("mv,mv->v", units, matrix @ units)
 
 
-@message("query.shape", summand=True)
+@message("query.shape", summand=True, counts="D")
 class Shape:
     """Where a site's standardised inputs lie, and the initial hyperparameters that the configuration means."""
 
@@ -106,10 +116,6 @@ class Shape:
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
     square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, as follows from `query.describe`")
     start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
-
-    def num_parameters(self) -> int:
-        """D."""
-        return len(self.products)
 
     def coarse(self, least: int) -> Shape:
         """The same without cells of fewer rows."""
@@ -150,7 +156,7 @@ class TargetPowers:
     centres: Float[ndarray, " J"] = leaves("t at the mean of the target, for each")
 
 
-@message("query.target", summand=True)
+@message("query.target", summand=True, counts="J J 1")
 class TargetMoments:
     """Sums over training rows of t = g(y) less the centre c, for each power of a transformation."""
 
@@ -158,10 +164,6 @@ class TargetMoments:
     second: Float[ndarray, " J"] = leaves("Σ (t − c)²")
     slopes: Float[ndarray, " J"] = leaves("Σ log g'(y)")
     count: Float[ndarray, ""] = leaves("number of rows")
-
-    def num_parameters(self) -> int:
-        """Two for each power, and one."""
-        return 2 * len(self.first) + 1
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
@@ -173,7 +175,7 @@ class TargetMoments:
         return None
 
 
-@message("query.column_sums", summand=True)
+@message("query.column_sums", summand=True, counts="columns levels")
 class ColumnSums:
     """What means are made of: under masks in place of the description of a site."""
 
@@ -182,10 +184,6 @@ class ColumnSums:
     missing: Float[ndarray, " columns"] = leaves("missing cells")
     levels: Float[ndarray, " levels"] = leaves("rows of each level of each column of text")
     dropped: Float[ndarray, ""] = leaves("rows left out for a missing cell")
-
-    def num_parameters(self) -> int:
-        """Columns and levels."""
-        return len(self.sums) + len(self.levels)
 
 
 @message()
@@ -196,21 +194,12 @@ class Centres:
     scale: Float[ndarray, " columns"] = leaves("mean sizes over all sites")
 
 
-@message("query.column_squares", summand=True)
+@message("query.column_squares", summand=True, counts="columns")
 class ColumnSquares:
     """What spreads are made of."""
 
     residual: Float[ndarray, " columns"] = leaves("Σ (x − c)/s of each numeric column")
     squares: Float[ndarray, " columns"] = leaves("Σ (x − c)²/s²")
-
-    def num_parameters(self) -> int:
-        """Columns."""
-        return len(self.squares)
-
-
-def count_parameters(values: Mapping[str, np.ndarray]) -> int:
-    """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
-    return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())
 
 
 @message()
@@ -229,16 +218,12 @@ class Step:
     reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
 
 
-@message("train")
+@message("train", counts="values")
 class Stepped:
     """Parameters after local steps: what federated averaging averages."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True, within="reach")
     objective: float = leaves("mean over rows of the local objective after the steps")
-
-    def num_parameters(self) -> int:
-        """M and hyperparameters."""
-        return count_parameters(self.values)
 
     @staticmethod
     def of(request: Step, arrays: Mapping[str, np.ndarray], objective: float) -> Stepped:
@@ -251,17 +236,13 @@ class Stepped:
         return WeightedStep(values, np.array(rows * self.objective), np.array(float(rows)))
 
 
-@message("train.weighted", summand=True)
+@message("train.weighted", summand=True, counts="values")
 class WeightedStep:
     """Parameters after local steps times the rows behind them: the summand of a weighted mean."""
 
     values: Mapping[str, AnyShape] = leaves("N times the parameters after local steps", as_sent=True)
     objective: Float[ndarray, ""] = leaves("N times the mean over rows of the local objective")
     rows: Float[ndarray, ""] = leaves("N, number of rows")
-
-    def num_parameters(self) -> int:
-        """M and hyperparameters."""
-        return count_parameters(self.values)
 
     def mean(self) -> Stepped:
         """The weighted mean of a total."""
@@ -323,17 +304,13 @@ class HeldOutRows:
     values: Mapping[str, AnyShape] = leaves("held-out targets and predictions, row by row")
 
 
-@message("query.moments", summand=True)
+@message("query.moments", summand=True, counts="P")
 class Moments:
     """All that linear regression needs of a site's rows. X̃ = (1, X), P = 1 + D, standardised like y."""
 
     gram: Float[ndarray, "P P"] = leaves("X̃ᵀX̃, X̃ the standardised inputs beside a column of ones", symmetric=True)
     products: Float[ndarray, " P"] = leaves("X̃ᵀy")
     square: Float[ndarray, ""] = leaves("yᵀy")
-
-    def num_parameters(self) -> int:
-        """P."""
-        return len(self.products)
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows so described, or None."""
@@ -349,17 +326,13 @@ class Coefficients:
     values: Float[ndarray, " P"] = leaves("intercept and weights")
 
 
-@message("query.logistic", summand=True)
+@message("query.logistic", summand=True, counts="P")
 class LogisticSums:
     """The log likelihood of a site's classes, log σ(±X̃w), and its derivatives by w."""
 
     likelihood: Float[ndarray, ""] = leaves("Σ log σ((2y − 1) x̃ᵀw)")
     gradient: Float[ndarray, " P"] = leaves("X̃ᵀ(y − p), p = σ(X̃w)")
     information: Float[ndarray, "P P"] = leaves("X̃ᵀ diag(p (1 − p)) X̃", symmetric=True)
-
-    def num_parameters(self) -> int:
-        """P."""
-        return len(self.gradient)
 
 
 @message()

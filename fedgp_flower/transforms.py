@@ -11,107 +11,93 @@ which needs sums over rows alone. The grid stays in [0, 2], where t takes every 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import NamedTuple
 
 import numpy as np
 
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Json
+
+
+class Family(NamedTuple):
+    """Increasing functions of a number and of a power: g, its inverse, and the logarithm of its slope."""
+
+    equation: str
+    forward: Callable[[Array, float], Array]
+    inverse: Callable[[Array, float], Array]
+    log_slope: Callable[[Array, float], Array]
+    powers: tuple[float, ...] = (1.0,)
+    floor: float = -math.inf
+    """The least value of t; a Gaussian below it is cut off, and what is left is a distribution again."""
+    positive: bool = False
+    """Whether g needs y > 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transform(ABC):
-    """An increasing function g of the target, its inverse and its slope."""
+class Transform:
+    """A member of one of the :data:`TRANSFORMS`."""
 
+    name: str
     power: float = 1.0
-    name: ClassVar[str]
-    equation: ClassVar[str]
-    powers: ClassVar[tuple[float, ...]] = (1.0,)
-    """What ``power`` may be."""
-    floor: ClassVar[float] = -math.inf
-    """The least value of t; a Gaussian below it is cut off, and what is left is a distribution again."""
-    positive: ClassVar[bool] = False
-    """Whether g needs y > 0."""
 
-    @abstractmethod
+    @property
+    def family(self) -> Family:
+        """The functions."""
+        return TRANSFORMS[self.name]
+
     def forward(self, y: Array) -> Array:
-        """T = g(y)."""
+        """The transformed target g(y)."""
+        return self.family.forward(y, self.power)
 
-    @abstractmethod
     def inverse(self, t: Array) -> Array:
-        """Y = g⁻¹(t)."""
+        """The target g⁻¹(t)."""
+        return self.family.inverse(t, self.power)
 
-    @abstractmethod
     def log_slope(self, y: Array) -> Array:
         """Logarithm of g'(y)."""
+        return self.family.log_slope(y, self.power)
 
-    def as_json(self) -> dict[str, Any]:
+    @property
+    def floor(self) -> float:
+        """The least value of t."""
+        return self.family.floor
+
+    def as_json(self) -> Json:
         """The entry ``transform`` of the target in the agreed schema."""
-        return {"name": self.name, "power": self.power, "equation": self.equation}
+        return {"name": self.name, "power": self.power, "equation": self.family.equation}
 
 
-class Log(Transform):
-    """t = log y."""
-
-    name, equation, positive = "log", "t = log(y), y = exp(t)", True
-
-    def forward(self, y: Array) -> Array:  # noqa: D102
-        return np.log(y)
-
-    def inverse(self, t: Array) -> Array:  # noqa: D102
-        return np.exp(t)
-
-    def log_slope(self, y: Array) -> Array:  # noqa: D102
-        return -np.log(y)
+def _yeo_johnson(y: Array, power: float) -> Array:
+    side, size = np.where(y >= 0, power, 2 - power), np.log1p(np.abs(y))
+    return np.sign(y) * np.where(side == 0, size, np.expm1(side * size) / np.where(side == 0, 1, side))
 
 
-class Root(Transform):
-    """t = √y."""
-
-    name, equation, positive, floor = "sqrt", "t = sqrt(y) > 0, y = t^2", True, 0.0
-
-    def forward(self, y: Array) -> Array:  # noqa: D102
-        return np.sqrt(y)
-
-    def inverse(self, t: Array) -> Array:  # noqa: D102
-        return np.square(t)
-
-    def log_slope(self, y: Array) -> Array:  # noqa: D102
-        return -np.log(2 * np.sqrt(y))
+def _yeo_johnson_inverse(t: Array, power: float) -> Array:
+    side, size = np.where(t >= 0, power, 2 - power), np.abs(t)
+    plain = np.log1p(side * size) / np.where(side == 0, 1, side)
+    return np.sign(t) * np.expm1(np.where(side == 0, size, plain))
 
 
-class YeoJohnson(Transform):
-    """t = ((1 + y)^λ − 1)/λ for y ≥ 0, and −((1 − y)^(2−λ) − 1)/(2 − λ) below; λ = 1 changes nothing."""
-
-    name = "yeo-johnson"
-    equation = (
+TRANSFORMS = {
+    "log": Family(
+        "t = log(y), y = exp(t)", lambda y, _: np.log(y), lambda t, _: np.exp(t), lambda y, _: -np.log(y), positive=True
+    ),
+    "sqrt": Family(
+        "t = sqrt(y) > 0, y = t^2",
+        lambda y, _: np.sqrt(y),
+        lambda t, _: np.square(t),
+        lambda y, _: -np.log(2 * np.sqrt(y)),
+        floor=0.0,
+        positive=True,
+    ),
+    "yeo-johnson": Family(
         "with L = power: t = ((1 + y)^L - 1) / L for y >= 0 (log(1 + y) where L = 0), else"
-        " t = -((1 - y)^(2 - L) - 1) / (2 - L) (-log(1 - y) where L = 2); y is the inverse, on the side of t's sign"
-    )
-    powers = tuple(np.arange(9) / 4)
-
-    def _side(self, sign: Array) -> Array:
-        return np.where(sign >= 0, self.power, 2 - self.power)
-
-    def forward(self, y: Array) -> Array:  # noqa: D102
-        power, size = self._side(y), np.log1p(np.abs(y))
-        return np.sign(y) * np.where(power == 0, size, np.expm1(power * size) / np.where(power == 0, 1, power))
-
-    def inverse(self, t: Array) -> Array:  # noqa: D102
-        power, size = self._side(t), np.abs(t)
-        plain = np.log1p(power * size) / np.where(power == 0, 1, power)
-        return np.sign(t) * np.expm1(np.where(power == 0, size, plain))
-
-    def log_slope(self, y: Array) -> Array:  # noqa: D102
-        return (self.power - 1) * np.sign(y) * np.log1p(np.abs(y))
-
-
-TRANSFORMS: Mapping[str, type[Transform]] = {family.name: family for family in (Log, Root, YeoJohnson)}
+        " t = -((1 - y)^(2 - L) - 1) / (2 - L) (-log(1 - y) where L = 2); y is the inverse, on the side of t's sign",
+        _yeo_johnson,
+        _yeo_johnson_inverse,
+        lambda y, power: (power - 1) * np.sign(y) * np.log1p(np.abs(y)),
+        powers=tuple(np.arange(9) / 4),
+    ),
+}
 """By the value of ``transform.target``."""
-
-
-def transform_of(entry: Mapping[str, Any] | None) -> Transform | None:
-    """The inverse of :meth:`Transform.as_json`."""
-    return None if entry is None else TRANSFORMS[str(entry["name"])](float(entry["power"]))

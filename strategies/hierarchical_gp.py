@@ -35,7 +35,6 @@ from fedgp_flower.methods.hierarchical_gp import rough
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
-    ExpansionRequest,
     ExpansionShare,
     HierarchicalView,
 )
@@ -131,7 +130,7 @@ FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
 def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
     theta = unpack(state.trial, state.theta)
-    request = ExpansionRequest({**theta, **state.widths, **state.asked})
+    request = Parameters({**theta, **state.widths, **state.asked})
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)  # 1. P, p, c and their derivatives by θ
     if summed.total is None:
         return state, {}
@@ -270,7 +269,7 @@ def calibrated(state: NewtonState) -> Asking[NewtonState]:
 
     Sums are asked again, because weights of roughness depend on q(u): a unit can only take out what it put in.
     """
-    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, ExpansionRequest(state.parameters))
+    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, Parameters(state.parameters))
     if summed.total is None:
         return state
     request = CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
@@ -364,10 +363,10 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         if all(np.array_equal(given[name], array) for name, array in state.parameters.items()):
             return state
-        state = replace(state, parameters=given, value=None, promised=math.inf)
-        eta = {name: array for name, array in given.items() if name.startswith("q.")}
+        asked = {name: array for name, array in given.items() if name.startswith("q.")}
         widths = {name: given[name] for name in state.widths}
-        return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
+        state = replace(state, parameters=given, asked=asked, widths=widths, value=None, promised=math.inf)
+        return replace(state, trial=pack(state.theta))
 
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
         """θ, q(Z_G) and the factors; a site adds its deviation."""

@@ -32,7 +32,6 @@ from fedgp_flower.methods.sgpr.messages import (
     SparseStatistics,
     TrialAdjoints,
     TrialGradients,
-    Trials,
     TrialSums,
     apart,
     numbered,
@@ -174,9 +173,8 @@ def sums_at(
     tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...]
 ) -> Asking[tuple[list[SparseStatistics], tuple[str, ...]]]:
     """Totals at several parameters, in one exchange, and of which sites they are; no totals where nobody answers."""
-    count = len(tried[0][LOCATIONS])
-    sizes = {"T": len(tried), "M": count, "Q": count * (count + 1) // 2}
-    summed: Summed[TrialSums] = yield Total(TrialSums, Trials(numbered(tried)), sites, sizes=sizes)
+    sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
+    summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
     return ([] if summed.total is None else summed.total.each()), summed.sites
 
 

@@ -35,7 +35,7 @@ from fedgp_flower.methods.pvi.messages import (
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel, factors_of, prediction_draws
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, saved_arrays
-from fedgp_flower.methods.pvi.state import forget, merge, of_function, without
+from fedgp_flower.methods.pvi.state import factor_strengths, forget, merge, of_function, without
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
@@ -216,28 +216,6 @@ def free_energy(state: PVIState, request: object, divergences: Mapping[str, floa
     fit = float(summed.total.value)
     total = fit - sum((ALPHA if name == "kl_inducing" else 1.0) * kl for name, kl in divergences.items())
     return {"free_energy": {"total": total, "fit": fit, **divergences}}
-
-
-def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
-    """How much each site's factor says, by site and in units that compare sites.
-
-    ``points``: M_k. ``weight``: tr S_k⁻¹, which for tied noise is in units of 1/σ², that is, in rows. ``directions``:
-    tr Λ_k(I + Λ_k)⁻¹, how many of the M directions of v the factor alone would determine. Of other blocks the mean
-    precision; the priors of Z and β have 1.
-    """
-    strengths: dict[str, dict[str, float]] = {}
-    for site, part in state.sites.items():
-        says = {"rows": float(state.rows[site])}
-        if part.points is not None:
-            says |= {"points": float(len(part.points.targets)), "weight": float(np.square(part.points.root).sum())}
-        for name, factor in part.factors.items():
-            precision = -2.0 * factor.eta2
-            if name == "whitened":
-                says["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
-            else:
-                says[name] = float((precision if precision.ndim == 1 else precision.diagonal()).mean())
-        strengths[site] = says
-    return strengths
 
 
 class PVI(FederatedStrategy[PVIState]):

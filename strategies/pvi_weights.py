@@ -13,13 +13,13 @@ from typing import Any
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters
-from fedgp_flower.methods.pvi.state import posterior
+from fedgp_flower.methods.pvi.state import factor_strengths, posterior
 from fedgp_flower.methods.pvi_weights.glm import prior_of
 from fedgp_flower.methods.pvi_weights.network import PREDICTION_DRAWS
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import NamedArrays
-from strategies.pvi import PVI, factor_strengths, free_energy
+from strategies.pvi import PVI, free_energy
 from strategies.pvi_updates import LocalOptimum, PVIState, Update
 from strategies.server.questions import Asking, Predicted, Roster, Total
 

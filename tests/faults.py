@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
 from fedgp_flower.outcome import Snapshot
+from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
@@ -83,6 +85,8 @@ class FaultyGrid(InProcessGrid):
         self.flat = flat
         self.faults = list(faults)
         self.visits: list[Visit] = []
+        self.replies: list[tuple[str, str, Message]] = []
+        """Site, kind and reply of all that arrived."""
         self.ghosts: set[int] = set()
         """Listed as online, but nobody is there."""
 
@@ -115,7 +119,12 @@ class FaultyGrid(InProcessGrid):
                     reply = fault.change(reply)
         up = 0 if reply is None else content_bytes(reply)
         self.visits.append(Visit(site, meta.message_type, int(config["round"]), content_bytes(message), up))
+        if reply is not None:
+            self.replies.append((site, meta.message_type, reply))
         return reply
+
+    def of(self, kind: str, site: str) -> list[Message]:
+        return [reply for where, what, reply in self.replies if (where, what) == (site, kind)]
 
     def node_of(self, site: str) -> int:
         return next(node for node, context in self.contexts.items() if site_id(context.node_config) == site)
@@ -134,6 +143,11 @@ class FaultyGrid(InProcessGrid):
 
 class Killed(BaseException):
     """Nothing in the program may catch it."""
+
+
+def fill(disk: Path) -> None:
+    """Take all room that a disk has left."""
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
 
 
 def lost(reply: Message) -> None:
@@ -185,17 +199,18 @@ def numbers(**values: Any) -> Change:
     return apply
 
 
+@dataclass
 class Clock:
     """Time passes only while somebody sleeps."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    speed: float = 1.0
+    now: float = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += self.speed * seconds
 
 
 @contextlib.contextmanager
@@ -210,12 +225,11 @@ class Recorder:
     """History and checkpoints of a run; ``at`` are things to do when a round is complete."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
-    totals: list[int] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     at: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
-        self.totals.append(total)
+        del total
         self.rows.append(dict(row))
 
     def on_checkpoint(self, snapshot: Snapshot) -> None:
@@ -270,6 +284,17 @@ def waves(rows: int, seed: int) -> pd.DataFrame:
     x = draw.uniform(-1.7, 1.7, (rows, 2))
     y = np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(rows)
     return pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
+
+
+def keyed(nodes: list[dict[str, str]], folder: Path) -> None:
+    """Give each site a key, and all a trust file, in a folder."""
+    trust = Trust({})
+    for node in nodes:
+        identity = Identity.simulated(node["site"])
+        node |= {"site-key": str(folder / f"{node['site']}.key"), "trust": str(folder / "trust.toml")}
+        identity.write(Path(node["site-key"]))
+        trust = trust.with_site(node["site"], identity.public)
+    trust.write(folder / "trust.toml")
 
 
 def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame], policy: str = "least-cell = 0") -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from faults import FaultyGrid, arrays, configured, texts
+from faults import Clock, FaultyGrid, arrays, configured, each, run, texts
 from flwr.app import Message, RecordDict
 
 from fedgp_flower.errors import FedGPError
@@ -72,10 +72,6 @@ def scaled(reply: Message, size: float) -> Message | None:
     return arrays(lambda own: {n: a * size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
 
 
-def shifted(reply: Message, size: float) -> Message | None:
-    return arrays(lambda own: {n: a + size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
-
-
 def one_entry(reply: Message, size: float) -> Message | None:
 
     def change(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -87,19 +83,14 @@ def one_entry(reply: Message, size: float) -> Message | None:
     return arrays(change)(reply)
 
 
-def misshapen(reply: Message, size: float) -> Message | None:
-    del size
-    return arrays(lambda own: {n: a[None] for n, a in own.items()})(reply)
-
-
 SPOILS: Mapping[str, Spoil] = {
     "drop": lambda reply, size: None,
     "scale": scaled,
     "flip": lambda reply, size: scaled(reply, -1.0),
-    "shift": shifted,
+    "shift": lambda reply, size: each(lambda array: array + size if array.dtype.kind == "f" else array)(reply),
     "entry": one_entry,
     "nan": lambda reply, size: one_entry(reply, np.nan),
-    "shape": misshapen,
+    "shape": lambda reply, size: each(lambda array: array[None])(reply),
     "schema": lambda reply, size: texts(schema_version=9)(reply),
     "garbage": lambda reply, size: texts(schema="{", label="?")(reply),
 }
@@ -173,20 +164,8 @@ def _copied(reply: Message) -> Message:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", _Instant()):
+    with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", Clock(10.0)):
         yield
-
-
-class _Instant:
-    """Time of outstanding questions: a second passes whenever somebody looks."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += 10 * seconds
 
 
 @dataclass(frozen=True)
@@ -199,8 +178,6 @@ class Ending:
 
 
 def ended(method: str, schedule: Schedule, sites: int = 4, **changes: Any) -> Ending:
-    from faults import run
-
     try:
         with quietly():
             strategy = run(ScheduledGrid(keys_of(method, **changes), sites, schedule))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,24 +14,12 @@ from fedgp_flower.errors import ConfigError, DamagedError, RunError
 from fedgp_flower.files import read_json, write_arrays, write_bytes, write_json
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot
-from fedgp_flower.run.artefacts import (
-    HISTORY_COLUMNS,
-    RunFolder,
-    RunMetrics,
-    held,
-    read_posterior,
-    read_run,
-)
+from fedgp_flower.run.artefacts import HISTORY_COLUMNS, RunFolder, RunMetrics, held, read_posterior, read_run
 
 
 def config(folder, **keys):
-    flat = {
-        "method": "fsgp",
-        "output-dir": str(folder),
-        "name": "a-run",
-        **{k.replace("_", "-"): v for k, v in keys.items()},
-    }
-    return parse(flat, {"fsgp": MethodOptions})
+    flat = {"method": "fsgp", "output-dir": str(folder), "name": "a-run"}
+    return parse(flat | {k.replace("_", "-"): v for k, v in keys.items()}, {"fsgp": MethodOptions})
 
 
 def row(number, **more):
@@ -124,13 +113,16 @@ def test_resume_goes_on_from_the_last_complete_round(tmp_path):
 
 
 def test_resume_with_other_keys_names_them_and_only_them(tmp_path):
-    RunFolder.open(config(tmp_path, seed=1, num_server_rounds=3))
+    folder = RunFolder.open(config(tmp_path, seed=1, num_server_rounds=3))
+    folder.checkpoint(Snapshot({}, {"round": 1}))
     other = config(tmp_path, seed=2, num_server_rounds=9, resume=True, **{"model.kernel": "matern52"})
     with pytest.raises(RunError, match="another configuration") as caught:
         RunFolder.open(other)
     assert "`seed` was 1, now 2" in str(caught.value)
     assert "`model.kernel` was 'rbf', now 'matern52'" in str(caught.value)
     assert "num-server-rounds" not in str(caught.value)
+    with pytest.raises(RunError, match="belongs to a run with another configuration"):
+        RunFolder(folder.path, other.digest()).restore()
 
 
 class Killed(BaseException):
@@ -154,30 +146,16 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
 
         return call
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", dying(os.fsync))
-        patch.setattr(os, "replace", dying(os.replace))
-        patch.setattr(Path, "unlink", dying(Path.unlink))
-        try:
-            folder.checkpoint(Snapshot({"w": np.array([2.0])}, {"round": 2}))
-            survived = True
-        except Killed:
-            survived = False
-    assert survived == (step >= 7)  # two files of fsync, rename, fsync of the folder; one old file removed
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        if step < 7:  # two files of fsync, rename, fsync of the folder; one old file removed
+            stack.enter_context(pytest.raises(Killed))
+        folder.checkpoint(Snapshot({"w": np.array([2.0])}, {"round": 2}))
     found = RunFolder.open(config(tmp_path, resume=True)).restore()
     assert found is not None
     committed = 2 if step >= 5 else 1  # the rename of checkpoint.json is the fifth step
     assert (found.facts["round"], found.arrays["w"].tolist()) == (committed, [float(committed)])
-
-
-def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    folder.append_history(row(1))
-    folder.checkpoint(Snapshot({}, {"round": 1}))
-    path = folder.path / "checkpoint" / "checkpoint.json"
-    write_json(path, read_json(path) | {"config_digest": "0"})
-    with pytest.raises(RunError, match="another configuration"):
-        folder.restore()
 
 
 def test_json_is_strict_and_plain(tmp_path):
@@ -209,6 +187,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch)
     ],
 )
 def test_reading_names_the_file_that_is_missing_or_damaged(tmp_path, name, content):
+    with pytest.raises(RunError, match="not the folder of a run"):
+        read_run(tmp_path / "nowhere")
     folder = finished(tmp_path)
     if content is None:
         (folder.path / name).unlink()
@@ -218,17 +198,11 @@ def test_reading_names_the_file_that_is_missing_or_damaged(tmp_path, name, conte
         read_run(folder.path)
 
 
-def test_reading_refuses_what_is_not_a_run_or_not_of_this_version(tmp_path):
-    with pytest.raises(RunError, match="not the folder of a run"):
-        read_run(tmp_path / "nowhere")
-    folder = finished(tmp_path)
-    write_json(folder.path / "metrics.json", read_json(folder.path / "metrics.json") | {"surprise": 1})
-    with pytest.raises(RunError, match="surprise"):
-        read_run(folder.path)
-
-
-def test_the_two_files_of_a_posterior_must_agree(tmp_path):
+def test_files_of_another_version_or_of_another_posterior_are_refused(tmp_path):
     path = finished(tmp_path).path
+    write_json(path / "metrics.json", read_json(path / "metrics.json") | {"surprise": 1})
+    with pytest.raises(RunError, match="surprise"):
+        read_run(path)
     write_arrays(path / "posterior.safetensors", {"inducing.mean": np.zeros(2), "likelihood.noise": np.zeros(())})
     with pytest.raises(DamagedError, match="different arrays"):
         read_posterior(path)

@@ -20,7 +20,7 @@ def written(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("audit")
     nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
     nodes[0]["state-dir"] = str(folder / "state")
-    run(FaultyGrid(configured(sites=2, num_server_rounds=2), nodes))
+    run(FaultyGrid(configured(sites=2, num_server_rounds=2, sgpr__exchanges=4), nodes))
     return folder / "state" / "audit.jsonl"
 
 
@@ -92,7 +92,7 @@ def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys
 def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
     nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
     nodes[2]["audit"] = str(tmp_path)
-    strategy = run(FaultyGrid(configured(sites=3, num_server_rounds=1), nodes))
+    strategy = run(FaultyGrid(configured(method="fsgp", sites=3, num_server_rounds=1), nodes))
     assert {entry.reason for entry in strategy.network.failures if entry.site == "c"} == {
         "the audit log of this site cannot be written (Is a directory)"
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
-from fedgp_flower.errors import RunError
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -43,42 +41,39 @@ def fedgp(monkeypatch, capsys):
     return call
 
 
-def in_process(folder: Path, name: str, *words: str) -> Path:
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def in_process(factory: pytest.TempPathFactory, *words: str) -> Path:
     """A tiny run with two sites, made once for several tests."""
-    flat = parse_assignments([*TINY, f"output-dir={folder}", f"name={name}", *words])
+    flat = parse_assignments([*TINY, f"output-dir={factory.mktemp('runs')}", "name=run", "num-server-rounds=1", *words])
     return run_in_process(flat, 2)
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """A run that shares a posterior."""
-    return in_process(tmp_path_factory.mktemp("runs"), "shared", "method=fsgp", "num-server-rounds=2")
+    return in_process(tmp_path_factory, "method=fsgp")
 
 
 @pytest.fixture(scope="module")
 def personal(tmp_path_factory):
     """A run whose predictions need a site's own rows."""
-    return in_process(tmp_path_factory.mktemp("runs"), "personal", "method=fgpr", "num-server-rounds=1")
+    return in_process(tmp_path_factory, "method=fgpr")
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory):
+@pytest.fixture
+def broken(shared, tmp_path):
     """The folder of a run that could not be completed."""
-    parent = tmp_path_factory.mktemp("runs")
-    with pytest.raises(RunError):
-        in_process(parent, "broken", "device=cuda", "num-server-rounds=1")
-    return parent / "broken-failed-1"
-
-
-def one_line(text: str) -> str:
-    """Text without the line breaks of a narrow terminal."""
-    return " ".join(text.split())
+    (tmp_path / "broken").mkdir()
+    shutil.copy(shared / "config.toml", tmp_path / "broken")
+    return tmp_path / "broken"
 
 
 def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
-    status, out, _ = fedgp(
-        "run", "--sites", 3, "--output-dir", tmp_path, "--name", "mine", *TINY, "num-server-rounds=1"
-    )
+    words = ["--sites", 3, "--output-dir", tmp_path, "--name", "mine", *TINY, "num-server-rounds=1"]
+    status, out, _ = fedgp("run", *words)
     assert status == 0
     metrics = json.loads((tmp_path / "mine" / "metrics.json").read_text())
     assert (metrics["method"], metrics["sites"], metrics["rounds"]) == ("sgpr", 3, 1)
@@ -102,23 +97,19 @@ def test_tables_are_a_site_each(fedgp, tmp_path):
     assert (status, "two files have the same name" in err) == (2, True)
 
 
-def test_words_overrule_the_file_and_options_overrule_both(fedgp, tmp_path):
+def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('method = "fgpr"\nname = "a"\nnum-server-rounds = 1\n[model]\nkernel = "matern32"\nnoise = 0.3\n')
-    words = [*TINY, "model.noise=0.2", "name=b"]
-    assert fedgp("run", "--sites", 2, "--config", file, "--output-dir", tmp_path, "--name", "c", *words)[0] == 0
-    config = (tmp_path / "c" / "config.toml").read_text()
-    for line in ('method = "fgpr"', 'kernel = "matern32"', "noise = 0.2", 'name = "c"'):
-        assert line in config
+    file.write_text('method = "fgpr"\nname = "a"\n[model]\nkernel = "matern32"\nnoise = 0.3\n')
+    completed, _ = cli._completed(["model.noise=0.2", "name=b"], file, {"name": "c"}, 2)
+    expected = {"method": "fgpr", "name": "c", "model.kernel": "matern32", "model.noise": 0.2}
+    assert {key: completed[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         (["model.kernal=rbf"], 2, "unknown configuration key `model.kernal`; did you mean `model.kernel`"),
-        (["seed=one"], 2, "`seed` = 'one'"),
         (["seed"], 2, "`seed` is not of the form KEY=VALUE"),
-        (["method=gp"], 2, "`method` = 'gp' is not a method; allowed:"),
         (["--config", "/nowhere/run.toml"], 2, "there is no file /nowhere/run.toml"),
         (["dataset=nowhere"], 2, "`dataset` = 'nowhere' is not known. Built-ins: diabetes"),
         (["dataset=sine", "split=4"], 2, "`split` = 4"),
@@ -143,13 +134,8 @@ def test_what_cannot_be_run_is_said_in_a_line(fedgp, tmp_path, monkeypatch, word
 def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
     (tmp_path / "new.csv").write_text("note,x\na,0.5\nb,12\nc,40\n")
     code, out, _ = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv")
-    assert code == 0
-    assert "3 rows predicted" in out
-    with (tmp_path / "out.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
-    assert len(rows) == 3
-    assert list(rows[0]) == ["note", "mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
-    assert [row["note"] for row in rows] == ["a", "b", "c"]
+    assert (code, "3 rows predicted" in out) == (0, True)
+    assert pd.read_csv(tmp_path / "out.csv")["note"].tolist() == ["a", "b", "c"]
     code, _, err = fedgp("predict", shared, "--input", tmp_path / "no.csv", "--output", tmp_path / "out.csv")
     assert (code, "no such file" in err) == (2, True)
     code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "no" / "out.csv")
@@ -196,25 +182,20 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     schema["schema"]["target"]["name"] = "weight"
     (other / "posterior.json").write_text(json.dumps(schema))
     code, _, err = fedgp("compare", shared, other)
-    assert code == 1
-    assert "cannot be compared: their targets differ: " in one_line(err)
-    assert "`weight`" in err
+    assert (code, "cannot be compared: their targets differ: " in one_line(err), "`weight`" in err) == (1, True, True)
 
 
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
     (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
-    code, out, _ = fedgp("methods")
-    assert code == 0
+    out = fedgp("methods")[1]
     assert [name for name in METHODS if f"│ {name} " not in out] == []
-    code, out, _ = fedgp("datasets", "--data-dir", tmp_path)
-    assert code == 0
+    out = fedgp("datasets", "--data-dir", tmp_path)[1]
     assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []
 
 
 def test_a_partition_is_a_file_per_site_that_holds_every_row_once(fedgp, tmp_path):
     words = ["partition", "sine", "--sites", 3, "--output-dir", tmp_path / "sites", "test-fraction=0.25"]
-    code, out, _ = fedgp(*words)
-    assert code == 0
+    out = fedgp(*words)[1]
     paths = [tmp_path / "sites" / f"site-{k:02d}.csv" for k in range(3)]
     assert [Path(line) for line in out.split()] == paths
     files = [pd.read_csv(path) for path in (tmp_path / "sites").iterdir()]

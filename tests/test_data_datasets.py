@@ -186,6 +186,8 @@ def test_columns_are_chosen_by_configuration(tmp_path):
     frame.drop(columns="y").to_csv(tmp_path / "last.csv", index=False)
     last = table(str(tmp_path / "last.csv"), partitioner="natural", partition={"column": "city"})
     assert last.target == "b"  # the last column that is not the site's name
+    frame.rename(columns={"b": "column 1"}).to_csv(tmp_path / "named.csv", index=False)  # a name of another place
+    assert table(str(tmp_path / "named.csv")).features == ("a", "column 1", "city")
     with pytest.raises(DataError, match="`features` names the target `y`"):
         table(path, features="a,y")
     with pytest.raises(DataError, match=r"missing column `c`; the file has `a`, `y`, `b`, `city`"):

@@ -4,9 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedgp_flower.agreement import Agreement, agree
+from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data import partitioning
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
 from fedgp_flower.data.standardisation import Preparation
@@ -15,10 +14,6 @@ from fedgp_flower.errors import DataError
 
 def config(**keys) -> CoreConfig:
     return CoreConfig.model_validate(keys)
-
-
-def meeting(sites: list[RawSite], **keys) -> Agreement:
-    return agree({site.site: site.describe() for site in sites}, **keys)
 
 
 def stacked(sites: list[RawSite], part: str) -> pd.DataFrame:
@@ -83,8 +78,8 @@ def test_test_rows_of_groups_without_a_site_are_shared_out(tmp_path):
     assert set(sites[0].test["x"]) >= {0.0, 5.0, 10.0, 15.0, 20.0, 25.0}
 
 
-def preparation_of(sites: list[RawSite], **keys) -> Preparation:
-    found = meeting(sites, **keys)
+def preparation_of(sites: list[RawSite]) -> Preparation:
+    found = agree({site.site: site.describe() for site in sites})
     return Preparation.from_wire(found.arrays, found.schema)
 
 
@@ -111,24 +106,6 @@ def test_levels_that_occur_only_in_test_rows_are_counted(tmp_path):
     encoded = site.encode(preparation_of([site]))
     assert encoded.unknown_levels == 2
     assert encoded.x_test.ravel().tolist() == [-1.0, -1.0, 1.0, -1.0]
-
-
-def test_classes_of_all_sites_are_numbered_alike(monkeypatch):
-    monkeypatch.setattr(partitioning, "CLASSES_PER_SITE", 1)
-    flat = config(dataset="breast-cancer", model={"likelihood": "bernoulli"}, partitioner="pathological")
-    sites = load_all_sites(flat, 2)
-    preparation = preparation_of(sites, likelihood="bernoulli")
-    assert preparation.target.levels == ("benign", "malignant")
-    assert [set(site.encode(preparation).y) for site in sites] == [{0.0}, {1.0}]
-
-
-def test_a_real_site_that_misses_an_agreed_column_says_which(tmp_path):
-    for name, columns in (("a", "xyz"), ("b", "yz")):
-        frame = pd.DataFrame({c: np.arange(8.0) ** k for k, c in enumerate(columns, start=1)})
-        frame.to_csv(tmp_path / f"{name}.csv", index=False)
-    one, two = (load_site(config(target="z"), {"data-path": str(tmp_path / f"{n}.csv")}) for n in "ab")
-    with pytest.raises(DataError, match="missing column `x`"):
-        two.encode(preparation_of([one]))
 
 
 def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,15 +87,16 @@ def test_heads_are_those_of_the_pooled_process(problem, which):
                 centre_w, wide = model.sums(x[site == at], y[site == at]).personal(mean, covariance, share)
         assert float(totals.log_evidence(1 - share)) == pytest.approx(evidence, rel=1e-10)
         torch.testing.assert_close(centre_w @ features.T, centre, rtol=1e-8, atol=1e-8)
-        torch.testing.assert_close(
-            torch.einsum("nf,cfg,ng->cn", features, wide, features), spread, rtol=1e-8, atol=1e-8
-        )
+        found = torch.einsum("nf,cfg,ng->cn", features, wide, features)
+        torch.testing.assert_close(found, spread, rtol=1e-8, atol=1e-8)
 
 
 def test_the_evidence_of_one_site_is_the_same_for_all_shares_and_so_is_what_it_trains_on(problem):
     model, x, y, _ = problem
-    each = zip(SHARES, sums_of(summed(model, x, y, [torch.arange(N)])), strict=True)
-    values = [float(sums.log_evidence(1 - share)) for share, sums in each]
+    heads = summed(model, x, y, [torch.arange(N)])
+    assert heads.refusal(Described(N)) is None
+    assert "positive semi-definite" in str(replace(heads, precision=-heads.precision).refusal(Described(N)))
+    values = [float(own.log_evidence(1 - share)) for share, own in zip(SHARES, sums_of(heads), strict=True)]
     assert values == pytest.approx([float(model.sums(x, y).log_evidence(1.0).detach())] * 3, rel=1e-11)
 
 
@@ -125,18 +127,10 @@ def test_classes_are_observed_as_their_paper_says(problem):
 
 def test_probabilities_are_those_of_a_softmax_of_draws():
     mean, variance = torch.tensor([[0.3], [-1.0], [0.5]]).double(), torch.tensor([[0.5], [2.0], [0.1]]).double()
-    drawn = (
-        mean[:, 0] + variance[:, 0].sqrt() * torch.randn(200000, 3, generator=torch.Generator().manual_seed(0)).double()
-    )
+    normal = torch.randn(200000, 3, generator=torch.Generator().manual_seed(0)).double()
+    drawn = mean[:, 0] + variance[:, 0].sqrt() * normal
     found, _ = Classes(3, binary=False, draws=4000).predict(mean, variance)
     torch.testing.assert_close(found[0], drawn.softmax(1).mean(0), atol=0.02, rtol=0)
-
-
-def test_precision_of_no_rows_is_refused(problem):
-    model, x, y, _ = problem
-    heads = summed(model, x, y, [torch.arange(N)])
-    assert heads.refusal(Described(N)) is None
-    assert "positive semi-definite" in str(Heads(-heads.precision, heads.shift, heads.constant).refusal(Described(N)))
 
 
 def opposite_sites(rows: int = 60) -> pd.DataFrame:
@@ -176,15 +170,12 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
         assert np.abs(found[:, 0] - site["label"]).mean() < 0.4
 
 
-def test_images_are_square():
+def test_images_are_square_and_classes_are_not_standardised():
     options = Small.model_validate({"network": "convolutional", "classes": 2})
     model = DeepKernel(options, ModelSection(), 64)
     assert model.features(torch.zeros(3, 64).double()).shape == (3, 6)
     with pytest.raises(Exception, match="a row has 60 inputs"):
         DeepKernel(options, ModelSection(), 60)
-
-
-def test_classes_are_not_standardised():
     with pytest.raises(ConfigError, match="set `standardise` false"):
         parse_config({"method": "deep-kernel", "deep.classes": 3})
     with pytest.raises(ConfigError, match="learning-rate"):

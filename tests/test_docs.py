@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,12 +20,13 @@ import typer
 
 from fedgp_flower.cli import app
 from fedgp_flower.config import RunConfig
+from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
 from fedgp_flower.options import meanings
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
 from fedgp_flower.run.keys import reference
-from fedgp_flower.run.leaves import page as leaving
-from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
+from fedgp_flower.run.leaves import WORDS, answers
+from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, option_classes, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +43,8 @@ def page() -> str:
     chapters = {"Basic keys": [key for key in keys if key.basic]}
     further = [key for key in keys if not key.basic]
     chapters["Advanced keys of all methods"] = [key for key in further if key.name.split(".")[0] not in tables]
-    for table in tables:
-        chapters[f"`{table}.…`"] = [key for key in further if key.name.startswith(f"{table}.")]
+    for name in tables:
+        chapters[f"`{name}.…`"] = [key for key in further if key.name.startswith(f"{name}.")]
     lines = [PAGE.read_text(encoding="utf-8").split("\n## ")[0].split("\n| key")[0].rstrip()]
     for title, rows in chapters.items():
         cells = [f"| `{key.name}` | {key.default} | {key.allowed} | {key.meaning} |" for key in rows]
@@ -121,11 +123,10 @@ def test_documented_fedgp_commands_exist(words):
 
 def test_documented_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for words in named("make"):
-        plain = [word for word in words if "=" not in word]
-        assert set(plain) <= set(targets)
-        for arguments in (word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")):
-            parse_config(parse_assignments(shlex.split(arguments)))
+    words = [word for words in named("make") for word in words]
+    assert {word for word in words if "=" not in word} <= set(targets)
+    for arguments in (word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")):
+        parse_config(parse_assignments(shlex.split(arguments)))
 
 
 def test_documented_flwr_runs_name_keys_that_exist():
@@ -153,6 +154,42 @@ def test_files_that_documents_name_exist():
     tree = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1]
     known = {path.name for path in ROOT.glob("*/**/*.py")}
     assert sorted(set(re.findall(r"\w+\.py\b", tree)) - known) == []
+
+
+SIMULATED = "simulation only: "
+SIMULATION_KINDS = frozenset({"query.curve", "query.pooled", "query.predictions"})
+
+
+def leaving() -> list[str]:
+    """The table of ``docs/leaves.md``, a line for each message."""
+    methods: dict[tuple[str, Any], list[str]] = {}
+    for name in BUILT_IN:
+        for found in answers(name):
+            methods.setdefault(found, []).append(name)
+    lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
+    for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
+        said = "all" if len(names) == len(BUILT_IN) else ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| `{kind}` | {said} | {under_masks(kind, answer)} | {content_of(kind, answer)} |")
+    return lines
+
+
+def under_masks(kind: str, answer: Any) -> str:
+    if kind in {"query.keys", "query.describe"} or (answer is not None and is_public(answer)):
+        return "as it is"
+    return "total" if answer is not None and is_summand(answer) else "never"
+
+
+def content_of(kind: str, answer: Any) -> str:
+    if answer is None:
+        return WORDS[kind]
+    only = SIMULATED if kind in SIMULATION_KINDS else ""
+    if is_message(answer.__base__) and kind_of(answer.__base__):
+        return f"{only}what `{kind_of(answer.__base__)}` holds"
+    known = re.compile(r"\[\w+(, \w+)*\]")
+    fields = (
+        f"`{name}` {f'{shape} ' if known.fullmatch(shape) else ''}{words}" for name, shape, words in table(answer)
+    )
+    return only + "; ".join(fields).replace("|", "\\|")
 
 
 def leaves() -> str:

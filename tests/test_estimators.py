@@ -27,19 +27,15 @@ def fitted():
     return fg.FederatedGPRegressor(num_rounds=4, options=FEW).fit(x, y, groups=np.arange(60) % 3)
 
 
-def test_it_predicts_in_units_of_the_target(fitted):
-    x, y = rows()
-    mean, sd = fitted.predict(x, return_std=True)
-    assert fitted.score(x, y) > 0.9
-    assert np.mean(np.abs(y - mean) < 2 * sd) > 0.85
-    assert sd.min() > 0.5
-
-
-def test_the_posterior_does_not_depend_on_the_sites(fitted):
+def test_it_predicts_in_units_of_the_target_whatever_the_sites(fitted):
     x, y = rows()
     exact = clone(fitted).set_params(options={"model.num-inducing": 8, "method": "sgpr"})
     three, one = (clone(exact).fit(x, y, groups=groups) for groups in (np.arange(60) % 3, np.zeros(60)))
     np.testing.assert_allclose(one.predict(x), three.predict(x), rtol=1e-2)  # inducing points start elsewhere
+    mean, sd = fitted.predict(x, return_std=True)
+    assert fitted.score(x, y) > 0.9
+    assert np.mean(np.abs(y - mean) < 2 * sd) > 0.85
+    assert sd.min() > 0.5
 
 
 def test_classes_keep_their_names():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,12 +29,7 @@ from scipy.stats import kstest
 
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
-from fedgp_flower.gp.sums import (
-    INPUT_EDGES,
-    collapsed_bound,
-    exact_posterior,
-    input_shape,
-)
+from fedgp_flower.gp.sums import INPUT_EDGES, collapsed_bound, exact_posterior, input_shape
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.options import ModelSection
@@ -41,6 +38,7 @@ from strategies.pooled_bound import noise_of
 from strategies.server.session import Contract
 from strategies.server.shapes import copula_points
 
+SGD = {"method": "fsgp", "optimizer__name": "sgd", "optimizer__steps": 1}
 PARAMETERS = "state.parameters."
 """Prefix in a checkpoint."""
 
@@ -52,14 +50,7 @@ def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
 
 def test_one_site_and_one_step_is_a_plain_gradient_step() -> None:
     """w + η dF/dw with F Titsias' bound per row, differentiated here by autograd of the textbook formula."""
-    flat = configured(
-        method="fsgp",
-        optimizer__name="sgd",
-        optimizer__steps=1,
-        optimizer__learning_rate=0.03,
-        num_server_rounds=1,
-        min_sites=1,
-    )
+    flat = configured(**SGD, optimizer__learning_rate=0.03, num_server_rounds=1, min_sites=1)
     grid = FaultyGrid(flat, 1)
     before, strategy = start_of(flat, 1), run(grid)
     x, y = rows_of(grid, strategy, "0")
@@ -114,9 +105,7 @@ def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
 
 
 def test_the_learning_rate_decays_by_rounds() -> None:
-    flat = configured(
-        method="fsgp", optimizer__name="sgd", optimizer__steps=1, optimizer__decay=0.5, num_server_rounds=2
-    )
+    flat = configured(**SGD, optimizer__decay=0.5, num_server_rounds=2)
     snapshots = Recorder()
     strategy = run(FaultyGrid(flat, 2), snapshots)
     again = run(FaultyGrid(flat | {"num-server-rounds": 1, "optimizer.learning-rate": 0.05}, 2))
@@ -187,15 +176,23 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     lie = stated(eye - 1.5 * np.outer(direction, direction))
     assert lie.refusal(Described(10, added=True)) is None
     assert lie.refusal(Described(10)) is not None
-    contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(("honest", "liar"), Described(10)), {}, added=True)
+
+    def refused(answers: dict[str, SparseStatistics]) -> dict[str, str]:
+        contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(answers, Described(10)), {}, added=True)
+        replies: list[Any] = [SimpleNamespace(site=site) for site in answers]
+        contract.seen.update({id(reply): (reply, answers[reply.site]) for reply in replies})
+        found: dict[str, str] = {}
+        with mock.patch("strategies.server.session.claimed_site", lambda reply: reply.site):
+            contract.settled(replies, found.__setitem__)
+        return found
+
     for gram, projection in ((0.4, 0.0), (0.6, 0.7)):  # totals without positive eigenvalues, and with a b too large
         honest = stated(gram * eye, projection * direction)
         assert honest.refusal(Described(10)) is None
-        found = contract.refused({"honest": honest, "liar": lie}, add([honest, lie]))
-        assert found == {"liar": "`gram` is not a Gram matrix"}
+        assert refused({"honest": honest, "liar": lie}) == {"liar": "`gram` is not a Gram matrix"}
     honest = stated(0.6 * eye, 0.4 * direction)
     total = add([honest, lie])
-    assert contract.refused({"honest": honest, "liar": lie}, total) == {}
+    assert refused({"honest": honest, "liar": lie}) == {}
     posterior = exact_posterior(total, noise)
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
@@ -209,15 +206,10 @@ def correlated(rows: int) -> np.ndarray:
     return (columns - columns.mean(axis=0)) / columns.std(axis=0)
 
 
-def copula(x: np.ndarray, count: int, parts: int = 1, seed: int = 0) -> np.ndarray:
-    shapes = [input_shape(part) for part in np.array_split(x, parts)]
-    histogram, products = (sum(shape[f"input.{name}"] for shape in shapes) for name in ("histogram", "products"))
-    return copula_points(count, histogram, products, np.random.default_rng(seed))
-
-
 def test_copula_points_follow_marginals_and_correlations() -> None:
     x = correlated(4000)
-    z = copula(x, 512)
+    shape = input_shape(x)
+    z = copula_points(512, shape["input.histogram"], shape["input.products"], np.random.default_rng(0))
     width = INPUT_EDGES[1] - INPUT_EDGES[0]
     for column in (0, 2):  # a histogram knows a distribution up to the width of its bins
         assert kstest(z[:, column], x[:, column]).statistic < 0.5 * width

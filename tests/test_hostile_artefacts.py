@@ -27,24 +27,7 @@ from fedgp_flower.run.registry import parse_config
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 FLAT = TINY | {"num-server-rounds": 2, "keep-predictions": True}
 KINDS = (".json", ".toml", ".safetensors", ".csv")
-ODD = (
-    None,
-    True,
-    -1,
-    0,
-    10**30,
-    -0.5,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 300,
-    "../..",
-    [],
-    {},
-    [[1]],
-    {"a": {}},
-)
+ODD = (None, True, -1, 0, 10**30, -0.5, 1e308, np.nan, np.inf, "", "x" * 300, "../..", [], {}, [[1]], {"a": {}})
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +35,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]
     """A run, and what it predicts."""
     folder = tmp_path_factory.mktemp("clean")
     run = run_in_process(FLAT | {"output-dir": str(folder), "name": "run"}, sites=2)
-    columns = [column["name"] for column in json.loads((run / "posterior.json").read_text())["schema"]["features"]]
-    pd.DataFrame({name: [0.5, -1.0] for name in columns}).to_csv(folder / "new.csv", index=False)
+    (folder / "new.csv").write_text("x\n0.5\n-1.0\n")
     return run, asked(run)
 
 
@@ -61,9 +43,8 @@ def asked(run: Path) -> pd.DataFrame:
     """What the run predicts at two new rows."""
     output = run.parent / "out.csv"
     output.unlink(missing_ok=True)
-    cli.app(
-        ["predict", str(run), "--input", str(run.parent / "new.csv"), "--output", str(output)], standalone_mode=False
-    )
+    words = ["predict", str(run), "--input", str(run.parent / "new.csv"), "--output", str(output)]
+    cli.app(words, standalone_mode=False)
     return pd.read_csv(output)
 
 
@@ -126,7 +107,8 @@ def trial(clean: tuple[Path, pd.DataFrame], folder: Path, draw: Callable[[Any], 
         RunFolder(run, parse_config(FLAT).digest()).seal()
     found = answer(lambda: asked(run))
     if isinstance(found, FedGPError):
-        assert status(found) == 2 or name in {"metrics.json", "config.toml", "posterior.json"}
+        damaged = isinstance(found, DamagedError) or not isinstance(found, RunError)  # status 2
+        assert damaged or name in {"metrics.json", "config.toml", "posterior.json"}
     else:
         assert np.isfinite(found.to_numpy()).all()
         if sealed:
@@ -136,11 +118,6 @@ def trial(clean: tuple[Path, pd.DataFrame], folder: Path, draw: Callable[[Any], 
     if name.startswith("checkpoint") or name in {"history.csv", "config.toml"}:
         resumed = answer(lambda: resume(run))
         assert isinstance(resumed, FedGPError) or resumed is None or resumed.facts["round"] == 2
-
-
-def status(error: FedGPError) -> int:
-    """The exit status of a command that ends with an error."""
-    return 1 if isinstance(error, RunError) and not isinstance(error, DamagedError) else 2
 
 
 def answer(call: Callable[[], Any]) -> Any:
@@ -171,9 +148,7 @@ def test_a_tampered_run_is_refused_with_words(
     trial(clean, tmp_path / "trial", data.draw)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("inducing.mean", np.nan), ("target.scale", -1.0), ("likelihood.noise", 0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("inducing.mean", np.nan), ("likelihood.noise", 0)])
 def test_a_posterior_that_cannot_be_has_status_2(
     clean: tuple[Path, pd.DataFrame], tmp_path: Path, name: str, value: float, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -45,8 +45,8 @@ def rows(n: int = 6, d: int = 2) -> torch.Tensor:
     return torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_a_kernel_of_another_package_is_part_of_expressions(toy: Path):
-    del toy
+@pytest.mark.usefixtures("toy")
+def test_a_kernel_of_another_package_is_part_of_expressions():
     assert {"rational_quadratic", "rbf"} <= set(kernel_names())
     kernel = build_kernel(ModelSection(kernel="rational_quadratic + linear", lengthscale=1.5, outputscale=2.0), 2)
     theirs = gpytorch.kernels.RQKernel(ard_num_dims=2).double()
@@ -56,16 +56,18 @@ def test_a_kernel_of_another_package_is_part_of_expressions(toy: Path):
     torch.testing.assert_close(kernel(x).to_dense(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_name_that_is_no_kernel_is_refused(toy: Path):
-    """A dash would be a minus."""
-    del toy
+@pytest.mark.usefixtures("toy")
+def test_what_is_no_kernel_is_refused():
+    """A dash would be a minus; a parameter may be bounded by zero alone."""
     assert "with-dash" not in kernel_names()
     with pytest.raises(ValidationError, match=r"expected a sum or product of .*rational_quadratic; example"):
         ModelSection(kernel="with-dash")
+    with pytest.raises(ConfigError, match=r"bounded.*raw_lengthscale"):
+        build_kernel(ModelSection(kernel="bounded"), 2)
 
 
-def test_such_a_kernel_is_batched_over_its_hyperparameters(toy: Path):
-    del toy
+@pytest.mark.usefixtures("toy")
+def test_such_a_kernel_is_batched_over_its_hyperparameters():
     model, x = SparseGP(ModelSection(kernel="rational_quadratic"), rows()), rows(5)
     assert set(model.wire_parameters()) >= {"kernel.log_alpha", "kernel.log_lengthscale"}
     batched = BatchedKernel(model.kernel)
@@ -73,12 +75,6 @@ def test_such_a_kernel_is_batched_over_its_hyperparameters(toy: Path):
     matrices = batched.matrix(hyper, x.expand(2, 5, 2), x)
     for s in range(2):
         torch.testing.assert_close(matrices[s], batched.at(hyper[s])(x).to_dense(), rtol=1e-12, atol=1e-12)
-
-
-def test_a_parameter_that_is_bounded_otherwise_is_refused(toy: Path):
-    del toy
-    with pytest.raises(ConfigError, match=r"bounded.*raw_lengthscale"):
-        build_kernel(ModelSection(kernel="bounded"), 2)
 
 
 def test_a_season_that_drifts():

@@ -115,17 +115,6 @@ def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> N
     sweep(method, tmp_path, 10**6, after)
 
 
-@pytest.mark.parametrize(
-    ("method", "phase"),
-    [("fedmgp", "train"), ("pvi", "train")],
-)
-def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str, phase: str) -> None:
-    flat = keys(method) | REPEAT
-    rough = run(FaultyGrid(flat, 2, Fault("1", lost, (phase,), range(2, 3), times=1)))
-    assert len(rough.network.failures) == 1
-    require_same(rough, run(FaultyGrid(keys(method), 2)))
-
-
 class OutageGrid(FaultyGrid):
     """The way to a site is cut for ``seconds``: it is not listed, and what it is asked fails at once."""
 
@@ -147,12 +136,10 @@ class OutageGrid(FaultyGrid):
         return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
 
 
-@pytest.mark.parametrize("method", ["sgpr", "fedmgp"])
-def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
-    grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)
-    rough = run(grid)
+def test_a_round_is_repeated_when_the_site_is_there_again() -> None:
+    rough = run(OutageGrid(keys("fedmgp") | REPEAT, seconds=4.0))
     assert [failure.site for failure in rough.network.failures] == ["1"]
-    require_same(rough, run(FaultyGrid(keys(method), 2)))
+    require_same(rough, run(FaultyGrid(keys("fedmgp"), 2)))
 
 
 def test_a_site_that_stays_away_ends_the_repetition() -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from fedgp_flower.run.registry import BUILT_IN
-from fedgp_flower.run.summary import BASELINES
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "flwr", "pandas", "matplotlib", "gpytorch", "sklearn", "scipy", "ray", "jinja2", "pyarrow")
@@ -33,20 +32,13 @@ def loaded(code: str) -> set[str]:
     return set(done.stdout.split("MODULES")[1].split())
 
 
-def importing(*modules: str) -> set[str]:
-    return loaded(f"import {', '.join(modules)}")
-
-
 def modules_of(*folders: str) -> list[str]:
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
 
 
-METHOD_MODULES = modules_of("fedgp_flower/methods")
 CLOSURES = {
     "the command line, before a command runs": (["fedgp_flower.cli"], (*HEAVY, "numpy", "pydantic", "rich")),
-    "the package": (["fedgp_flower"], (*HEAVY, "numpy", "pydantic")),
-    "configuration and registry": (["fedgp_flower.config", "fedgp_flower.run.registry"], (*HEAVY, "numpy")),
     "options": (sorted({method.options.partition(":")[0] for method in BUILT_IN.values()}), (*HEAVY, "numpy")),
     "strategies": (modules_of("strategies"), ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2")),
     "the ServerApp": (
@@ -68,19 +60,7 @@ CLOSURES = {
 def test_a_layer_loads_none_of_what_it_does_without(layer):
     modules, without = CLOSURES[layer]
     assert modules
-    assert sorted(importing(*modules) & set(without)) == []
-
-
-def test_a_site_loads_the_options_of_its_method_alone():
-    code = "from fedgp_flower.run.registry import parse_config; parse_config({'sgpr.exchanges': 9, 'seed': 3})"
-    options = {name for name in loaded(code) if name.startswith("fedgp_flower.methods.") and name.endswith(".options")}
-    assert options == {"fedgp_flower.methods.sgpr.options"}
-
-
-def test_help_loads_neither_torch_nor_flower():
-    start = "import sys; sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\n"
-    code = f"{start}try: main()\nexcept SystemExit: pass"
-    assert sorted(loaded(code) & {*HEAVY, "numpy", "pydantic"}) == []
+    assert sorted(loaded(f"import {', '.join(modules)}") & set(without)) == []
 
 
 WATCHED = """
@@ -95,6 +75,17 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 """Fails where GPyTorch is first imported by way of a module inside it, whose lock is then held already."""
+
+
+def test_a_site_and_help_load_what_they_need_alone():
+    code = "from fedgp_flower.run.registry import parse_config; parse_config({'sgpr.exchanges': 9, 'seed': 3})"
+    found = loaded(code)
+    assert sorted(found & {*HEAVY, "numpy"}) == []
+    options = {name for name in found if name.startswith("fedgp_flower.methods.") and name.endswith(".options")}
+    assert options == {"fedgp_flower.methods.sgpr.options"}
+    start = "import sys; sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\n"
+    code = f"{start}try: main()\nexcept SystemExit: pass"
+    assert sorted(loaded(code) & {*HEAVY, "numpy", "pydantic"}) == []
 
 
 @pytest.mark.parametrize(
@@ -210,7 +201,7 @@ def test_no_method_reaches_into_another():
     assert {pair for pair in pairs if all(pair) and pair[0] != pair[1]} <= BUILT_ON
 
 
-EVERYWHERE = ["fedgp_flower/run", "fedgp_flower/clients", "fedgp_flower/data", "fedgp_flower/gp", "fedgp_flower/cli.py"]
+EVERYWHERE = ["fedgp_flower/run", "fedgp_flower/clients", "fedgp_flower/data", "fedgp_flower/gp"]
 MAY_NAME = {
     "fedgp_flower/run/registry.py",  # the table of methods
     "fedgp_flower/gp/optimisers.py",  # an error whose remedy is one method's key
@@ -219,17 +210,12 @@ MAY_NAME = {
 
 def test_only_the_registry_names_a_method():
     """The names of baselines are those of arms in every report, too."""
-    names = "|".join(sorted(map(re.escape, BUILT_IN.keys() - set(BASELINES)), key=len, reverse=True))
+    names = "|".join(sorted(map(re.escape, BUILT_IN.keys() - {"local-only", "pooled"}), key=len, reverse=True))
     pattern = re.compile(rf"(?<![\w-])(?:{names})(?![\w-])")
-    files = [
-        path
-        for place in EVERYWHERE
-        for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))
-    ]
+    modules = [file_of(module) for module in modules_of(*EVERYWHERE)]
     lines = {
-        f"{path.relative_to(ROOT)}:{number}": line.strip()
-        for path in files
-        if str(path.relative_to(ROOT)) not in MAY_NAME
+        f"{path}:{number}": line.strip()
+        for path in {*modules, ROOT / "fedgp_flower/cli.py"} - {ROOT / name for name in MAY_NAME}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if pattern.search(line)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from faults import FaultyGrid, configured, csv_nodes, no_waiting
 
 from fedgp_flower import server_app
-from fedgp_flower.agreement import Agreement, SiteDescription, agree
+from fedgp_flower.agreement import Agreement, agree
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
@@ -48,10 +49,7 @@ def real_sites(folder: Path, missing: str, cuts: list[int]) -> list[RawSite]:
 
 
 def agreed(sites: list[RawSite], missing: str) -> Agreement:
-    described = [site.describe() for site in sites]
-    return agree(
-        {str(k): SiteDescription(d.arrays, d.schema, d.num_examples) for k, d in enumerate(described)}, missing=missing
-    )
+    return agree({str(k): site.describe() for k, site in enumerate(sites)}, missing=missing)
 
 
 def encoded(sites: list[RawSite], missing: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -97,9 +95,8 @@ def test_a_site_that_counts_more_missing_cells_than_rows_is_refused(tmp_path: Pa
     sites = real_sites(tmp_path, "impute", [30, 61])
     described = {str(k): site.describe() for k, site in enumerate(sites)}
     wrong = {**described["1"].arrays, "features.missing": np.array([400, 0])}
-    parts = {k: SiteDescription(entry.arrays, entry.schema, entry.num_examples) for k, entry in described.items()}
-    parts["1"] = SiteDescription(wrong, described["1"].schema, described["1"].num_examples)
-    assert "counts more than the" in agree(parts, missing="impute").refused["1"]
+    described["1"] = replace(described["1"], arrays=wrong)
+    assert "counts more than the" in agree(described, missing="impute").refused["1"]
 
 
 # From a run to new rows.

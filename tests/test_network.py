@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, configured, crashed, each, lost, no_waiting, numbers, texts
-from flwr.app import Array, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
-from strategies.server.network import Answer, Network
+from strategies.server.network import ANYTHING, Answer, Network, answers
 from strategies.server.scoring import scores_refusal, usable_scores
 
 DESCRIBE = "query.describe"
@@ -27,11 +27,17 @@ def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
     return grid, net
 
 
-def ask(net: Network, *, retries: int = 0) -> list[str]:
-    """Describe again, as a round of one exchange; the sites that were heard."""
-    net.forgive()
+def asked(net: Network, *, retries: int = 0) -> list[str]:
+    """Describe again; the sites that were heard."""
+    messages = [net.message(site, DESCRIBE, ArrayRecord(), {}) for site in net.sites()]
     with no_waiting():
-        return list(net.ask(DESCRIBE, {}, retries=retries))
+        return list(answers(net.exchange(messages, ANYTHING, retries=retries)))
+
+
+def ask(net: Network, *, retries: int = 0) -> list[str]:
+    """The same as a round of one exchange."""
+    net.forgive()
+    return asked(net, retries=retries)
 
 
 def spoil(reply: Message) -> Message:
@@ -116,9 +122,8 @@ def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first: str) -> Non
     for expected in (1, 2, 3):
         net.forgive()
         grid.faults = [Fault("1", lost, times=1)] if first == "failure" else []
-        with no_waiting():
-            net.ask(DESCRIBE, {})
-            net.ask(DESCRIBE, {})
+        asked(net)
+        asked(net)
         if first == "answer":
             net.fail("1", "a lie")
         assert net.streak["1"] == expected
@@ -133,26 +138,6 @@ def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> 
     assert net.nodes["1"] == first
     assert [(f.site, "two machines" in f.reason) for f in net.failures] == [("1", True)]
     assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first
-
-
-@pytest.mark.parametrize("ghost", [False, True])
-def test_a_restarted_site_is_recognised_even_while_its_old_node_is_still_listed(ghost: bool) -> None:
-    grid, net = met()
-    old = net.nodes["1"]
-    grid.restart("1", ghost=ghost)
-    with no_waiting():
-        assert list(net.introduce(DESCRIBE)) == ["1"]
-    assert net.nodes["1"] not in {old, net.nodes["0"], net.nodes["2"]}
-    assert net.failures == []
-    assert ask(net) == ["0", "1", "2"]
-
-
-def test_a_first_reply_that_gets_lost_is_asked_for_again() -> None:
-    grid = FaultyGrid(configured(), 2, Fault("1", lost, times=1))
-    net = network(grid)
-    with no_waiting():
-        assert list(net.introduce(DESCRIBE)) == ["0", "1"]
-    assert net.failures == []
 
 
 def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:

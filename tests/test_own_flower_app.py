@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -14,22 +13,13 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 APP = Path(__file__).resolve().parents[1] / "examples" / "own_flower_app"
 
 
-def module(name: str) -> Any:
-    """A module of the example, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"own_flower_app_{name}", APP / f"{name}.py")
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 def test_it_runs_in_one_process_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It prints a figure after each round, and the arrays of the result."""
     monkeypatch.chdir(tmp_path)
-    grid = InProcessGrid(module("client_app").app, {}, simulated_nodes(2))
-    module("server_app").main(grid, Context(1, 1, {}, RecordDict(), {"num-rounds": 2, "sites": 2}))
+    grid = InProcessGrid(runpy.run_path(f"{APP}/client_app.py")["app"], {}, simulated_nodes(2))
+    runpy.run_path(f"{APP}/server_app.py")["main"](grid, Context(1, 1, {}, RecordDict(), {"num-rounds": 2, "sites": 2}))
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if "RMSE" in line]
     assert (len(lines), "round 2: RMSE 0." in lines[-1]) == (2, True)

@@ -79,8 +79,9 @@ def test_its_figures_are_those_of_all_rows_in_one_place(run):
 
 
 def test_it_is_evaluated_saved_and_predicts_what_its_sites_predicted(run):
-    read = load_run(run)
-    assert read.metrics.method == "toy"
+    read, page = load_run(run), (run / "report.html").read_text()
+    assert "Weights of the toy" in page
+    assert re.search(r"<td>weights</td><td>11</td>", page)
     assert 40 < read.metrics.test["rmse"] < 70
     rows = pd.read_csv(run / "predictions.csv", dtype={"site": str})
     for site in load_all_sites(parse_config(read.config), SITES):
@@ -89,21 +90,10 @@ def test_it_is_evaluated_saved_and_predicts_what_its_sites_predicted(run):
         np.testing.assert_allclose(again["sd"], before["sd"], rtol=1e-10)
 
 
-def test_its_section_is_in_the_report(run):
-    page = (run / "report.html").read_text()
-    assert "Weights of the toy" in page
-    assert re.search(r"<td>weights</td><td>11</td>", page)
-
-
-def test_it_goes_on_where_it_was(run, tmp_path):
-    run_in_process(keys(tmp_path, "toy.noise=0.7", "num-server-rounds=2"), SITES)
-    resumed = run_in_process(keys(tmp_path, "toy.noise=0.7", "resume=true"), SITES)
-    assert load_run(resumed).metrics.test == load_run(run).metrics.test
-
-
-def test_flower_carries_its_keys_in_the_free_form_key(run, tmp_path):
+def test_it_goes_on_where_it_was_with_its_keys_in_the_free_form_one(run, tmp_path):
     """Flower refuses keys that pyproject.toml does not list."""
-    flat = for_flower(keys(tmp_path, "toy.noise=0.7"))
+    run_in_process(keys(tmp_path, "toy.noise=0.7", "num-server-rounds=2"), SITES)
+    flat = for_flower(keys(tmp_path, "toy.noise=0.7", "resume=true"))
     assert flat.keys() <= default_config().keys()
     assert flat["extra"] == "toy.noise=0.7"
     assert load_run(run_in_process(flat, SITES)).metrics.test == load_run(run).metrics.test
@@ -120,6 +110,8 @@ def test_commands_know_it_in_a_process_of_its_own(run, tmp_path):
     """Nothing but the package on the path."""
     code = """
 from fedgp_flower.cli import main
+from fedgp_flower.run import figures
+figures.DPI = 30
 for words in WORDS:
     try:
         main(words)
@@ -130,16 +122,14 @@ for words in WORDS:
     load_all_sites(parse_config(load_run(run).config), SITES)[0].test.to_csv(table, index=False)
     words = [["methods"], ["compare", str(run), str(run)], ["report", str(run)]]
     words += [["predict", str(run), "--input", str(table), "--output", str(tmp_path / "out.csv")]]
-    model = [
-        "method=sfvi",
-        "sfvi.learning-rate=0.3",
-        "sfvi.model=toy-linear",
-        "sfvi.toy-noise=0.5",
-        "sfvi.structure=full",
-        "name=model",
+    model = ["method=sfvi", "sfvi.learning-rate=0.3", "sfvi.model=toy-linear", "sfvi.toy-noise=0.5", "name=model"]
+    model += ["sfvi.structure=full", "dataset=diabetes", "features=age,bmi,bp", "num-server-rounds=60"]
+    model += [
+        f"output-dir={tmp_path}",
+        "baselines.linear=false",
+        "baselines.local-only=false",
+        "baselines.pooled=false",
     ]
-    model += ["dataset=diabetes", "features=age,bmi,bp", "num-server-rounds=60", f"output-dir={tmp_path}"]
-    model += ["baselines.linear=false", "baselines.local-only=false", "baselines.pooled=false"]
     words += [["run", "--sites", str(SITES), *model]]
     words += [["predict", str(tmp_path / "model"), "--input", str(table), "--output", str(tmp_path / "model.csv")]]
     path = os.pathsep.join([str(PACKAGE), str(ROOT)])
@@ -199,16 +189,13 @@ def test_a_key_with_two_meanings_is_refused():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (EntryPoint("fsgp", "toy_method:METHOD", registry.GROUP), "another method has that name"),
-        (EntryPoint("gone", "no_such_package:METHOD", registry.GROUP), "cannot be loaded: ModuleNotFoundError"),
-        (
-            EntryPoint("odd", "toy_method:__doc__", registry.GROUP),
-            "expected a `fedgp_flower.run.registry.Method`, got str",
-        ),
+        (("fsgp", "toy_method:METHOD"), "another method has that name"),
+        (("gone", "no_such_package:METHOD"), "cannot be loaded: ModuleNotFoundError"),
+        (("odd", "toy_method:__doc__"), "expected a `fedgp_flower.run.registry.Method`, got str"),
     ],
 )
 def test_a_package_that_brings_no_usable_row_is_named(monkeypatch, entry, message):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint(*entry, group)])
     with pytest.raises(ConfigError, match=re.escape(message)):
         list(registry.Registry())
 

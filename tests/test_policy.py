@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from faults import FaultyGrid, configured, csv_nodes, run, waves
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from violations import METHODS, NO_STATISTICS, VIOLATIONS, Transcript, refusal, require_others, violated
+from violations import METHODS, NO_STATISTICS, VIOLATIONS, refusal, require_others, violated
 
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import RawSite
@@ -104,10 +104,10 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
     nodes = csv_nodes(tmp_path, {str(seed): hospital(seed, **columns) for seed in range(2)}, "")
     for node in nodes:
         node["state-dir"] = str(tmp_path / "state" / node["site"])
-    grids: list[Transcript] = []
+    grids: list[FaultyGrid] = []
 
     def kept(app, flat, entry):
-        grids.append(Transcript(flat, entry))
+        grids.append(FaultyGrid(flat, entry))
         return grids[-1]
 
     monkeypatch.setattr("fedgp_flower.run.in_process.InProcessGrid", kept)

@@ -11,7 +11,6 @@ from faults import Fault, FaultyGrid, arrays, blamed, configured, csv_nodes, los
 from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
-from test_secure_totals import Transcript
 
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
@@ -25,14 +24,8 @@ from strategies.private_sgpr import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
-PRIVATE = {
-    "method": "sgpr-private",
-    "privacy__epsilon": 1.0,
-    "privacy__ranges": RANGES,
-    "num_server_rounds": 9,
-    "evaluate_every": 1,
-    **BARE,
-}
+PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES, **BARE}
+PRIVATE |= {"num_server_rounds": 9, "evaluate_every": 1}
 SIZE = 6
 VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1)}
 
@@ -41,6 +34,12 @@ def sums_of(a: np.ndarray, y: np.ndarray) -> SparseSums:
     """Of rows with whitened projections a [N, M]."""
     values = (a.T @ a, a.T @ y, y @ y, np.array(float(len(y))), np.array(float(len(y))))
     return SparseSums(*map(np.asarray, values))
+
+
+def rows_of(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Whitened projections of unit length [N, M]."""
+    a = rng.standard_normal((count, SIZE))
+    return a / np.linalg.norm(a, axis=1, keepdims=True)
 
 
 def apart(row: np.ndarray, amplitude: float) -> float:
@@ -56,10 +55,8 @@ def apart(row: np.ndarray, amplitude: float) -> float:
 @pytest.mark.parametrize("amplitude", [1.0, 0.3])
 def test_the_worst_neighbour_is_as_far_as_promised_and_no_farther(amplitude):
     rng = np.random.default_rng(0)
-    found = [
-        -minimize(lambda row: -apart(row, amplitude), rng.standard_normal(2 * 3), method="Nelder-Mead").fun
-        for _ in range(5)
-    ]
+    starts = rng.standard_normal((5, 2 * 3))
+    found = [-minimize(lambda row: -apart(row, amplitude), own, method="Nelder-Mead").fun for own in starts]
     assert max(found) == pytest.approx(SENSITIVITY, rel=1e-4)
     assert max(found) <= SENSITIVITY * (1 + 1e-9)
 
@@ -131,8 +128,7 @@ def test_the_accountant_against_quadrature_and_itself():
 
 def test_sums_without_noise_come_back_and_noise_alone_says_nothing():
     rng = np.random.default_rng(2)
-    a = rng.standard_normal((400, SIZE))
-    a /= np.linalg.norm(a, axis=1, keepdims=True)
+    a = rows_of(400, rng)
     exact = sums_of(a, y := a @ rng.standard_normal(SIZE))
     back, left_out = cleaned(disturbed(exact, 1.0, 1e-9, rng), 400, 1.0, 1e-9)
     assert left_out == 0
@@ -141,12 +137,6 @@ def test_sums_without_noise_come_back_and_noise_alone_says_nothing():
     assert float(back.target_squares) == pytest.approx(float(y @ y), rel=1e-5)
     _, left_out = cleaned(disturbed(exact, 1.0, 1e4, rng), 400, 1.0, 1e4)
     assert left_out >= SIZE - 1
-
-
-def rows_of(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Whitened projections of unit length [N, M]."""
-    a = rng.standard_normal((count, SIZE))
-    return a / np.linalg.norm(a, axis=1, keepdims=True)
 
 
 def test_what_is_predicted_from_a_noisy_release_is_as_far_off_as_it_says():
@@ -167,18 +157,8 @@ def test_what_is_predicted_from_a_noisy_release_is_as_far_off_as_it_says():
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "masked"])
 def private(request):
-    grid = Transcript(configured(**PRIVATE, privacy__secure_aggregation=request.param), 4)
+    grid = FaultyGrid(configured(**PRIVATE, privacy__secure_aggregation=request.param), 4)
     return run(grid), grid
-
-
-def test_a_run_spends_what_it_says(private):
-    strategy, grid = private
-    spent = strategy.outcome.metrics["method_details"]["differential_privacy"]
-    assert (spent["releases"], spent["delta"]) == (1, 1e-5)
-    assert spent["epsilon"] == pytest.approx(1.0)
-    assert len(grid.of("query.private", "0")) == 1
-    assert any("ε = 1 at δ = 1e-05" in line for line in strategy.outcome.metrics["warnings"])
-    assert math.isfinite(strategy.outcome.metrics["test"]["nll"])
 
 
 def test_one_entry_without_measure_is_its_sites_failure():
@@ -203,9 +183,15 @@ def test_sites_of_one_row_and_of_many_are_no_outliers():
         assert PrivateSums.outliers(told, rows) == {}
 
 
-def test_nothing_else_of_training_rows_leaves(private):
+def test_a_run_spends_what_it_says_and_nothing_else_of_training_rows_leaves(private):
     """Descriptions follow from the ranges alone; every other message is a noisy sum, a key, or about held-out rows."""
     strategy, grid = private
+    metrics = strategy.outcome.metrics
+    spent = metrics["method_details"]["differential_privacy"]
+    assert (spent["releases"], spent["delta"], len(grid.of("query.private", "0"))) == (1, 1e-5, 1)
+    assert spent["epsilon"] == pytest.approx(1.0)
+    assert any("ε = 1 at δ = 1e-05" in line for line in metrics["warnings"])
+    assert math.isfinite(metrics["test"]["nll"])
     kinds = {kind for _, kind, _ in grid.replies}
     assert kinds <= {"query.describe", "query.keys", "query.private", "evaluate", "query.score_sums"}
     for _, kind, reply in grid.replies if strategy.masking else ():
@@ -236,7 +222,7 @@ def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
         node["state-dir"] = str(tmp_path / node["site"])
     ranges = json.dumps({"x1": [-2.0, 2.0], "y": [-3.0, 3.0]})
     keys = configured(**PRIVATE | {"privacy__ranges": ranges, "round__incomplete": "repeat"})
-    grid = Transcript(keys, nodes, Fault("b", lost, ("query.private",), times=1))
+    grid = FaultyGrid(keys, nodes, Fault("b", lost, ("query.private",), times=1))
     strategy = run(grid)
     assert [failure.site for failure in strategy.network.failures] == ["b"]
     for site in "ac":

@@ -13,8 +13,8 @@ from test_pvi import SITES, quick
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.pvi.messages import NaturalParameters, PseudoPoints
-from fedgp_flower.methods.pvi.state import Contribution
-from strategies.pvi import factor_strengths, forget_site, state_of
+from fedgp_flower.methods.pvi.state import Contribution, factor_strengths
+from strategies.pvi import forget_site, state_of
 from strategies.pvi_updates import PVIState
 
 ADAM = {"pvi__local_update": "adam", "pvi__steps": 2}

@@ -20,7 +20,7 @@ from fedgp_flower.gp.sums import profiled
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics, Trials, TrialSums, apart
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Parameters
@@ -53,7 +53,7 @@ class Site:
         model = SparseGP.from_arrays(ModelSection(), request.values)
         return SparseStatistics(**vars(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y))))
 
-    def trials(self, request: Trials) -> TrialSums:
+    def trials(self, request: Parameters) -> TrialSums:
         return TrialSums.of([self.statistics(Parameters(values)) for values in apart(request.values)])
 
     def expectations(self, request: PooledPosterior) -> Expectations:

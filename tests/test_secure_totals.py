@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ from faults import (
     blamed,
     configured,
     csv_nodes,
+    keyed,
     lost,
     parameters,
     run,
@@ -29,9 +30,7 @@ from scipy.stats import chi2
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.methods.sgpr.client import SparseClient
-from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.registry import parse_config
 from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
@@ -51,26 +50,6 @@ OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
 
-@dataclass
-class Transcript(FaultyGrid):
-    """Keeps every reply that arrives at the server."""
-
-    replies: list[tuple[str, str, Message]] = field(default_factory=list)
-
-    def __init__(self, flat, nodes, *faults):
-        super().__init__(flat, nodes, *faults)
-        self.replies = []
-
-    def arrival(self, message: Message) -> Message | None:
-        reply = super().arrival(message)
-        if reply is not None:
-            self.replies.append((self.visits[-1].site, message.metadata.message_type, reply))
-        return reply
-
-    def of(self, phase: str, site: str) -> list[Message]:
-        return [reply for where, kind, reply in self.replies if (where, kind) == (site, phase)]
-
-
 def words_of(reply: Message) -> np.ndarray:
     return reply.content.array_records["arrays"]["masked"].numpy()
 
@@ -83,10 +62,9 @@ def pair(request) -> Any:
     keys = METHODS[request.param] | {"baselines__local_only": True, "num_server_rounds": 2}
     found = []
     for more in ({}, MASKED):
-        grid, recorder = Transcript(configured(**keys, **more), 4), Recorder()
-        with contextlib.ExitStack() as stack:
-            if not more and keys.get("method") in OF_TOTALS:
-                stack.enter_context(totals_only())
+        grid, recorder = FaultyGrid(configured(**keys, **more), 4), Recorder()
+        alone = not more and keys.get("method") in OF_TOTALS
+        with totals_only() if alone else contextlib.nullcontext():
             found.append((run(grid, recorder), recorder, grid))
     return found
 
@@ -166,31 +144,20 @@ def silent(site, *rounds, phase="query.trials", times=10**9):
 
 
 def test_the_same_request_gets_the_same_bytes():
-    grid = Transcript(configured(**MASKED, num_server_rounds=1), 3)
-    run(grid)
-    visit = grid.of("query.trials", "0")[-1]
+    """Asked again in a run, a site repeats itself; asked in another run, it does not."""
     flat = configured(**MASKED, num_server_rounds=1)
-    again = Transcript(flat, 3, silent("0", 1, times=1))
-    seen = []
-    answer = again.answer
-
-    def kept(message):
-        reply = answer(message)
-        if message.metadata.message_type == "query.trials" and "masked" in reply.content.array_records["arrays"]:
-            seen.append((reply.metadata.src_node_id, words_of(reply)))
-        return reply
-
-    again.answer = kept
-    run(again)
-    own = [words for node, words in seen if node == again.node_of("0")]
-    assert np.array_equal(own[0], own[1])
-    assert not np.array_equal(own[0], words_of(visit))
+    first = []
+    fault = Fault("0", first.append, ("query.trials",), times=1)  # it gets lost
+    again, other = FaultyGrid(flat, 3, fault), FaultyGrid(flat, 3)
+    for grid, equal in ((again, True), (other, False)):
+        run(grid)
+        assert np.array_equal(words_of(first[0]), words_of(grid.of("query.trials", "0")[0])) == equal
 
 
 def test_a_third_of_the_sites_silent_in_a_round():
     """They are asked again, then the others without them; the report names them and what that may show."""
     faults = (silent("1", 2, 2), silent("4", 2, 2))
-    grid = Transcript(configured(**MASKED, method="fsgp"), 6, *faults)
+    grid = FaultyGrid(configured(**MASKED, method="fsgp"), 6, *faults)
     for fault in faults:
         fault.phases = ("train.weighted",)
     strategy = run(grid)
@@ -234,7 +201,7 @@ def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
         run(FaultyGrid(configured(**MASKED), 4))
 
 
-class Aside(Transcript):
+class Aside(FaultyGrid):
     """Tells one site alone something else beside a question that all are asked."""
 
     aside: Any = None
@@ -256,7 +223,7 @@ class Aside(Transcript):
 )
 def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total(aside):
     """The masks are bound to the context: words beside it could make one site add nothing, or something else."""
-    grid = Aside(configured(**MASKED, num_server_rounds=2), 5)
+    grid = Aside(configured(**MASKED, num_server_rounds=2, sgpr__exchanges=6), 5)
     grid.aside = aside
     strategy = run(grid)
     assert any("the context that all sites share, and by nothing beside it" in own for own in blamed(strategy)["1"])
@@ -279,27 +246,24 @@ def test_words_that_do_not_cancel_end_the_run():
         ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
         ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' weighs, compares"),
         ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
+        ("fsgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
+        ("fgpr", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
+        ("fedmgp", {"fedmgp__fraction": 0.5}, r"`fedmgp.fraction` = 0.5 draws other sites"),
     ],
 )
 def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):
     with pytest.raises(ConfigError, match=reason):
-        parse_config(configured(**MASKED, method=method, **keys))
+        run(FaultyGrid(configured(**MASKED, method=method, **keys), 3))
 
 
 @pytest.mark.parametrize("method", ["pvi", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
-    grid = Transcript(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
+    grid = FaultyGrid(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
     assert {kind for _, kind, _ in grid.replies} <= {
         *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape")
     }
-
-
-def test_drawing_sites_in_every_round_is_refused():
-    for method, table in (("fsgp", "averaging"), ("fgpr", "averaging"), ("fedmgp", "fedmgp")):
-        with pytest.raises(ConfigError, match=rf"`{table}.fraction` = 0.5 draws other sites"):
-            run(FaultyGrid(configured(**MASKED, method=method, **{f"{table}__fraction": 0.5}), 3))
 
 
 def test_a_resumed_run_asks_no_question_again_under_an_old_number():
@@ -309,7 +273,7 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
     def killed(reply):
         raise KeyboardInterrupt
 
-    grid = Transcript(flat, 4, Fault("3", killed, ("train.gradients",), range(3, 4), 1))
+    grid = FaultyGrid(flat, 4, Fault("3", killed, ("train.gradients",), range(3, 4), 1))
     with pytest.raises(KeyboardInterrupt):
         run(grid, recorder)
     resumed = run(grid, Recorder(), recorder.snapshots[-1])
@@ -321,22 +285,14 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
 def real_nodes(tmp_path):
     """Three sites with a file, a key and a trust file each."""
     nodes = csv_nodes(tmp_path, {site: waves(40, seed) for seed, site in enumerate(("east", "north", "west"))})
-    trust = Trust({})
-    for node in nodes:
-        identity = Identity.new()
-        identity.write(tmp_path / f"{node['site']}.key")
-        trust = trust.with_site(node["site"], identity.public)
-    trust.write(tmp_path / "trust.toml")
-    return [
-        {**node, "site-key": str(tmp_path / f"{node['site']}.key"), "trust": str(tmp_path / "trust.toml")}
-        for node in nodes
-    ]
+    keyed(nodes, tmp_path)
+    return nodes
 
 
 def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, caplog):
     """Nothing leaves in the clear then, whatever the key says; the run says so first and last."""
     caplog.set_level("INFO", logger="fedgp")
-    grid = Transcript(configured(), real_nodes)
+    grid = FaultyGrid(configured(), real_nodes)
     strategy = run(grid)
     assert strategy.details()["privacy"]["totals"] > 0
     clear = {kind for _, kind, own in grid.replies if "masked" not in own.content.array_records["arrays"]}
@@ -345,7 +301,7 @@ def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, cap
     lines = [record.message for record in caplog.records if record.message.startswith("totals under masks")]
     assert len(lines) == 2
     with pytest.raises(ConfigError, match="masks would hide"):
-        run(Transcript(configured(method="pvi"), real_nodes))
+        run(FaultyGrid(configured(method="pvi"), real_nodes))
 
 
 def mixed(rows, seed):
@@ -367,7 +323,7 @@ def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     found = []
     for more in ({}, MASKED):
         flat = configured(num_server_rounds=1, missing="indicator", target="y", min_sites=3, **more)
-        grid = Transcript(flat, nodes)
+        grid = FaultyGrid(flat, nodes)
         found.append(run(grid).preparation)
     require_words(grid)
     plain, masked = found
@@ -382,7 +338,7 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
     for key in ("site-key", "trust"):
         del real_nodes[0][key]
-    told = blamed(run(Transcript(configured(min_sites=1), real_nodes)))
+    told = blamed(run(FaultyGrid(configured(min_sites=1), real_nodes)))
     for site in ("north", "west"):
         assert told[site]
         assert all("under masks alone" in line for line in told[site])

@@ -111,15 +111,6 @@ def test_one_site_and_one_step_make_both_methods_the_same() -> None:
         assert by_average[name] == pytest.approx(array, rel=1e-9, abs=1e-10), name
 
 
-def test_the_bound_rises_and_is_that_of_the_pooled_model() -> None:
-    recorder = Recorder()
-    strategy = run(FaultyGrid(tiny(num_server_rounds=12), 3), recorder)
-    values = [row["objective"] for row in recorder.rows]
-    assert values[-1] > values[0] + 0.2
-    rows = sum(strategy.preparation.rows.values())
-    assert strategy.details()["bound"] == pytest.approx(values[-1] * rows)
-
-
 def test_absent_sites_are_stood_in_for() -> None:
     """With one of three equal sites missing the gradient of the other two counts 3/2."""
     sent: dict[str, dict[str, np.ndarray]] = {}

@@ -103,13 +103,6 @@ def test_a_round_does_not_depend_on_the_partition(name: str) -> None:
         np.testing.assert_allclose(array, many[key], rtol=1e-9, atol=1e-9)
 
 
-def test_words_of_topics_are_those_with_the_largest_weights() -> None:
-    model, _, _ = model_and_rows("prodlda")
-    layer = torch.zeros(V + C, W + 1).double()
-    layer[:V, 0], layer[:V, 1], layer[:, 2] = torch.arange(V), -torch.arange(V), 99.0
-    assert model.topics(layer.flatten(), list("abcdef")) == [list("fedcba"), list("abcdef")]
-
-
 def test_features_that_are_none_are_refused() -> None:
     for name, word in (("vae", "between 0 and 1"), ("prodlda", "counts")):
         model, _, _ = model_and_rows(name)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, blamed, csv_nodes, run, waves
-from test_sfvi import memories, mixed, tiny, visits_csv
+from test_sfvi import memories, tiny
 
 from fedgp_flower import server_app
 from fedgp_flower.data.sites import load_site
@@ -87,27 +87,6 @@ class Broken(Learner):
         end, value = super().local_steps(*told, **named)
         end[1].mean[...] = torch.nan
         return end, value
-
-
-def renumbered(path: Path, target: Path) -> Path:
-    """The same rows under other units."""
-    frame = pd.read_csv(path)
-    frame["unit"] += 1000
-    frame.to_csv(target, index=False)
-    return target
-
-
-def test_latents_of_units_are_not_given_to_others(tmp_path: Path) -> None:
-    """A site comes back with as many units as before, but not the same ones: it refuses to go on with them."""
-    path = visits_csv(tmp_path)
-    frame = pd.read_csv(path).drop(columns=["one", "three"])
-    nodes = csv_nodes(tmp_path, {"a": frame, "b": frame.assign(unit=frame["unit"] + 50)})
-    flat = mixed(path, "one", num_server_rounds=4, features="unit,a,b")
-    recorder = Recorder()
-    recorder.at[2] = lambda: renumbered(tmp_path / "a.csv", tmp_path / "a.csv") and None
-    strategy = run(FaultyGrid(flat, nodes), recorder)
-    assert all("no longer the table" in reason for reason in blamed(strategy)["a"])
-    assert blamed(strategy)["a"]
 
 
 def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import Fault, FaultyGrid, Recorder, csv_nodes, run, waves
+from faults import Fault, FaultyGrid, Recorder, csv_nodes, fill, keyed, run, waves
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of, quietly
 from test_killed import ASYNCHRONOUS, REPEAT, require_same
 
 from fedgp_flower.privacy import audit
-from fedgp_flower.privacy.keys import Identity, Trust
 
 SOME = ("sgpr, masked", "pvi sums")
 ALL = [pytest.param(own, marks=[] if own in SOME else pytest.mark.long) for own in METHODS]
@@ -22,35 +20,13 @@ NUMBERS = [own for own in ALL if "dataset" not in METHODS[str(own.values[0])] an
 """Noise of real sites is drawn anew in every run: tests/test_private_sums.py."""
 
 
-def fill(disk: Path) -> Path:
-    """Take all room that a disk has left."""
-    filler = disk / "filler"
-    handle = os.open(filler, os.O_WRONLY | os.O_CREAT)
-    try:
-        for size in (4096, 1):
-            try:
-                while os.write(handle, bytes(size)):
-                    pass
-            except OSError:
-                continue
-    finally:
-        os.close(handle)
-    return filler
-
-
 def real_sites(folder: Path, disk: Path, method: str) -> list[dict[str, str]]:
     """Three sites with logs, states and keys; the second one has them on a disk of its own."""
     nodes = csv_nodes(folder, {site: waves(60, number) for number, site in enumerate("abc")})
-    trust = Trust({})
     for node in nodes:
-        site = node["site"]
-        node["state-dir"] = str((disk if site == "b" else folder) / site)
-        if "masked" in method:
-            identity = Identity.simulated(site)
-            node["site-key"], node["trust"] = str(disk / f"{site}.key"), str(disk / "trust.toml")
-            identity.write(Path(node["site-key"]))
-            trust = trust.with_site(site, identity.public)
-    trust.write(disk / "trust.toml")
+        node["state-dir"] = str((disk if node["site"] == "b" else folder) / node["site"])
+    if "masked" in method:
+        keyed(nodes, disk)
     return nodes
 
 

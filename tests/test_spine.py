@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, arrays, configured, no_waiting, run
+from faults import Fault, FaultyGrid, Recorder, arrays, configured, no_waiting
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
     Result,
 )
 from numpy import ndarray
+from schedules import METHODS, keys_of
 
 from fedgp_flower.client_app import make_client_app
 from fedgp_flower.clients.app import SiteApp
-from fedgp_flower.errors import ProtocolError, RunError
+from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
-from fedgp_flower.run.registry import parse_config
-from fedgp_flower.shared_messages import Parameters, Shape, Stepped
+from fedgp_flower.run.registry import parse_config, strategy_class
 from strategies.fsgp import FSGP
-from strategies.server import session
-from strategies.server.questions import Asking, Roster, Total
+from strategies.server.fedavg import AveragingState
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -102,46 +103,6 @@ def test_the_configurations_of_training_and_evaluation_reach_the_sites() -> None
     assert {own.content.config_records["config"]["round"] for own in seen} == {0, 1}  # nobody poses as the run
 
 
-# What is let in.
-
-
-def test_a_total_of_what_is_no_summand_is_refused() -> None:
-    class Wrong(FSGP):
-        def one_round(self, state: Any, roster: Roster) -> Asking[Any]:
-            yield Total(Stepped, Parameters(state.parameters))
-            return state, {}
-
-    with pytest.raises(ProtocolError, match="a total of Stepped was asked for, which is no summand"):
-        Wrong(**KEYWORDS).start(own_grid(), num_rounds=1)
-
-
-@pytest.mark.parametrize("phase", ["train", "query.statistics", "evaluate"])
-def test_a_site_that_lost_its_memory_is_sent_the_context_again(phase: str) -> None:
-    flat = configured(method="fsgp", num_server_rounds=3, evaluate_every=1)
-    grid = FaultyGrid(flat, 3)
-    node = grid.node_of("1")
-
-    def forget() -> None:
-        grid.contexts[node].state.clear()
-
-    strategy = run(grid, Recorder(at={2: forget}))
-    calm = FaultyGrid(flat, 3)
-    assert strategy.outcome.metrics["test"] == run(calm).outcome.metrics["test"]
-    assert strategy.network.failures == []
-    assert len(grid.visits) == len(calm.visits) + 1  # one message was sent twice
-
-
-def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[type] = []
-    judged: list[Any] = []
-    original, judge = session.decode, Shape.refusal
-    monkeypatch.setattr(session, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
-    monkeypatch.setattr(Shape, "refusal", lambda self, rows: judged.append(self) or judge(self, rows))
-    FSGP(**KEYWORDS, evaluate_every=0).start(own_grid(), num_rounds=2)
-    assert read.count(Shape) == len(judged) == 3
-    assert read.count(Stepped) == 6
-
-
 # Keyword arguments.
 
 
@@ -153,16 +114,15 @@ def test_an_unknown_keyword_is_an_error_with_a_suggestion() -> None:
             FSGP(**{fixed: 1})
 
 
-@pytest.mark.parametrize("kind", [FSGP])
-def test_help_shows_every_keyword_with_its_default_and_meaning(kind: type[Any]) -> None:
-    shown, doc = inspect.signature(kind).parameters, str(inspect.getdoc(kind))
+def test_help_shows_every_keyword_with_its_default_and_meaning() -> None:
+    shown, doc = inspect.signature(FSGP).parameters, str(inspect.getdoc(FSGP))
     assert {"fraction", "kernel", "seed", "learning_rate"} <= set(shown)
     assert all(f"\n    {name}: " in doc for name in shown)
     assert "    fraction: Share ρ of the sites that take part in a round" in doc
     assert f"default {shown['fraction'].default!r}" in doc
-    strategy = kind(**{name: own.default for name, own in shown.items()})
-    assert strategy.config == kind().config
-    assert strategy.config.flat().keys() == parse_config({"method": kind.method}).flat().keys()
+    strategy = FSGP(**{name: own.default for name, own in shown.items()})
+    assert strategy.config == FSGP().config
+    assert strategy.config.flat().keys() == parse_config({"method": FSGP.method}).flat().keys()
 
 
 # Flower's wrappers and mods.
@@ -206,6 +166,32 @@ def test_flower_clips_every_array_and_the_noised_ones_are_those_that_sites_train
         expected = numpy_arrays(seen[int(own.content.config_records["config"]["round"])])
         assert all(np.array_equal(sent[name], array) for name, array in expected.items())
     assert distance(result.arrays, seen[2]) == 0
+
+
+WRAPPED = {"sgpr", "fsgp", "pvi", "sfvi-avg"}
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in WRAPPED else pytest.mark.long) for form in METHODS]
+)
+def test_a_wrapper_runs_around_averages_and_is_refused_in_words_elsewhere(form: str, adaptive: bool) -> None:
+    flat = keys_of(form, num_server_rounds=1)
+    kind, grid = strategy_class(parse_config(flat)), FaultyGrid(flat, 3)
+    strategy = kind.from_config(parse_config(flat), Recorder())
+    averages = kind.state_class is AveragingState
+    with no_waiting(), contextlib.nullcontext() if averages else contextlib.suppress(ConfigError):
+        start = strategy.initial_arrays(grid)
+        if adaptive:
+            wrapper = DifferentialPrivacyServerSideAdaptiveClipping(strategy, 0.2, num_sampled_clients=3)
+        else:
+            wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, num_sampled_clients=3)
+        result = wrapper.start(grid, initial_arrays=start, num_rounds=1)
+    if averages:
+        assert strategy.network.failures == []
+        assert result.train_metrics_clientapp[1]
+        assert result.evaluate_metrics_clientapp[1]
+        assert all(np.isfinite(array).all() for array in numpy_arrays(result.arrays).values())
 
 
 def test_a_site_that_lies_under_flowers_own_loop_is_left_out_by_name() -> None:

@@ -52,9 +52,8 @@ def test_a_study_makes_its_runs_once(monkeypatch):
 @pytest.mark.usefixtures("_scratch")
 def test_pages_hold_command_text_and_tables():
     rows = run.run("masks", {"sites": (3,)})
-    page = run.page(
-        "masks", ["--sites", "3"], run.load("masks"), [{"table": "A", **rows[0]}, {"table": "B", "x": 0.25}]
-    )
+    tables = [{"table": "A", **rows[0]}, {"table": "B", "x": 0.25}]
+    page = run.page("masks", ["--sites", "3"], run.load("masks"), tables)
     assert page.startswith("# Totals under masks: seconds and bytes\n\n`python -m simulations.run masks --sites 3`\n")
     assert "## A\n\n| sites | M |" in page
     assert "## B\n\n| x |\n| --- |\n| 0.2500 |" in page
@@ -68,20 +67,8 @@ def test_results_are_remembered_and_means_are_over_runs():
     assert common.averaged(rows, ("set",), worst=("a",))[0] == {"set": "s", "runs": 2, "a": 2.0, "a, worst": 3.0}
 
 
-MEASURING = {
-    "cells",
-    "evaluation",
-    "faults",
-    "footprint",
-    "heartbeats",
-    "load",
-    "masks",
-    "memory",
-    "overhead",
-    "policy",
-    "scale",
-    "trip",
-}
+MEASURING = {"cells", "evaluation", "faults", "footprint", "heartbeats", "load", "masks", "memory", "overhead"}
+MEASURING |= {"policy", "scale", "trip"}
 """Studies that do not go through ``fit``."""
 
 
@@ -99,11 +86,3 @@ def test_the_keys_of_every_run_are_known(name, monkeypatch):
     assert rows
     refused = [row["refused"] for row in rows if "refused" in row]
     assert len(refused) == 3 * (name == "defaults"), refused  # three methods take no classes
-
-
-@pytest.mark.data
-@pytest.mark.skipif("FEDGP_DATA" not in os.environ, reason="no data sets")
-@pytest.mark.usefixtures("_scratch")
-def test_a_study_of_real_data_runs():
-    [row] = run.run("exchanges", {"sets": ("yacht",), "splits": (0,), "methods": ("local-only",), "starts": 1})
-    assert row["pooled"] < row["NLL"]

@@ -20,16 +20,17 @@ from fedgp_flower.scores import (
     transformed_scores,
 )
 from fedgp_flower.shared_messages import TargetMoments
-from fedgp_flower.transforms import Log, Root, YeoJohnson
+from fedgp_flower.transforms import TRANSFORMS, Transform
 from strategies.server.enrolment import chosen
 
-NO_CHANGE = YeoJohnson(1.0)
+NO_CHANGE = Transform("yeo-johnson")
+POWERS = TRANSFORMS["yeo-johnson"].powers
 Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])
 
 
-@pytest.mark.parametrize("power", YeoJohnson.powers)
+@pytest.mark.parametrize("power", POWERS)
 def test_yeo_johnson_is_scipys_and_its_slope_is_a_derivative(power):
-    own = YeoJohnson(power)
+    own = Transform("yeo-johnson", power)
     np.testing.assert_allclose(own.forward(Y), stats.yeojohnson(Y, power), rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(own.inverse(own.forward(Y)), Y, rtol=1e-12, atol=1e-15)
     step = 1e-6
@@ -37,7 +38,16 @@ def test_yeo_johnson_is_scipys_and_its_slope_is_a_derivative(power):
     np.testing.assert_allclose(own.log_slope(Y), np.log(slope), atol=1e-5)  # central differences, kink at zero
 
 
-@pytest.mark.parametrize("own", [Log(), Root(), YeoJohnson(0.0), YeoJohnson(0.5), YeoJohnson(2.0)])
+@pytest.mark.parametrize(
+    "own",
+    [
+        Transform("log"),
+        Transform("sqrt"),
+        Transform("yeo-johnson", 0.0),
+        Transform("yeo-johnson", 0.5),
+        Transform("yeo-johnson", 2.0),
+    ],
+)
 def test_the_density_of_the_target_integrates_to_one_and_has_the_moments(own):
     mean, sd = np.array([0.4]), np.array([0.6])  # of √y, a quarter of the Gaussian is cut off
 
@@ -70,7 +80,7 @@ def test_scores_without_change_are_those_of_gaussians_and_mixtures():
 def test_log_scores_are_those_of_a_log_normal():
     m, s, y = 0.3, 0.7, 2.5
     law = stats.lognorm(s, scale=np.exp(m))
-    scores = transformed_scores(np.array([[m]]), np.array([[s]]), np.log([y]), Log()).sums
+    scores = transformed_scores(np.array([[m]]), np.array([[s]]), np.log([y]), Transform("log")).sums
     assert scores["nll"] == pytest.approx(-law.logpdf(y), rel=1e-12)
     assert scores["absolute-error"] == pytest.approx(abs(law.mean() - y), rel=1e-9)
     crps = quad(lambda v: law.cdf(v) ** 2, 0, y)[0] + quad(lambda v: law.sf(v) ** 2, y, np.inf)[0]
@@ -79,17 +89,17 @@ def test_log_scores_are_those_of_a_log_normal():
 
 def test_the_power_is_that_of_all_rows_whatever_the_partition():
     y = np.random.default_rng(1).gamma(1.5, 3.0, 200) - 1
-    centres = np.array([float(YeoJohnson(p).forward(np.array(4.0))) for p in YeoJohnson.powers])
+    centres = np.array([float(Transform("yeo-johnson", p).forward(np.array(4.0))) for p in POWERS])
 
     def sums(part):
-        moved = np.stack([YeoJohnson(p).forward(part) for p in YeoJohnson.powers]) - centres[:, None]
-        slopes = np.array([YeoJohnson(p).log_slope(part).sum() for p in YeoJohnson.powers])
+        moved = np.stack([Transform("yeo-johnson", p).forward(part) for p in POWERS]) - centres[:, None]
+        slopes = np.array([Transform("yeo-johnson", p).log_slope(part).sum() for p in POWERS])
         return TargetMoments(moved.sum(1), (moved**2).sum(1), slopes, np.array(float(len(part))))
 
     parts = [sums(part) for part in np.split(y, [20, 90])]
     best, mean, sd = chosen(add(parts), centres)
-    assert best == int(np.argmax([stats.yeojohnson_llf(p, y) for p in YeoJohnson.powers]))
-    t = stats.yeojohnson(y, YeoJohnson.powers[best])
+    assert best == int(np.argmax([stats.yeojohnson_llf(p, y) for p in POWERS]))
+    t = stats.yeojohnson(y, POWERS[best])
     assert (mean, sd) == pytest.approx((t.mean(), t.std()), rel=1e-10)
 
 

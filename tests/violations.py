@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
-from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
     "sgpr": {"num_server_rounds": 1},
@@ -92,17 +91,13 @@ NO_STATISTICS = {("local-only", "parameters-per-row")}
 
 
 class Transcript(FaultyGrid):
-    """Keeps every reply."""
-
-    def arrival(self, message: Message) -> Message | None:
-        reply = super().arrival(message)
-        if reply is not None and not reply.has_error():
-            self.replies = [*getattr(self, "replies", []), (self.visits[-1].site, message.metadata.message_type, reply)]
-        return reply
+    """Counts the bytes that left a site, by kind."""
 
     def left(self, site: str) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, kind, reply in self.replies:
+            if reply.has_error():
+                continue
             sent = [reply.content[key].count_bytes() for key in ("arrays", "metrics") if key in reply.content]
             if name == site and sent:
                 found[kind] = found.get(kind, 0) + sum(sent)

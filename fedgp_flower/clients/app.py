@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
@@ -35,7 +35,7 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record, record_of
+from fedgp_flower.records import APART, array_record, arrays_of, packed_record
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -125,11 +125,11 @@ class SiteApp(ClientApp):
         site = self._site(guard, config, preparation)
         if kind == DESCRIBE:
             return _described(site, config, context)
-        constants = numpy_arrays(record_of(context.state, CONSTANTS, ArrayRecord) or ArrayRecord()) if shared else {}
+        constants = arrays_of(context.state, CONSTANTS) if shared else {}
         state = load_state(context, guard.run)
         client = method(Setting(config, site, state, preparation, guard.round, constants, guard.rules))
         before = state.updates
-        arrays = numpy_arrays(record_of(message.content, "arrays", ArrayRecord) or ArrayRecord())
+        arrays = arrays_of(message.content, "arrays")
         if guard.masked:
             request = client.asked(kind, arrays, guard.given)
             found = guard.summand(request, context_digest(shared, constants), lambda: client.answer(kind, request))

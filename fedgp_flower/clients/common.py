@@ -45,8 +45,8 @@ class CommonAnswers:
         site = self.client.site
         y = site.train[site.target].to_numpy(dtype=np.float64)
         family = TRANSFORMS[self.client.config.transform.target]
-        moved = np.stack([family(power).forward(y) for power in request.powers]) - request.centres[:, None]
-        slopes = np.array([family(power).log_slope(y).sum() for power in request.powers])
+        moved = np.stack([family.forward(y, power) for power in request.powers]) - request.centres[:, None]
+        slopes = np.array([family.log_slope(y, power).sum() for power in request.powers])
         return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
 
     def column_sums(self, request: Nothing) -> ColumnSums:

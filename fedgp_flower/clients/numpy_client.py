@@ -34,7 +34,7 @@ from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.models import WiredModel
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.lazy import Lazy
-from fedgp_flower.messages import decode, encode, is_message, join, kind_of, split
+from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import Prediction, Scores, TargetUnits
 from fedgp_flower.shared_messages import (
@@ -102,7 +102,7 @@ class SiteClient(NumPyClient):
     def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Give named arrays to the handler of the message's kind, and return its answer."""
         answer = self._answered(parameters, config)
-        arrays, numbers = split(type(answer), encode(answer))
+        arrays, numbers = to_parts(answer)
         return list(arrays.values()), self.num_examples, {NAMES: "\n".join(arrays), **numbers}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[float, int, dict[str, Any]]:
@@ -123,7 +123,7 @@ class SiteClient(NumPyClient):
             raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
         if not is_message(handler.request):
             raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
-        return decode(handler.request, join(handler.request, arrays, numbers))
+        return from_parts(handler.request, arrays, numbers)
 
     def answer(self, kind: str, request: Any) -> Any:
         """The answer to a request of a kind, as far as the site's policy lets it leave."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -24,13 +24,13 @@ class Entry:
     rows: int
     inputs: int
     """Columns besides the target and the natural column."""
-    target: str = ""
-    make: Callable[[int], Made] | None = None
-    """Of a built-in: the table and its splits, from the seed of the run where the data are synthetic."""
     splits: int = 0
     """Standard splits, numbered from 0."""
     natural: str = ""
     """The column that names the site of a row. It is an input only if ``features`` says so."""
+    target: str = ""
+    make: Callable[[int], Made] | None = None
+    """Of a built-in: the table and its splits, from the seed of the run where the data are synthetic."""
     source: str = "built-in"
     """``built-in``, or the file."""
 
@@ -38,16 +38,15 @@ class Entry:
 def _diabetes(_seed: int) -> Made:
     from sklearn.datasets import load_diabetes  # noqa: PLC0415 - slow to import, rarely needed
 
-    frame: pd.DataFrame = load_diabetes(as_frame=True, scaled=False).frame
-    return frame, ()
+    return load_diabetes(as_frame=True, scaled=False).frame, ()
 
 
 def _breast_cancer(_seed: int) -> Made:
     from sklearn.datasets import load_breast_cancer  # noqa: PLC0415 - slow to import, rarely needed
 
     bunch = load_breast_cancer(as_frame=True)
-    frame: pd.DataFrame = bunch.frame.drop(columns="target")
-    return frame.assign(diagnosis=[str(name) for name in bunch.target_names[bunch.target]]), ()
+    diagnosis = [str(name) for name in bunch.target_names[bunch.target]]
+    return bunch.frame.drop(columns="target").assign(diagnosis=diagnosis), ()
 
 
 def _fuel_economy(_seed: int) -> Made:
@@ -55,40 +54,21 @@ def _fuel_economy(_seed: int) -> Made:
     return pd.DataFrame(described["columns"]), ()
 
 
+_DISEASE = "Disease progression of 442 patients after a year"
+_CELLS = "Benign or malignant, from cell images; needs model.likelihood = 'bernoulli'"
+_CARS = "Miles per gallon of 496 cars by 22 makers, model year 2021 (U.S. EPA, public domain)"
+_PLANE = "2.5 sin(2π(x1 + x2)/90) + noise, x on a square"
+_SIGNALS = "Five units see one curve through different windows"
 _BUILTINS = (
-    Entry("diabetes", "Disease progression of 442 patients after a year", 442, 10, "target", _diabetes),
-    Entry(
-        "breast-cancer",
-        "Benign or malignant, from cell images; needs model.likelihood = 'bernoulli'",
-        569,
-        30,
-        "diagnosis",
-        _breast_cancer,
-    ),
-    Entry(
-        "fuel-economy",
-        "Miles per gallon of 496 cars by 22 makers, model year 2021 (U.S. EPA, public domain)",
-        496,
-        8,
-        "mpg",
-        _fuel_economy,
-        natural="maker",
-    ),
-    Entry("sine", "3 sin(2πx/20) + noise, x on a line", 800, 1, "y", sine, 1),
-    Entry("plane-wave", "2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, "y", plane_wave, 1),
-    Entry("five-blocks", "One GP draw seen by five sites on blocks of x", 300, 1, "y", five_blocks, 1, "site"),
-    Entry(
-        "convolved-signals",
-        "Five units see one curve through different windows",
-        1000,
-        1,
-        "y",
-        convolved_signals,
-        1,
-        "unit",
-    ),
+    Entry("diabetes", _DISEASE, 442, 10, target="target", make=_diabetes),
+    Entry("breast-cancer", _CELLS, 569, 30, target="diagnosis", make=_breast_cancer),
+    Entry("fuel-economy", _CARS, 496, 8, 0, "maker", "mpg", _fuel_economy),
+    Entry("sine", "3 sin(2πx/20) + noise, x on a line", 800, 1, 1, "", "y", sine),
+    Entry("plane-wave", _PLANE, 5800, 2, 1, "", "y", plane_wave),
+    Entry("five-blocks", "One GP draw seen by five sites on blocks of x", 300, 1, 1, "site", "y", five_blocks),
+    Entry("convolved-signals", _SIGNALS, 1000, 1, 1, "unit", "y", convolved_signals),
 )
-BUILTINS: Mapping[str, Entry] = {entry.name: entry for entry in _BUILTINS}
+BUILTINS = {entry.name: entry for entry in _BUILTINS}
 
 
 def data_folder(data_dir: str) -> Path | None:

@@ -32,7 +32,8 @@ OTHERS = 5
 Mask: TypeAlias = NDArray[np.bool_]
 
 EMPTY = "empty or NaN cell"
-LEAST_ROWS = 2
+LEFT_OUT = "leave it out (`features` = '-{}')"
+"""How to train without a column."""
 ROWS_PER_LEVEL = 3
 """Fewer rows than this for a level on average: the levels name rows, as identifiers do."""
 
@@ -53,23 +54,22 @@ def typed(
 
     A column without a kind in ``kinds`` is judged by its cells. Where ``missing`` is ``error`` no cell may be missing.
     """
-    found, problems = cells_of(frame, names, kinds, missing)
+    found, problems = cells_of(frame, names, kinds or {}, missing)
     if problems:
         raise DataError(f"{file}: {problems}")
     return found
 
 
 def cells_of(
-    frame: pd.DataFrame, names: Sequence[str], kinds: Mapping[str, Kind] | None, missing: str
+    frame: pd.DataFrame, names: Sequence[str], kinds: Mapping[str, Kind], missing: str
 ) -> tuple[pd.DataFrame, str]:
     """What :func:`typed` returns, and in words what is wrong with it."""
     columns: dict[str, pd.Series] = {}
     problems: list[str] = []
     for name in names:
-        columns[name], found = _typed_column(frame[name], (kinds or {}).get(name))
-        tolerated = EMPTY if missing != "error" else ":"
-        problems += [f"column `{name}`: {problem}" for problem in found if not problem.startswith(tolerated)]
-    empty = any(f": {EMPTY}" in problem for problem in problems)
+        columns[name], found = _typed_column(frame[name], kinds.get(name))
+        problems += [f"column `{name}`: {words}" for words in found if missing == "error" or EMPTY not in words]
+    empty = any(EMPTY in problem for problem in problems)
     remedy = ". Fill the cells, or set `missing` to 'drop', 'impute' or 'indicator'" if empty else ""
     words = f"{'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}"
     return pd.DataFrame(columns, index=frame.index), words
@@ -85,35 +85,34 @@ def _at(mask: Mask) -> str:
 
 
 def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list[str]]:
+    """A column as numbers or as text, and what is wrong with its cells."""
     is_bool = pd.api.types.is_bool_dtype(column.dtype)
-    if pd.api.types.is_numeric_dtype(column.dtype) and not is_bool:
-        if pd.api.types.is_complex_dtype(column.dtype):
-            return column, ["complex numbers; expected real numbers or text"]
-        numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
-        return _cells(number_labels(numbers)) if kind == "categorical" else _cells(numbers)
+    if pd.api.types.is_complex_dtype(column.dtype):
+        return column, ["complex numbers; expected real numbers or text"]
     if pd.api.types.is_datetime64_any_dtype(column.dtype) or pd.api.types.is_timedelta64_dtype(column.dtype):
         return column, ["dates or durations; expected numbers or text, for example days since a fixed day"]
+    if pd.api.types.is_numeric_dtype(column.dtype) and not is_bool:
+        numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
+        found = number_labels(numbers) if kind == "categorical" else numbers
+        return found, _wrong(found)
     text = column.astype("str").str.strip()
     text = text.where(~text.isin(MISSING))
     commas = text.str.fullmatch(COMMA, na=False)
     plain = text.where(~commas, text.str.replace(".", "", regex=False).str.replace(",", ".", regex=False))
     numbers = pd.to_numeric(plain, errors="coerce").astype(np.float64)
-    filled = text.notna()
-    enough = bool(numbers[filled].notna().sum() * 2 >= filled.sum())
-    if kind == "numeric" or (kind is None and enough and not is_bool):
-        words = numbers.isna() & text.notna()
-        problems = [f"text in a numeric cell {_at(words.to_numpy())}"] if words.any() else []
-        problems += _cells(numbers.where(~words, 0.0))[1]
-        unclear = commas.any() and text[commas].str.fullmatch(THOUSANDS).all()
-        if unclear:
-            rows = _at(commas.to_numpy(dtype=bool))
-            problems.append(f"comma that may stand for thousands {rows}; write numbers with a point")
-        return numbers, problems
-    return _cells(text)
+    words = numbers.isna() & text.notna()
+    if kind != "numeric" and (kind or is_bool or words.sum() * 2 > text.notna().sum()):
+        return text, _wrong(text)
+    problems = [f"text in a numeric cell {_at(words.to_numpy())}"] if words.any() else []
+    problems += _wrong(numbers.where(~words, 0.0))
+    if commas.any() and text[commas].str.fullmatch(THOUSANDS).all():
+        rows = _at(commas.to_numpy(dtype=bool))
+        problems.append(f"comma that may stand for thousands {rows}; write numbers with a point")
+    return numbers, problems
 
 
-def _cells(column: pd.Series) -> tuple[pd.Series, list[str]]:
-    """Numbers or text, and what is wrong with their cells."""
+def _wrong(column: pd.Series) -> list[str]:
+    """What is wrong with cells of numbers or text."""
     masks = {EMPTY: column.isna().to_numpy()}
     if column.dtype == np.float64:
         sizes = column.abs().to_numpy()
@@ -121,7 +120,7 @@ def _cells(column: pd.Series) -> tuple[pd.Series, list[str]]:
             "infinite number": np.isinf(sizes),
             f"number beyond {LARGEST:g}": np.isfinite(sizes) & (sizes > LARGEST),
         }
-    return column, [f"{what} {_at(mask)}" for what, mask in masks.items() if mask.any()]
+    return [f"{what} {_at(mask)}" for what, mask in masks.items() if mask.any()]
 
 
 def number_labels(numbers: pd.Series) -> pd.Series:
@@ -138,9 +137,8 @@ def codes_in(frame: pd.DataFrame) -> dict[str, Mask]:
     A number other than zero is suspected where it repeats and lies outside of all others, farther from the nearest than
     they are from each other.
     """
-    numeric = [name for name in frame if kind_of(frame[name]) == "numeric"]
-    found = {name: _codes(frame[name].to_numpy(dtype=np.float64)) for name in numeric}
-    return {str(name): mask for name, mask in found.items() if mask.any()}
+    found = {str(name): _codes(column.to_numpy()) for name, column in frame.items() if column.dtype == np.float64}
+    return {name: mask for name, mask in found.items() if mask.any()}
 
 
 def _codes(values: NDArray[np.float64]) -> Mask:
@@ -159,15 +157,14 @@ def _codes(values: NDArray[np.float64]) -> Mask:
 
 def check_target(target: pd.Series, likelihood: str, transform: str, file: str) -> None:
     """Refuse a typed target that the likelihood or the transform cannot take."""
-    name = f"{file}: target `{target.name}`"
+    name, levels = f"{file}: target `{target.name}`", target.nunique()
+    if likelihood == "bernoulli" and levels > 2:
+        like = ", as an identifier has" if levels * ROWS_PER_LEVEL > len(target) else ""
+        raise DataError(
+            f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
+            " classes. Name another `target`"
+        )
     if likelihood == "bernoulli":
-        levels = target.nunique()
-        if levels > 2:
-            like = ", as an identifier has" if nearly_unique(levels, len(target)) else ""
-            raise DataError(
-                f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
-                " classes. Name another `target`"
-            )
         return
     if kind_of(target) == "categorical":
         raise DataError(
@@ -193,52 +190,28 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
         if dates is None:
             continue
         remedy = (
-            "turn it into a number such as days since a fixed day, or name another `target`"
-            if name == target
-            else f"set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or {left_out(name)}"
+            f"set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or {LEFT_OUT.format(name)}"
         )
+        if name == target:
+            remedy = "turn it into a number such as days since a fixed day, or name another `target`"
         problems[name] = f"`{name}` holds dates (for example row {int(np.argmax(dates)) + 1}); {remedy}"
     return problems
 
 
-def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, most: int) -> None:
-    """Refuse typed text columns whose levels are nearly unique, or more than ``most``.
+def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
+    """A sentence for each typed text column whose levels are nearly unique, or more than ``most``.
 
     The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
     a new row, even where some of them come back. Two levels are a class, however few the rows.
     """
-    if problems := identifier_problems(frame, names, most):
-        raise DataError(f"{file}: {'. '.join(problems)}")
-
-
-def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
-    """What :func:`refuse_identifiers` says, a sentence for a column."""
     problems = []
-    for name in names:
-        if kind_of(frame[name]) == "numeric":
-            continue
+    for name in (name for name in names if kind_of(frame[name]) == "categorical"):
         levels = int(frame[name].nunique())
         counted = f"`{name}` has {levels} levels in {len(frame)} rows"
-        if nearly_unique(levels, len(frame)):
+        if levels > 2 and levels * ROWS_PER_LEVEL > len(frame):
             amounts = frame[name].str.fullmatch(AMOUNT, na=True).all()
             units = "; if they are numbers with a unit, write the numbers alone" if amounts else ""
-            problems.append(f"{counted}, as an identifier has; {left_out(name)}{units}")
+            problems.append(f"{counted}, as an identifier has; {LEFT_OUT.format(name)}{units}")
         elif levels > most:
-            problems.append(f"{counted}; at most {most} are allowed: {left_out(name)}")
+            problems.append(f"{counted}; at most {most} are allowed: {LEFT_OUT.format(name)}")
     return problems
-
-
-def left_out(name: str) -> str:
-    """How to train without a column."""
-    return f"leave it out (`features` = '-{name}')"
-
-
-def nearly_unique(levels: int, rows: int) -> bool:
-    """Whether a level has fewer than three rows on average."""
-    return levels > 2 and levels * ROWS_PER_LEVEL > rows
-
-
-def require_rows(count: int, where: str) -> None:
-    """Refuse a site whose training rows have no spread to describe."""
-    if count < LEAST_ROWS:
-        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")

@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgp_flower.agreement import Kind
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
 from fedgp_flower.data.cells import (
+    Mask,
     cells_of,
     check_target,
+    codes_in,
     date_problems,
     identifier_problems,
-    refuse_identifiers,
     typed,
 )
 from fedgp_flower.data.dates import named, with_numbers
-from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
+from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
 
@@ -51,8 +52,8 @@ def choose_columns(
         raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
-    nameless = [] if wanted else [name for name in unnamed(names) if name in features]
-    if nameless:
+    nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
+    if nameless and not wanted:
         raise DataError(
             f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
         )
@@ -71,12 +72,14 @@ class Table:
     target: str
     column: pd.Series
     """The partition column, row by row; the target where the configuration names none."""
-    splits: tuple[NDArray[np.int64], ...]
+    splits: tuple[Indices, ...]
     """Test rows of each standard split; the training rows are the others."""
-    dropped: int = 0
+    dropped: int
     """Rows left out for a missing cell."""
+    codes: Mapping[str, Mask]
+    """Cells that may be codes for missing ones."""
 
-    def rows(self, split: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def rows(self, split: int) -> tuple[Indices, Indices]:
         """Training and test rows of a standard split; −1 is all rows and none."""
         everything = np.arange(len(self.frame))
         if split < 0:
@@ -93,9 +96,9 @@ class _Raw:
 
     file: str
     frame: pd.DataFrame
+    splits: tuple[Indices, ...] = ()
     target: str = ""
     aside: tuple[str, ...] = ()
-    splits: tuple[NDArray[np.int64], ...] = ()
 
 
 _READ: dict[object, Table] = {}
@@ -113,8 +116,8 @@ def load_table(config: CoreConfig) -> Table:
         *((p.stat().st_mtime_ns, p.stat().st_size) for p in files),
     )
     if key not in _READ:
-        while len(_READ) > 1:
-            del _READ[next(iter(_READ))]
+        for old in list(_READ)[:-1]:
+            del _READ[old]
         _READ[key] = _load(config, path)
     return _READ[key]
 
@@ -134,14 +137,12 @@ def checked(
     """
     require_columns(raw, [*features, target], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
-    settled: dict[str, Kind] = {
-        **(kinds or {}),
-        **({target: "categorical"} if config.model.likelihood == "bernoulli" else {}),
-    }
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
-    frame, wrong = cells_of(numbered, read if target in dated else [*read, target], settled, config.missing)
+    classes: dict[str, Kind] = {target: "categorical"} if config.model.likelihood == "bernoulli" else {}
+    found = read if target in dated else [*read, target]
+    frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
         ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
@@ -159,7 +160,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     builtin = BUILTINS.get(config.dataset)
     if builtin is not None and builtin.make is not None:
         frame, splits = builtin.make(config.seed)
-        raw = _Raw(builtin.name, frame, builtin.target, (builtin.natural,) * bool(builtin.natural), splits)
+        raw = _Raw(builtin.name, frame, splits, builtin.target, (builtin.natural,))
     else:
         raw = _openml(config.dataset) if path is None else _from_file(path)
     features, target = choose_columns(config, [str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
@@ -167,12 +168,14 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
     features = [str(name) for name in frame if name != target]
-    refuse_identifiers(frame, features, raw.file, config.max_levels)
+    if problems := identifier_problems(frame, features, config.max_levels):
+        raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
-    return Table(raw.file, frame, tuple(features), target, column, splits, len(raw.frame) - len(frame))
+    dropped = len(raw.frame) - len(frame)
+    return Table(raw.file, frame, tuple(features), target, column, splits, dropped, codes_in(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
@@ -194,20 +197,19 @@ def _from_file(path: Path) -> _Raw:
     frame = read_table(path)
     listing = splits_file(path)
     if listing.is_file():
-        return _Raw(path.name, frame, splits=_read_splits(listing, len(frame)))
+        return _Raw(path.name, frame, _read_splits(listing, len(frame)))
     if "split" in frame and frame["split"].isin(["train", "test"]).all() and frame["split"].nunique() == 2:
         test = np.flatnonzero(frame["split"].to_numpy() == "test")
-        return _Raw(path.name, frame, aside=("split",), splits=(test,))
+        return _Raw(path.name, frame, (test,), aside=("split",))
     return _Raw(path.name, frame)
 
 
-def _read_splits(path: Path, rows: int) -> tuple[NDArray[np.int64], ...]:
+def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
     """Test rows from ``{"n": rows, "test": [[row, …], …]}``, rows counted from 0."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as text:
             content = json.load(text)
-        splits = tuple(np.unique(np.array(test, dtype=np.int64)) for test in content["test"])
-        listed_rows = [len(test) for test in content["test"]]
+        splits = tuple(np.sort(np.array(test, dtype=np.int64)) for test in content["test"])
         stated = int(content["n"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         raise DataError(
@@ -215,8 +217,8 @@ def _read_splits(path: Path, rows: int) -> tuple[NDArray[np.int64], ...]:
         ) from None
     if stated != rows:
         raise DataError(f"{path.name}: made for {stated} rows, and the table has {rows}")
-    for number, (test, count) in enumerate(zip(splits, listed_rows, strict=True)):
-        if test.size != count or test.size == 0 or test[0] < 0 or test[-1] >= rows:
+    for number, test in enumerate(splits):
+        if test.size == 0 or test[0] < 0 or test[-1] >= rows or (np.diff(test) == 0).any():
             raise DataError(f"{path.name}: split {number} names a row twice, none, or one that the table lacks")
     return splits
 
@@ -224,15 +226,13 @@ def _read_splits(path: Path, rows: int) -> tuple[NDArray[np.int64], ...]:
 def _openml(name: str) -> _Raw:
     from sklearn.datasets import fetch_openml  # noqa: PLC0415 - slow to import, rarely needed
 
-    short = name.removeprefix(OPENML)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several versions, scikit-learn takes the oldest active one and says so
-            bunch = fetch_openml(name=short, as_frame=True, parser="auto")
+            bunch = fetch_openml(name=name.removeprefix(OPENML), as_frame=True, parser="auto")
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"
             " and is the name spelled as at OpenML?"
         ) from None
-    targets = bunch.target_names or [""]
-    return _Raw(name, bunch.frame.reset_index(drop=True), str(targets[0]))
+    return _Raw(name, bunch.frame.reset_index(drop=True), target=str((bunch.target_names or [""])[0]))

@@ -11,22 +11,19 @@ import io
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.synthetic import derived_seed, generator
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Indices
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
-
-Indices: TypeAlias = NDArray[np.int64]
 
 BINS, CLASSES_PER_SITE = 10, 2
 """Quantile bins that a numeric column is cut into to be dealt by; classes of a site, as in the paper."""
@@ -89,10 +86,8 @@ def _flower(
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # one of them draws a progress bar
             warnings.simplefilter("ignore")
             partitioner.dataset = Dataset.from_dict({"row": rows, **values})
-            parts = [
-                partitioner.load_partition(site).with_format("numpy") for site in range(partitioner.num_partitions)
-            ]
-            return [np.asarray(part["row"][:], dtype=np.int64) for part in parts]
+            parts = map(partitioner.load_partition, range(partitioner.num_partitions))
+            return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
     except ValueError:
         raise DataError(f"{task.key} is not possible with {len(rows)} rows; {advice}") from None
 
@@ -117,14 +112,13 @@ def _by_count(task: _Task) -> list[Indices]:
 
 def _classes(task: _Task) -> Indices:
     """Class of every row: the level, the value where there are few, else the quantile bin of the partition column."""
-    if kind_of(task.column) == "categorical":
-        return np.unique(task.column.to_numpy(dtype=object).astype(str), return_inverse=True)[1].astype(np.int64)
-    numbers = task.column.to_numpy(dtype=np.float64)
-    distinct, codes = np.unique(numbers, return_inverse=True)
-    if distinct.size <= BINS:
-        return codes.astype(np.int64)
-    edges = np.quantile(numbers, np.arange(1, BINS) / BINS)
-    return np.unique(np.searchsorted(np.unique(edges), numbers, side="right"), return_inverse=True)[1].astype(np.int64)
+    numeric = kind_of(task.column) == "numeric"
+    values = task.column.to_numpy() if numeric else task.column.to_numpy(dtype=object).astype(str)
+    distinct, codes = np.unique(values, return_inverse=True)
+    if numeric and distinct.size > BINS:
+        edges = np.unique(np.quantile(values, np.arange(1, BINS) / BINS))
+        codes = np.unique(np.searchsorted(edges, values, side="right"), return_inverse=True)[1]
+    return codes.astype(np.int64)
 
 
 def _dirichlet(task: _Task) -> list[Indices]:
@@ -150,18 +144,13 @@ def _pathological(task: _Task) -> list[Indices]:
         raise DataError(f"{task.key}, {per_site} classes per site, cannot deal every class to a site; {advice}")
     mode = "first-deterministic" if task.sites >= count else "deterministic"
     chosen = PathologicalPartitioner(task.sites, "class", per_site, mode, shuffle=False, seed=task.seed)
-    rows = _shuffled(task)
-    return _flower(
-        task, chosen, {"class": classes[rows]}, rows, f"{advice}; take fewer sites or fewer classes per site"
-    )
+    rows, advice = _shuffled(task), f"{advice}; take fewer sites or fewer classes per site"
+    return _flower(task, chosen, {"class": classes[rows]}, rows, advice)
 
 
 def _natural(task: _Task) -> Deal:
-    from flwr_datasets.partitioner import NaturalIdPartitioner  # noqa: PLC0415 - slow to import
-
-    options = task.config.partition
-    labels = row_labels(task.column).to_numpy(dtype=object).astype(str)
-    values = task.column.to_numpy(dtype=object) if kind_of(task.column) == "categorical" else task.column.to_numpy()
+    options, column = task.config.partition, task.column
+    values = column.to_numpy(dtype=object) if kind_of(column) == "categorical" else column.to_numpy()
     _, first, codes, sizes = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
     large = np.flatnonzero(sizes >= options.min_rows)
     if large.size != task.sites:
@@ -169,9 +158,8 @@ def _natural(task: _Task) -> Deal:
             f"{task.key}: column `{options.column}` has {large.size} groups with at least {options.min_rows} rows"
             f" (`partition.min-rows`); run with {large.size} sites"
         )
-    rows = np.flatnonzero(np.isin(codes, large))
-    parts = _flower(task, NaturalIdPartitioner("group"), {"group": codes[rows]}, rows, "")
-    return Deal(tuple(np.sort(part) for part in parts), tuple(labels[first[large]].tolist()))
+    labels = row_labels(column).iloc[first[large]]
+    return Deal(tuple(np.flatnonzero(codes == group) for group in large), tuple(map(str, labels)))
 
 
 def _sizes(task: _Task) -> list[Indices]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -14,22 +14,15 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import codes_in, kind_of, refuse_identifiers, require_rows
+from fedgp_flower.data.cells import Mask, codes_in, identifier_problems, kind_of
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
-from fedgp_flower.data.standardisation import (
-    Preparation,
-    count_unknown_levels,
-    describe,
-    described_by,
-    encode_inputs,
-    encode_targets,
-)
+from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Indices
 
 if TYPE_CHECKING:
     from fedgp_flower.data import partitioning
@@ -45,6 +38,8 @@ Data: TypeAlias = (
     " | tuple[pd.DataFrame, str]"
 )
 
+LEAST_ROWS = 2
+"""Training rows that a site needs: one has no spread to describe."""
 _ONE_AT_A_TIME = Lock()
 """Silencing a library is not thread-safe: sites that share a process read and deal one after the other."""
 
@@ -93,9 +88,7 @@ class RawSite:
 
     def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> SiteDescription:
         """Sums and level counts of the training rows, or what public ranges imply: the answer to ``query.describe``."""
-        if ranges:
-            return described_by(ranges, self.train, self.features, self.target)
-        return describe(self.train, self.features, self.target)
+        return describe(self.train, self.features, self.target, ranges)
 
     def encode(self, preparation: Preparation) -> SiteData:
         """The rows, standardised as the sites agreed."""
@@ -103,10 +96,8 @@ class RawSite:
         if key not in self._encoded:
             both = (self.train, self.test)
             x, x_test = (encode_inputs(part, preparation) for part in both)
-            if self.target != preparation.target.name:
-                raise DataError(
-                    f"the target is `{self.target}` here and `{preparation.target.name}` at the other sites"
-                )
+            if self.target != (agreed := preparation.target.name):
+                raise DataError(f"the target is `{self.target}` here and `{agreed}` at the other sites")
             y, y_test = (encode_targets(part[self.target], preparation) for part in both)
             unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
@@ -127,11 +118,10 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "
     """The rows of this node; simulated sites check once a run whether their table's file has changed."""
     if "data-path" in node_config:
         node = {key: str(value) for key, value in node_config.items()}
-        path = Path(node["data-path"]).expanduser()
-        held_out = Path(node["test-path"]).expanduser() if node.get("test-path") else None
-        test = None if held_out is None else read_table(held_out)
-        files = (path.name, (held_out or path).name)
-        return _real_site(config, site_id(node), node.get("label", ""), (read_table(path), test), files)
+        names = [node["data-path"], *filter(None, [node.get("test-path")])]
+        paths = [Path(name).expanduser() for name in names]
+        tables = [(path.name, read_table(path)) for path in paths]
+        return real_site(config, site_id(node), node.get("label", ""), tables)
     if "partition-id" in node_config and "num-partitions" in node_config:
         share = int(node_config["partition-id"]), int(node_config["num-partitions"])
         return _site_of_run(run, config, *share) if run else _simulated_site(config, *share)
@@ -167,77 +157,66 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
     width = max(2, len(str(num_sites - 1)))
     sites = load_all_sites(config, num_sites)
     paths = [folder / f"site-{number:0{width}d}.csv" for number in range(num_sites)]
-    tests = [path.with_suffix(".test.csv") for path in paths]
-    there = [path.name for path in (*paths, *tests) if path.exists()]
-    if there:
-        raise DataError(f"{folder}: {there[0]} is there already; choose an empty folder")
+    for path in paths:
+        if path.exists() or path.with_suffix(".test.csv").exists():
+            raise DataError(f"{folder}: {path.name} is there already; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for site, path, test in zip(sites, paths, tests, strict=True):
+    for site, path in zip(sites, paths, strict=True):
         site.train.to_csv(path, index=False)
         if len(site.test):
-            site.test.to_csv(test, index=False)
+            site.test.to_csv(path.with_suffix(".test.csv"), index=False)
     return paths
 
 
-def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[partitioning.Indices, partitioning.Indices]:
+def _held_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
     """Positions of a site's training rows and of its held-out rows, the same on every visit."""
     order = generator(config.seed, "held-out", site).permutation(rows)
     count = round(config.test_fraction * rows)
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-@lru_cache(maxsize=1024)
-def _site_of_run(run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
-    del run
-    return _simulated_site(config, site, partitions)
-
-
 def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     if not 0 <= site < partitions:
         raise DataError(f"`partition-id` = {site} is not one of the {partitions} simulated sites")
     with _ONE_AT_A_TIME:
-        return _share_of(load_table(config), config, site, partitions)
-
-
-@lru_cache(maxsize=1024)
-def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> RawSite:
-    """A simulated site; a process of a simulation is asked for the same ones many times."""
-    dealt = _dealt(table, config, partitions)
+        table = load_table(config)
+        dealt = _dealt(table, config, partitions)
     train, test = table.rows(config.split)
     rows = train[dealt.rows[site]]
     if config.split >= 0:
         held_out = _share(config, table, test, dealt, site)
     else:
-        keep, drop = _hold_out(rows.size, config, str(site))
-        rows, held_out = rows[keep], rows[drop]
-    require_rows(rows.size, f"site {site} of {table.file}")
-    kept, tested = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
-    codes = {name: mask.sum() for name, mask in _codes_of(table).items() if mask[rows].any() or mask[held_out].any()}
-    names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
-    return RawSite(str(site), dealt.labels[site], partitions, kept, tested, *names, dropped, _suspicion(codes))
+        rows, held_out = (rows[part] for part in _held_out(rows.size, config, str(site)))
+    both = [table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out)]
+    here = np.concatenate([rows, held_out])
+    codes = {name: mask for name, mask in table.codes.items() if mask[here].any()}
+    node = (str(site), dealt.labels[site], partitions)
+    return _site(node, both, table.target, table.dropped if site == 0 else 0, codes, f"site {site} of {table.file}")
 
 
-@lru_cache(maxsize=2)
-def _codes_of(table: Table) -> dict[str, NDArray[np.bool_]]:
-    return codes_in(table.frame)
+def _site(
+    node: tuple[str, str, int],
+    both: Sequence[pd.DataFrame],
+    target: str,
+    dropped: int,
+    codes: Mapping[str, Mask],
+    where: str,
+) -> RawSite:
+    """A site of rows to train on and of held-out rows, with a warning about cells that may be codes.
 
-
-def _suspicion(codes: Mapping[str, int]) -> str:
-    """A warning about columns whose cells may be codes. It does not repeat the number, which is a cell of the table."""
-    if not codes:
-        return ""
-    where = ", ".join(f"`{name}` ({count} cells)" for name, count in list(codes.items())[:5])
-    words = "a number repeats far from all others and is taken as it is; if it is a code for a missing cell"
-    return f"{where}{', …' * (len(codes) > 5)}: {words} (−999, 9999), empty those cells and set `missing`"
-
-
-def _share(
-    config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: partitioning.Deal, site: int
-) -> NDArray[np.int64]:
-    """A site's part of the pooled test rows.
-
-    Where sites are natural groups a test row belongs to its group. All other rows are dealt at random in equal shares.
+    The warning does not repeat the number, which is a cell of the table.
     """
+    if (count := len(both[0])) < LEAST_ROWS:
+        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")
+    found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
+    words = "a number repeats far from all others and is taken as it is; if it is a code for a missing cell"
+    said = f"{found}{', …' * (len(codes) > 5)}: {words} (−999, 9999), empty those cells and set `missing`"
+    features = tuple(str(name) for name in both[0] if name != target)
+    return RawSite(*node, both[0], both[1], features, target, dropped, said if codes else "")
+
+
+def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
+    """A site's part of the pooled test rows: those of its natural group, and an equal share of all that have none."""
     loose, grouped = test, test[:0]
     if config.partitioner == "natural":
         groups = partitioning.row_labels(table.column).iloc[test]
@@ -245,6 +224,11 @@ def _share(
         loose = test[~groups.isin(dealt.labels).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(loose.size)
     return np.sort(np.concatenate([grouped, loose[np.array_split(order, len(dealt.rows))[site]]]))
+
+
+@lru_cache(maxsize=1024)
+def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
+    return _simulated_site(config, site, partitions)
 
 
 @lru_cache(maxsize=2)
@@ -262,7 +246,7 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
     if not site:
         raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
     if len(data) == 2 and isinstance(data[0], pd.DataFrame):
-        return _real_site(config, site, label, (data[0], None), (LOADED, LOADED), str(data[1]))
+        return real_site(config, site, label, [(LOADED, data[0])], str(data[1]))
     if len(data) not in (2, 4):
         raise DataError(
             f"{LOADED} returned {len(data)} things, expected (X, y), (X, y, X_test, y_test) or (frame, target)"
@@ -271,40 +255,27 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
     for x, y in zip(map(np.asarray, data[::2]), map(np.asarray, data[1::2]), strict=True):
         if x.ndim != 2 or y.shape != x.shape[:1]:
             raise DataError(f"{LOADED} returned arrays of shapes {x.shape}, {y.shape}; expected [N, D] and [N]")
-        tables.append(pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])]).assign(y=y))
-    both = (tables[0], tables[1] if len(tables) > 1 else None)
-    return _real_site(config, site, label, both, (LOADED, LOADED), "y")
+        tables.append((LOADED, pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])]).assign(y=y)))
+    return real_site(config, site, label, tables, "y")
 
 
-def site_of_table(config: CoreConfig, name: str, table: pd.DataFrame) -> RawSite:
-    """A site called ``name`` with the rows of a table."""
-    return _real_site(config, name, name, (table, None), (name, name))
-
-
-def _real_site(
-    config: CoreConfig,
-    site: str,
-    label: str,
-    tables: tuple[pd.DataFrame, pd.DataFrame | None],
-    files: tuple[str, str],
-    usual_target: str = "",
+def real_site(
+    config: CoreConfig, site: str, label: str, tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
-    """A real site: its rows to train on, and its held-out rows or a share of the first.
+    """A real site: its rows to train on, and its held-out rows or a share of the first, each with its name in errors.
 
-    ``files`` are what errors call the two, ``usual_target`` is the target where the configuration names none.
+    ``usual_target`` is the target where the configuration names none.
     """
-    (raw, other), (file, other_file) = tables, files
-    features, target = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
-    frame = checked(raw, features, target, config, file).reset_index(drop=True)
-    dropped = len(raw) - len(frame)
+    file, raw = tables[0]
+    columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
+    frame, target = checked(raw, *columns, config, file).reset_index(drop=True), columns[1]
     inputs = [str(name) for name in frame if name != target]
-    if other is not None:
-        kinds = {name: kind_of(frame[name]) for name in inputs}
-        train, test = frame, checked(other, features, target, config, other_file, kinds).reset_index(drop=True)
-        dropped += len(other) - len(test)
-    else:
-        train, test = (frame.iloc[part].reset_index(drop=True) for part in _hold_out(len(frame), config, site))
-    suspected = _suspicion({name: int(mask.sum()) for name, mask in codes_in(pd.concat([train, test])).items()})
-    refuse_identifiers(train, inputs, file, config.max_levels)
-    require_rows(len(train), file)
-    return RawSite(site, label or site, 0, train, test, tuple(inputs), target, dropped, suspected)
+    kinds = {name: kind_of(frame[name]) for name in inputs}
+    tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
+    dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
+    both = [frame, *tested]
+    if not tested:
+        both = [frame.iloc[part].reset_index(drop=True) for part in _held_out(len(frame), config, site)]
+    if problems := identifier_problems(both[0], inputs, config.max_levels):
+        raise DataError(f"{file}: {'. '.join(problems)}")
+    return _site((site, label or site, 0), both, target, dropped, codes_in(pd.concat(both)), file)

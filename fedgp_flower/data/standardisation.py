@@ -22,23 +22,22 @@ from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
-from fedgp_flower.transforms import Transform, transform_of
+from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
 
 def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[list[Column], str]:
     """Columns of a table whose cells are typed, the target last, and the JSON that names them."""
-    columns = []
-    for name in (*features, target):
-        kind = kind_of(frame[name])
-        levels = tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ()
-        columns.append(Column(name, kind, levels))
+    kinds = {name: kind_of(frame[name]) for name in (*features, target)}
+    columns = [
+        Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
+        for name, kind in kinds.items()
+    ]
     *entries, last = (column.as_json() for column in columns)
     return columns, json.dumps({"features": entries, "target": last})
 
 
 def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
-    """Cells of the numeric columns [N, C]."""
     return frame[[column.name for column in columns if column.kind == "numeric"]].to_numpy(dtype=np.float64)
 
 
@@ -61,12 +60,24 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
     return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
 
 
-def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> SiteDescription:
-    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed."""
+def describe(
+    frame: pd.DataFrame, features: Sequence[str], target: str, ranges: Mapping[str, tuple[float, float]] | None = None
+) -> SiteDescription:
+    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed.
+
+    With public ``ranges`` it is that of as many rows spread evenly over them, and tells only how many rows there are.
+    """
     columns, schema = _schema(frame, features, target)
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
-    missing = np.isnan(values).sum(axis=0)
-    return SiteDescription(summed_arrays(schema, summed(values), missing, levels, rows), schema, rows)
+    sums, missing = summed(values), np.isnan(values).sum(axis=0)
+    if ranges:
+        if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
+            reason = "is of text or has no range in `privacy.ranges`"
+            raise DataError(f"column `{odd[0]}` {reason}: add it, or leave it out")
+        low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
+        missing = np.zeros(len(columns))
+        sums = (rows * (low + high) / 2, missing, rows * (high - low) ** 2 / 12)
+    return SiteDescription(summed_arrays(schema, sums, missing, levels, rows), schema, rows)
 
 
 def bare(description: SiteDescription) -> SiteDescription:
@@ -75,24 +86,10 @@ def bare(description: SiteDescription) -> SiteDescription:
     arrays: NamedArrays = {}
     for name, array in description.arrays.items():
         if name.startswith("levels."):
-            arrays[name] = np.full(array.shape, rows // array.size, np.int64)
-            arrays[name][: rows % array.size] += 1
+            arrays[name] = rows // array.size + (np.arange(array.size) < rows % array.size)
         elif name != GONE:
             arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
     return SiteDescription(arrays, description.schema, rows)
-
-
-def described_by(
-    ranges: Mapping[str, tuple[float, float]], frame: pd.DataFrame, features: Sequence[str], target: str
-) -> SiteDescription:
-    """The description of as many rows spread evenly over public ranges: it tells only how many rows there are."""
-    columns, schema = _schema(frame, features, target)
-    if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
-        raise DataError(f"column `{odd[0]}` is of text or has no range in `privacy.ranges`: add it, or leave it out")
-    low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
-    rows, none = len(frame), np.zeros(len(columns))
-    sums = (rows * (low + high) / 2, none, rows * (high - low) ** 2 / 12)
-    return SiteDescription(summed_arrays(schema, sums, none, np.empty(0), rows), schema, rows)
 
 
 def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
@@ -140,10 +137,8 @@ class Preparation:
 
     def fingerprint(self) -> bytes:
         """Equal for preparations that encode rows alike."""
-        numbers = (self.input_mean, self.input_scale, np.array([self.target_mean, self.target_scale]))
-        return repr((self.columns, self.target, self.missing, self.transform)).encode() + b"".join(
-            part.tobytes() for part in numbers
-        )
+        words = repr((self.columns, self.target, self.missing, self.transform))
+        return words.encode() + np.r_[self.input_mean, self.input_scale, self.target_mean, self.target_scale].tobytes()
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
@@ -153,7 +148,8 @@ class Preparation:
             columns = tuple(Column.from_json(entry) for entry in entries["features"])
             target = Column.from_json(entries["target"])
             missing = str(entries.get("missing", "error"))
-            transform = transform_of(entries["target"].get("transform"))
+            named = entries["target"].get("transform")
+            transform = Transform(str(named["name"]), float(named["power"])) if named else None
         except (ValueError, KeyError, TypeError):
             raise ProtocolError("the agreed schema is not JSON with `features` and `target`") from None
         width = sum(len(column.names) for column in columns)
@@ -165,11 +161,11 @@ class Preparation:
 def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> Array:
     if name not in arrays:
         raise ProtocolError(f"the preparation lacks the array `{name}`")
-    value = np.asarray(arrays[name], dtype=np.float64)
+    value, positive = np.asarray(arrays[name], dtype=np.float64), name.endswith("scale")
     if value.shape != shape:
         raise ProtocolError(f"the preparation's `{name}` has shape {value.shape}; the schema needs {shape}")
-    if not np.isfinite(value).all() or (name.endswith("scale") and (value <= 0).any()):
-        raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * name.endswith('scale')}")
+    if not np.isfinite(value).all() or (positive and (value <= 0).any()):
+        raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * positive}")
     return value
 
 
@@ -225,8 +221,8 @@ def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
 
 def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
     """Cells of categorical columns whose level the sites did not have when they agreed."""
-    categorical = [column for column in preparation.columns if column.kind == "categorical"]
-    return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in categorical)
+    texts = [column for column in preparation.columns if column.levels]
+    return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in texts)
 
 
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:

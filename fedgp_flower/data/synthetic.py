@@ -17,14 +17,16 @@ Made: TypeAlias = "tuple[pd.DataFrame, tuple[NDArray[np.int64], ...]]"
 
 def derived_seed(seed: int, *names: str | int) -> int:
     """An integer below 2³² that is a fixed function of the run's seed and of what the numbers are for."""
-    digest = hashlib.sha256("/".join(str(part) for part in (seed, *names)).encode()).digest()
-    return int.from_bytes(digest[:4], "big")
+    return int.from_bytes(_digest(seed, *names)[:4], "big")
 
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
     """A separate generator for every purpose, for example ``generator(seed, "held-out", site)``."""
-    digest = hashlib.sha256("/".join(str(part) for part in (seed, *names)).encode()).digest()
-    return np.random.default_rng(list(digest))
+    return np.random.default_rng(list(_digest(seed, *names)))
+
+
+def _digest(*parts: str | int) -> bytes:
+    return hashlib.sha256("/".join(map(str, parts)).encode()).digest()
 
 
 def sine(seed: int) -> Made:

@@ -31,10 +31,8 @@ SEPARATORS = (",", ";", "\t", "|")
 
 def table_stem(path: Path) -> str:
     """The file's name without ``.csv``, ``.csv.gz`` or ``.parquet``."""
-    for suffix in SUFFIXES:
-        if path.name.endswith(suffix) and path.name != suffix:
-            return path.name.removesuffix(suffix)
-    return path.stem
+    suffix = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix) and path.name != suffix), path.suffix)
+    return path.name.removesuffix(suffix)
 
 
 def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -125,11 +123,6 @@ def _checked_header(names: Sequence[str], file: str) -> list[str]:
     if twice:
         raise DataError(f"{file}: column names must differ; named more than once: {listed(twice)}")
     return stripped
-
-
-def unnamed(names: Sequence[str]) -> list[str]:
-    """Those of the names that stand for a column whose header cell is empty, such as a saved row index."""
-    return [name for position, name in enumerate(names, start=1) if name == f"column {position}"]
 
 
 def _is_number(text: str) -> bool:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes, site_of_table
+from fedgp_flower.data.sites import RawSite, load_site, natural_sites, real_site, simulated_nodes
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
 from fedgp_flower.typing import Json
@@ -37,7 +37,9 @@ def check(files: Sequence[Path], config: CoreConfig) -> Checked:
 
 def check_tables(tables: Mapping[str, pd.DataFrame], config: CoreConfig) -> Checked:
     """Take every table for a site of that name, and agree on columns."""
-    return _agreed({name: partial(site_of_table, config, name, table) for name, table in tables.items()}, config)
+    return _agreed(
+        {name: partial(real_site, config, name, name, [(name, table)]) for name, table in tables.items()}, config
+    )
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pydantic import BaseModel
+
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.options import BASIC, Section, meanings
 from fedgp_flower.run.registry import option_classes
@@ -40,7 +42,7 @@ def reference() -> list[Key]:
     return list(keys.values())
 
 
-def _keys(section: type[Section], prefix: str) -> Iterator[Key]:
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     words, tables = meanings(section), {}
     schema = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():

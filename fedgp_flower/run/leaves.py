@@ -1,8 +1,7 @@
-"""What leaves a site: as declared, for the documents, and by trying, for the owner of a table (``fedgp leaves``)."""
+"""What leaves a site, by trying: for the owner of a table (``fedgp leaves``)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +14,18 @@ from fedgp_flower import client_app
 from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import FedGPError
-from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
+from fedgp_flower.messages import table
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer
 from fedgp_flower.privacy import audit
 from fedgp_flower.run.in_process import InProcessGrid
-from fedgp_flower.run.registry import BUILT_IN, METHODS, load, parse_config, strategy_class
+from fedgp_flower.run.registry import METHODS, load, parse_config, strategy_class
 from fedgp_flower.typing import Facts, Node
 
 SCORES = (
     "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside intervals, a"
     " histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted probability"
 )
-SIMULATED = "simulation only: "
-SIMULATION_KINDS = frozenset({"query.curve", "query.pooled", "query.predictions"})
 WORDS: Mapping[str, str] = {
     "query.keys": "under masks: the site's key of the run, signed; number of the latest question answered",
     "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
@@ -45,38 +42,6 @@ def answers(method: str) -> list[tuple[str, Any]]:
     declared = sorted(handlers(load(METHODS[method].client)).items())
     found = [(kind, handler.answer) for kind, handler in declared if kind not in WORDS]
     return [*found, *((kind, None) for kind in WORDS)]
-
-
-def page() -> list[str]:
-    """The table of ``docs/leaves.md``, a line for each message."""
-    methods: dict[tuple[str, Any], list[str]] = {}
-    for name in BUILT_IN:
-        for found in answers(name):
-            methods.setdefault(found, []).append(name)
-    lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
-    for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
-        said = "all" if len(names) == len(BUILT_IN) else ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| `{kind}` | {said} | {_under_masks(kind, answer)} | {_content(kind, answer)} |")
-    return lines
-
-
-def _under_masks(kind: str, answer: Any) -> str:
-    if kind in {"query.keys", "query.describe"} or (answer is not None and is_public(answer)):
-        return "as it is"
-    return "total" if answer is not None and is_summand(answer) else "never"
-
-
-def _content(kind: str, answer: Any) -> str:
-    if answer is None:
-        return WORDS[kind]
-    only = SIMULATED if kind in SIMULATION_KINDS else ""
-    if is_message(answer.__base__) and kind_of(answer.__base__):
-        return f"{only}what `{kind_of(answer.__base__)}` holds"
-    known = re.compile(r"\[\w+(, \w+)*\]")
-    fields = (
-        f"`{name}` {f'{shape} ' if known.fullmatch(shape) else ''}{words}" for name, shape, words in table(answer)
-    )
-    return only + "; ".join(fields).replace("|", "\\|")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,9 @@ TEMPLATE = """<!DOCTYPE html>
 <img src="{{ panel.source }}" width="{{ panel.width }}" alt="{{ panel.title }}">
 <figcaption>{{ panel.caption }}</figcaption></figure>
 {%- endmacro %}
+{%- macro body(rows) %}<tbody>{% for row in rows %}<tr>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table>{% endmacro %}
+{%- macro head(titles) %}<thead><tr>{% for name in titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>{% endmacro %}
 <h1>{{ title }}</h1>
 <p class="facts">{{ facts }}</p>
 <div class="verdict">{% for sentence in verdicts %}<p>{{ sentence }}</p>{% endfor %}</div>
@@ -57,14 +60,12 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures %}
 <p class="warning">{{ failed }}</p>
 {%- endif %}
-<div class="wide"><table><thead><tr>
-{%- for name in headline.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<div class="wide"><table>{{ head(headline.titles) }}
 <tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="this"{% endif %}><td>{{ row[0] }}</td>
 {%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
 <p class="note">{{ headline.note }}</p>
-{% if headline.beside %}<div class="wide"><table><thead><tr><th></th><th>NLL, difference</th>
-<th>95 % interval over sites</th></tr></thead><tbody>{% for row in headline.beside %}<tr>
-{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
+{% if headline.beside %}<div class="wide"><table>{{ head(["", "NLL, difference", "95 % interval over sites"]) }}
+{{ body(headline.beside) }}</div>
 <p class="note">Federated minus the other: below zero, federated is better.</p>{% endif %}
 
 <h2>Predictions on held-out rows</h2>
@@ -77,10 +78,8 @@ TEMPLATE = """<!DOCTYPE html>
 <h2>Sites</h2>
 {% if sites %}{{ picture(sites) }}{% endif %}
 <details{% if site_table.rows | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
-<div class="wide"><table><thead><tr>{% for name in site_table.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>{% for row in site_table.rows %}<tr>
-{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody>
-</table></div></details>
+<div class="wide"><table>{{ head(site_table.titles) }}
+{{ body(site_table.rows) }}</div></details>
 
 {%- for panel in extra %}
 <h2>{{ panel.title }}</h2>
@@ -88,9 +87,8 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endfor %}
 
 {% if data %}<h2>Data</h2><p>{{ data.lines | join("; ") | replace("`", "") }}.</p>
-<details><summary>Columns</summary><div class="wide"><table><thead><tr>
-{%- for name in data.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>{% for row in data.rows %}<tr>
-{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div></details>{% endif %}
+<details><summary>Columns</summary><div class="wide"><table>{{ head(data.titles) }}
+{{ body(data.rows) }}</div></details>{% endif %}
 
 <h2>Communication and time</h2>
 {% if cost %}{{ picture(cost) }}{% endif %}
@@ -105,9 +103,8 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures | length > failure_limit %}
 <p class="note">The first {{ failure_limit }} of {{ metrics.failures | length }} failures; all are in metrics.json.</p>
 {%- endif %}{% else %}<p>No site failed.</p>{% endif %}
-{% if metrics.repairs %}<table><thead><tr><th>numerical repair</th><th>times</th></tr></thead><tbody>
-{%- for name, value in metrics.repairs | dictsort %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}
-</tbody></table>
+{% if metrics.repairs %}<table>{{ head(["numerical repair", "times"]) }}
+{{ body(metrics.repairs | dictsort) }}
 {% else %}<p>No numerical repair was needed.</p>{% endif %}
 
 {% if run.posterior %}<h2>Saved posterior</h2><p><code>{{ run.posterior.equation }}</code></p>
@@ -117,8 +114,7 @@ TEMPLATE = """<!DOCTYPE html>
 </tbody></table></div></details>{% endif %}
 
 <h2>Configuration</h2>
-<details><summary>{{ run.config | length }} resolved keys</summary><table class="mono"><tbody>
-{%- for key, value in run.config.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>{% endfor %}
-</tbody></table></details>
+<details><summary>{{ run.config | length }} resolved keys</summary>
+<table class="mono">{{ body(run.config.items()) }}</details>
 </main></body></html>
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,6 @@ from fedgp_flower.typing import Facts
 
 REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
 CLASSIFICATION_COLUMNS = ("accuracy", "auc", "nll", "brier", "brier_skill", "calibration_slope")
-BASELINES = ("local-only", "pooled")
-"""Baselines that are methods, too."""
 PERCENTAGES = ("accuracy", "coverage_50", "coverage_90", "coverage_95")
 
 TITLES = {
@@ -112,33 +111,28 @@ def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     return ["", *map(title_of, (*columns, "rows"))], rows
 
 
-def beside(metrics: RunMetrics) -> list[list[str]]:
-    """A row of text for every baseline: its name and the difference of the NLL; see :func:`against`."""
-    return [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
-
-
 def expected_coverage(rows: int, level: float) -> tuple[float, float]:
     """Central 95 % range of the share of ``rows`` independent rows inside right intervals: Bin(rows, level) / rows."""
     return float(binom.ppf(0.025, rows, level)) / rows, float(binom.ppf(0.975, rows, level)) / rows
 
 
-def paired_difference(metrics: RunMetrics, figure: str, rival: Facts) -> Difference:
-    """Federated minus baseline mean of ``figure`` over the sites both scored, weighted by held-out rows.
+def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
+    """Federated minus baseline mean of the NLL over the sites both scored, weighted by held-out rows.
 
     With w_k the share of rows and d_k the difference at site k, D = Σ w_k d_k and, sites taken as independent,
     se² = K/(K−1) Σ w_k² (d_k − D)²; the interval is D ± t_{K−1, 0.975} se. Where figures of sites are not known, as
     under masks, it is the difference of the overall figures.
     """
-    other = {(str(row["site"]), row["num_examples"]): number(row.get(figure)) for row in rival.get("per_site", ())}
+    other = {(str(row["site"]), row["num_examples"]): number(row.get("nll")) for row in rival.get("per_site", ())}
     pairs = [
-        (int(n), number(row.get(figure)) - other.get((str(row["site"]), n), math.nan))
+        (int(n), number(row.get("nll")) - other.get((str(row["site"]), n), math.nan))
         for row in metrics.per_site
         for n in [row["num_examples"]]  # one site scores `pooled` on the rows of all
     ]
     kept = np.array([(n, d) for n, d in pairs if n > 0 and math.isfinite(d)]).reshape(-1, 2)
     k = len(kept)
     if k == 0:
-        return Difference(number(metrics.test.get(figure)) - number(rival.get(figure)), math.nan, math.nan, 0, 0)
+        return Difference(number(metrics.test.get("nll")) - number(rival.get("nll")), math.nan, math.nan, 0, 0)
     w, d = kept[:, 0] / kept[:, 0].sum(), kept[:, 1]
     mean = float(w @ d)
     lower_at = int(np.sum(d < 0))
@@ -164,13 +158,14 @@ def verdict(metrics: RunMetrics) -> str:
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
     groups: dict[str, list[str]] = {}
-    differences = {name: paired_difference(metrics, "nll", rival) for name, rival in rivals(metrics).items()}
+    differences = {name: paired_difference(metrics, rival) for name, rival in rivals(metrics).items()}
     for name, difference in differences.items():
         if name != "pooled" and math.isfinite(difference.mean):
             groups.setdefault(judged(difference), []).append(_called(name, metrics))
     if not groups:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
-    said = [f"{words} {_listed(groups[words])}" for words in BAD_NEWS_FIRST if words in groups]
+    listed = {words: re.sub(r", (?=[^,]+$)", " and ", ", ".join(names)) for words, names in groups.items()}
+    said = [f"{words} {listed[words]}" for words in BAD_NEWS_FIRST if words in listed]
     sites = max(difference.sites for difference in differences.values())
     how = {
         0: "; without figures of sites there is no interval",
@@ -191,15 +186,11 @@ def _called(name: str, metrics: RunMetrics) -> str:
     return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def against(metrics: RunMetrics) -> list[tuple[str, str]]:
-    """For every baseline the difference of the NLL; then its interval, and at how many sites the run's NLL is lower."""
-    said = []
-    for rival in rivals(metrics).values():
-        found = paired_difference(metrics, "nll", rival)
+def beside(metrics: RunMetrics) -> list[list[str]]:
+    """A row for every baseline: the difference of the NLL, its interval, and at how many sites the run's is lower."""
+    rows = []
+    for name, rival in rivals(metrics).items():
+        found = paired_difference(metrics, rival)
         width = found.high - found.low if math.isfinite(found.low) else abs(found.mean)
         digits = min(max(2 - math.floor(math.log10(width)), 0), 6) if width > 0 else 6
         mean, low, high = (
@@ -207,8 +198,8 @@ def against(metrics: RunMetrics) -> list[tuple[str, str]]:
         )
         sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites > 1 else ""
         few = f"– ({found.sites} site{'s' * (found.sites != 1)})" if found.sites else "–"
-        said.append((mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else few))
-    return said
+        rows.append([name, mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else few])
+    return rows
 
 
 def calibration_verdict(metrics: RunMetrics) -> str:

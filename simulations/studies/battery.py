@@ -64,6 +64,7 @@ KEYS = {
     "target": "y",
     "partitioner": "natural",
     "partition.column": "cell",
+    "partition.min-rows": 2,
     "model.num-inducing": 30,
 }
 

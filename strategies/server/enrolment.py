@@ -23,7 +23,7 @@ from fedgp_flower.shared_messages import (
     TargetMoments,
     TargetPowers,
 )
-from fedgp_flower.transforms import Transform
+from fedgp_flower.transforms import TRANSFORMS, Transform
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 from strategies.server.network import Answer, Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
@@ -324,22 +324,23 @@ def _description(answer: Answer) -> SiteDescription:
     return SiteDescription(arrays=answer.arrays, schema=answer.texts["schema"], num_examples=answer.num_examples)
 
 
-def transformed(met: Enrolment, family: type[Transform], sites: tuple[str, ...]) -> Asking[Enrolment]:
+def transformed(met: Enrolment, name: str, sites: tuple[str, ...]) -> Asking[Enrolment]:
     """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
 
     The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
     """
+    family = TRANSFORMS[name]
     powers = np.array(family.powers)
     middle = np.array(met.training_target["mean"])
-    centres = np.array([float(family(power).forward(middle)) for power in powers])
+    centres = np.array([float(family.forward(middle, power)) for power in powers])
     summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
     if summed.total is None:
-        raise DataError(f"no site answered how its target is spread under `transform.target` = '{family.name}'")
+        raise DataError(f"no site answered how its target is spread under `transform.target` = '{name}'")
     best, mean, scale = chosen(summed.total, centres)
     if not scale > 0:
-        raise DataError(f"the target is one number everywhere under `transform.target` = '{family.name}'")
+        raise DataError(f"the target is one number everywhere under `transform.target` = '{name}'")
     schema = json.loads(met.schema)
-    schema["target"]["transform"] = family(float(powers[best])).as_json()
+    schema["target"]["transform"] = Transform(name, float(powers[best])).as_json()
     scales = {"target.mean": np.array(mean), "target.scale": np.array(scale)}
     unknown = np.full((1, 3), np.nan)  # what a site said of its target was of the one before
     sums = {site: np.vstack([known[:-1], unknown]) for site, known in met.sums.items()}

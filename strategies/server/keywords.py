@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from pydantic import BaseModel
+
 from fedgp_flower.config import CoreConfig, RunConfig, parse
 from fedgp_flower.options import MethodOptions, Section, Value, meanings
 
@@ -43,7 +45,7 @@ class Keyword:
 @cache
 def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
     """The keywords for a method's table and the shared sections."""
-    tables: list[tuple[str, type[Section]]] = [("", CoreConfig)]
+    tables: list[tuple[str, type[BaseModel]]] = [("", CoreConfig)]
     tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
     shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}
     tables += [(name, type(section)) for name, section in shared.items() if name not in NOT_FOR_A_STRATEGY]

@@ -25,7 +25,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import array_record, numpy_arrays, record_of, settings_of
+from fedgp_flower.records import array_record, arrays_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
@@ -68,7 +68,7 @@ class Expected:
     def refusal(self, reply: Message) -> str | None:
         """Why a reply cannot be used, or None."""
         try:
-            arrays = numpy_arrays(record_of(reply.content, "arrays", ArrayRecord) or ArrayRecord())
+            arrays = arrays_of(reply.content, "arrays")
         except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
             return f"arrays cannot be decoded ({type(error).__name__})"
         for name, array in arrays.items():
@@ -108,7 +108,7 @@ class SharedContext:
     def attach(self, message: Message) -> None:
         """Name the context in a message, and put it in for a node that does not keep it."""
         if self.whole:
-            settings_of(message)[DIGEST] = self.digest
+            _said(message)[DIGEST] = self.digest
             if message.metadata.dst_node_id not in self.nodes:
                 message.content[RECORD] = self.record
                 if self.constants:
@@ -262,11 +262,6 @@ class Network:
             if site and (reply.metadata.reply_to_message_id in self.accepted or self.accept(site, reply, expected))
         ]
 
-    def ask(self, kind: str, settings: Texts, *, retries: int = 0) -> dict[str, Answer]:
-        """Ask every site something without arrays, and return the valid answers by site."""
-        messages = [self.message(site, kind, ArrayRecord(), settings) for site in self.sites()]
-        return answers(self.exchange(messages, ANYTHING, retries=retries))
-
     def introduce(self, kind: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
 
@@ -282,8 +277,12 @@ class Network:
         for node, reply in replies.items():
             site = claimed_site(reply)
             reason = self.refusal(reply, ANYTHING)
-            if reason is None and site is not None and (site in found or self._taken(site, online, kind)):
-                reason = f"two machines say that they are site {site!r}; give each a different `site` in --node-config"
+            if reason is None and site is not None:
+                known = self.nodes.get(site)  # Flower lists a node that was killed for some time
+                if site in found or (known in online and claimed_site(self._introduced([known], kind)[known]) == site):
+                    reason = (
+                        f"two machines say that they are site {site!r}; give each a different `site` in --node-config"
+                    )
             self.heard.add(node)
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node
@@ -297,11 +296,6 @@ class Network:
     def _introduced(self, nodes: Sequence[int], kind: str) -> dict[int, Message | None]:
         messages = [self._message(node, kind, ArrayRecord(), self.introduction) for node in nodes]
         return dict(zip(nodes, self.round_trip(messages), strict=True))
-
-    def _taken(self, site: str, online: set[int], kind: str) -> bool:
-        """Whether the node that has a site id still answers: Flower lists one that was killed for some time."""
-        node = self.nodes.get(site)
-        return node in online and claimed_site(self._introduced([node], kind)[node]) == site
 
     def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
         """Push all messages and poll until each has its reply or time is up; None where nothing came."""
@@ -420,7 +414,7 @@ def pause_after(seconds: float) -> float:
 
 def echo_of(message: Message) -> Texts:
     """What the reply to a message must repeat."""
-    config = settings_of(message)
+    config = _said(message)
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 
@@ -441,18 +435,20 @@ def answers(replies: Iterable[Message]) -> dict[str, Answer]:
 
 
 def _answer(reply: Message) -> Answer:
-    said, arrays = _said(reply), record_of(reply.content, "arrays", ArrayRecord)
+    said = _said(reply)
     texts = {name: value for name, value in said.items() if isinstance(value, str)}
-    return Answer(str(said["site"]), numpy_arrays(arrays or ArrayRecord()), _numbers(reply), texts)
+    return Answer(str(said["site"]), arrays_of(reply.content, "arrays"), _numbers(reply), texts)
 
 
 def _said(reply: Message) -> ConfigRecord:
-    """What a reply says of itself; nothing where it is an error or has no such record."""
-    return (None if reply.has_error() else record_of(reply.content, "config", ConfigRecord)) or ConfigRecord()
+    """What a message says of itself; nothing where it is an error or has no such record."""
+    found = None if reply.has_error() else reply.content.get("config")
+    return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
 def _numbers(reply: Message) -> Mapping[str, Number]:
-    return record_of(reply.content, "metrics", MetricRecord) or {}
+    found = reply.content.get("metrics")
+    return found if isinstance(found, MetricRecord) else {}
 
 
 def _again(message: Message) -> Message:
@@ -465,7 +461,7 @@ def _again(message: Message) -> Message:
 
 def _misfit(reply: Message, said: ConfigRecord, site: str | None) -> str | None:
     """What of a reply's form is wrong, whatever was asked."""
-    if not said.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
+    if not said.get("site") or not isinstance(reply.content.get("arrays"), ArrayRecord):
         return "the reply lacks the records `arrays`, `metrics`, `config`"
     if said.get(LACKS):
         return "it lacks what it was sent once, and was sent again"

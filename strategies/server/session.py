@@ -15,21 +15,18 @@ from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
 from fedgp_flower.messages import (
     add,
-    decode,
-    encode,
+    from_parts,
     is_public,
     is_summand,
-    join,
     kind_of,
     misfit,
     refusal_of,
-    split,
-    stepped_from,
+    to_parts,
 )
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.privacy.questions import written_members
-from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record
+from fedgp_flower.records import APART, array_record, arrays_of, packed_record
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
@@ -137,11 +134,10 @@ class Contract(Expected):
         """The answer in a reply; read once."""
         if id(reply) not in self.seen:
             try:
-                arrays = numpy_arrays(reply.content["arrays"])  # type: ignore[arg-type]
-                arrays = join(self.answer, arrays, reply.content["metrics"])
+                numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
             except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
                 raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
-            self.seen[id(reply)] = reply, decode(self.answer, arrays, self.sizes)
+            self.seen[id(reply)] = reply, from_parts(self.answer, arrays, numbers, self.sizes)
         return self.seen[id(reply)][1]
 
 
@@ -152,12 +148,6 @@ class Asked:
     messages: list[Message]
     contract: Contract | MaskedContract
     question: Several
-
-    def sent_back(self) -> NamedArrays | None:
-        """The parameters that sites are sent and send back after local steps; None where they answer otherwise."""
-        if isinstance(self.contract, MaskedContract) or not self.messages:
-            return None
-        return stepped_from(self.contract.answer, next(iter(self.contract.requests.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +219,11 @@ class Session:
         Sites whose first answers contradict their descriptions are dismissed, and the others agree again without them.
         """
         while True:
-            preparation, family = self.preparation, TRANSFORMS.get(self.config.transform.target)
+            preparation, transform = self.preparation, self.config.transform.target
             try:
-                if family is not None:
+                if transform in TRANSFORMS:
                     self._take(preparation)
-                    preparation = self.run(enrolment.transformed(preparation, family, self.roster().everyone))
+                    preparation = self.run(enrolment.transformed(preparation, transform, self.roster().everyone))
                 self._take(adjusted(preparation))
                 return self.run(initialise())
             except ContradictionError as contradiction:
@@ -370,7 +360,7 @@ class Session:
     def message(self, site: str, kind: str, request: object, masked: Texts | None = None) -> Message:
         """A request to one site; the sites that are sent the same share its arrays."""
         if self.packed is None or self.packed[0] is not request:
-            arrays, numbers = split(type(request), encode(request))
+            arrays, numbers = to_parts(request)
             record = (array_record if self.apart else packed_record)(arrays)
             self.packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
         _, record, settings = self.packed
@@ -399,34 +389,32 @@ class Session:
         """Send what is new, and wait for the first answer of all that are outstanding."""
         self.require_clear(question.answer)
         network, begun = self.network, time.monotonic()
-        for site, request in question.requests.items():
-            self._push(site, question.answer, request)
+        unsent = list(question.requests.items())
         while True:
+            for site, request in unsent:
+                message = self.message(site, kind_of(question.answer), request)
+                deadline, echo = time.monotonic() + network.timeout, echo_of(message)
+                [pushed] = network.push([message])
+                self.outstanding[pushed] = Outstanding(site, network.nodes[site], deadline, request, echo)
+            unsent = []
             self._arrived = self._arrived or network.pull(self.outstanding)
             if self._arrived:
                 reply = self._arrived.pop(0)
-                asked = self.outstanding.pop(reply.metadata.reply_to_message_id, None)
-                if asked is None:
+                answered = self.outstanding.pop(reply.metadata.reply_to_message_id, None)
+                if answered is None:
                     continue  # it came twice
                 if network.context.note(reply):
-                    self._push(asked.site, question.answer, asked.request)
+                    unsent = [(answered.site, answered.request)]
                     continue
-                contract = self._contract(question, {asked.site: asked.request})
-                if not network.accept(asked.site, reply, contract, asked.echo):
-                    return asked.site, None
-                network.took_part.add(asked.site)
-                return asked.site, contract.read(reply)
+                contract = self._contract(question, {answered.site: answered.request})
+                if not network.accept(answered.site, reply, contract, answered.echo):
+                    return answered.site, None
+                network.took_part.add(answered.site)
+                return answered.site, contract.read(reply)
             lost = self._lost()
             if lost is not None:
                 return lost, None
             time.sleep(pause_after(time.monotonic() - begun))
-
-    def _push(self, site: str, answer: type, request: object) -> None:
-        message = self.message(site, kind_of(answer), request)
-        deadline = time.monotonic() + self.network.timeout
-        asked = Outstanding(site, self.network.nodes[site], deadline, request, echo_of(message))
-        [pushed] = self.network.push([message])
-        self.outstanding[pushed] = asked
 
     def _lost(self) -> str | None:
         """A site whose answer will not come: its time is up, or it is back under another node."""

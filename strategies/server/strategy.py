@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
+from fedgp_flower.messages import stepped_from
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
@@ -31,7 +32,7 @@ from strategies.server.keywords import configured, documented, signature
 from strategies.server.network import Network
 from strategies.server.questions import Each, Figures, Question, S, Total
 from strategies.server.scoring import Scoring
-from strategies.server.session import Asked, Session
+from strategies.server.session import Asked, Contract, Session
 
 logger = logging.getLogger("fedgp")
 
@@ -293,7 +294,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
 def require_clippable(name: str, asked: Asked | None, known: NamedArrays) -> None:
     """Refuse Flower's wrappers where sites send back something else than the run's arrays."""
-    back = None if asked is None else asked.sent_back()
+    back = None
+    if asked is not None and isinstance(asked.contract, Contract) and asked.messages:
+        back = stepped_from(asked.contract.answer, next(iter(asked.contract.requests.values())))
     if back is None or shapes_of(back) != shapes_of(known):
         raise ConfigError(
             f"{name} cannot run inside one of Flower's wrappers or Flower's loop: these clip and average the arrays"

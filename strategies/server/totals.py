@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, refusal_of
@@ -25,7 +25,7 @@ from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, lengt
 from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
-from strategies.server.network import Expected, Network
+from strategies.server.network import ANYTHING, Expected, Network, answers
 from strategies.server.questions import Summed, Total
 
 logger = logging.getLogger("fedgp")
@@ -91,7 +91,9 @@ class Masking:
     def enrol(network: Network, configuration: str, least: int, simulated: bool) -> Masking:
         """Ask every site for its key of the run."""
         masking = Masking(network, {}, least, simulated)
-        for site, said in network.ask(KEYS, {"configuration": configuration}, retries=1).items():
+        settings = {"configuration": configuration}
+        asked = [network.message(site, KEYS, ArrayRecord(), settings) for site in network.sites()]
+        for site, said in answers(network.exchange(asked, ANYTHING, retries=1)).items():
             if {"key", "signature"} <= set(said.texts):
                 masking.members[site] = Member(site, said.texts["key"], said.texts["signature"])
                 masking.number = max(masking.number, int(said.number("latest-question")) + 1)

@@ -11,7 +11,7 @@ from numpy import ndarray
 from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, LatentFunctions, LatentPosterior, Move, UnitStatistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
-from fedgp_flower.shared_messages import MOVE, Described, count_parameters
+from fedgp_flower.shared_messages import MOVE, Described
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -43,15 +43,11 @@ class FirstLook:
     direction: Float[ndarray, " L"] | None = None
 
 
-@message("query.first", summand=True)
+@message("query.first", summand=True, counts="L")
 class FirstStatistics:
     """One unit's first look at g: statistics at the parameters that every unit starts from."""
 
     statistics: UnitStatistics = leaves("of the rows at the starting parameters")
-
-    def num_parameters(self) -> int:
-        """L, inducing values of all latent functions."""
-        return len(self.statistics.shift)
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
@@ -59,15 +55,11 @@ class FirstStatistics:
         return None if good else "first statistics that its rows cannot produce"
 
 
-@message("query.directions", summand=True)
+@message("query.directions", summand=True, counts="L")
 class Directions:
     """Where a unit's first look at g points, whatever its sign: the sum has as first eigenvector what most share."""
 
     outer: Float[ndarray, "L L"] = leaves("m mᵀ, m = (I + G)⁻¹ b of the first statistics", symmetric=True)
-
-    def num_parameters(self) -> int:
-        """L, inducing values of all latent functions."""
-        return len(self.outer)
 
 
 @message()
@@ -79,7 +71,7 @@ class TrialMoves:
     smooth: bool = leaves("false in first rounds: smoothing R stays as narrow as it can be", default=True)
 
 
-@message("train.exact", summand=True)
+@message("train.exact", summand=True, counts="L")
 class TrialStatistics:
     """A unit's statistics at C trial moves."""
 
@@ -87,10 +79,6 @@ class TrialStatistics:
     shift: Float[ndarray, "C L"] = leaves("b = Σ_n k_n y_n / σ², at each move")
     evidence: Float[ndarray, " C"] = leaves("−½ N log 2πσ² − ½ yᵀy / σ², at each move")
     slack: Float[ndarray, "C I"] = leaves("−½ tr(Ω_m) / σ² by latent function, at each move")
-
-    def num_parameters(self) -> int:
-        """L, inducing values of all latent functions."""
-        return self.shift.shape[1]
 
     @staticmethod
     def of(statistics: Sequence[UnitStatistics]) -> TrialStatistics:
@@ -103,9 +91,8 @@ class TrialStatistics:
         parts = zip(self.precision, self.shift, self.evidence.tolist(), self.slack, strict=True)
         return tuple(UnitStatistics(*part) for part in parts)
 
-    def refusal(self, described: Described) -> str | None:
+    def refusal(self, _: Described) -> str | None:
         """Why this cannot come from any rows, or None; the algorithm checks what depends on the question."""
-        del described
         good = all(semidefinite(each) for each in self.each())
         return None if good else "statistics that no rows can produce: a precision is not positive semi-definite"
 
@@ -121,7 +108,7 @@ class Broadcast:
     share: float = leaves("p_m, the weight of a unit in the pooled bound: 1/M")
 
 
-@message("train", summand=True)
+@message("train", summand=True, counts="parameters")
 class PseudoGradient:
     """What local steps make of θ (Algorithm 2)."""
 
@@ -129,14 +116,9 @@ class PseudoGradient:
     fit: float = leaves("sum over rows of E_q log p(y | f) after the steps")
     rows: float = leaves("number of rows")
 
-    def num_parameters(self) -> int:
-        """Entries of θ; matrices by their rows."""
-        return count_parameters(self.parameters)
-
     @staticmethod
-    def outliers(answers: Mapping[str, PseudoGradient], rows: Mapping[str, int]) -> dict[str, str]:
+    def outliers(answers: Mapping[str, PseudoGradient], _: Mapping[str, int]) -> dict[str, str]:
         """Single units that moved too far; λ and h grow with the rows, so the rules of aggregation judge these."""
-        del rows
         return {
             site: f"`parameters.{name}`: {reason}"
             for site, answer in answers.items()

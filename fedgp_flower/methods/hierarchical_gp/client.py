@@ -16,7 +16,6 @@ from fedgp_flower.methods.hierarchical_gp import rough
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
-    ExpansionRequest,
     ExpansionShare,
     HierarchicalView,
 )
@@ -26,6 +25,7 @@ from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation, shaped_
 from fedgp_flower.methods.sfvi.client import trend_and_deviation
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.scores import Prediction
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS = 400
@@ -35,7 +35,7 @@ MOST_ROWS = 400
 class HierarchicalClient(SiteClient):
     """Sums of the site's rows with the deviation integrated out, and predictions with it."""
 
-    def expansion(self, request: ExpansionRequest) -> ExpansionShare:
+    def expansion(self, request: Parameters) -> ExpansionShare:
         """P, p and c of the site's rows, and their derivatives by θ."""
         share = self.deviation(request.values).derivatives(GlobalPosterior.of(request.values))
         return replace(share, count=np.array(float(self.num_examples)))

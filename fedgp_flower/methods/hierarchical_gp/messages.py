@@ -18,14 +18,7 @@ from fedgp_flower.shared_messages import Described, dwarfing
 from fedgp_flower.typing import AnyShape
 
 
-@message()
-class ExpansionRequest:
-    """Where sums and their derivatives are wanted."""
-
-    values: Mapping[str, AnyShape] = leaves("θ, and η_G of the best θ so far")
-
-
-@message("train.expansion", summand=True)
+@message("train.expansion", summand=True, counts="G T W")
 class ExpansionShare:
     """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
 
@@ -40,10 +33,6 @@ class ExpansionShare:
     count: Float[ndarray, ""] = leaves("number of rows")
     squares: Float[ndarray, " W"] = leaves("z² of each entry of the site's shape, at its mode")
     known: Float[ndarray, " W"] = leaves("1 less the variance of each entry")
-
-    def num_parameters(self) -> int:
-        """Z_G, entries of θ, and widths of shapes."""
-        return len(self.shift) + len(self.curvature) + len(self.squares)
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
@@ -61,8 +50,7 @@ class ExpansionShare:
     @staticmethod
     def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:
         """Precisions that dwarf those of the other sites."""
-        sizes = {site: float(np.trace(share.precision)) / rows[site] for site, share in answers.items()}
-        return dwarfing(sizes, "precision")
+        return dwarfing(answers, rows, "precision", lambda share: float(np.trace(share.precision)))
 
 
 @message()
@@ -84,16 +72,12 @@ class CalibrationRequest:
     shift: Float[ndarray, " G"] = leaves("the total p")
 
 
-@message("query.calibration", summand=True)
+@message("query.calibration", summand=True, counts="K")
 class Calibration:
     """How far the rows that a unit hid beyond K cuts were from what it predicted of them; only sums count."""
 
     shares: Float[ndarray, "K B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
     rows: Float[ndarray, " K"] = leaves("hidden rows, at each cut")
-
-    def num_parameters(self) -> int:
-        """A distribution at each cut."""
-        return len(self.rows)
 
     def coarse(self, least: int) -> Calibration:
         """The same without cells of fewer rows."""
@@ -111,8 +95,7 @@ class Calibration:
         return None
 
     @staticmethod
-    def outliers(answers: Mapping[str, Calibration], rows: Mapping[str, int]) -> dict[str, str]:
+    def outliers(answers: Mapping[str, Calibration], _: Mapping[str, int]) -> dict[str, str]:
         """Units that count as several."""
-        del rows
         sums = {site: float(share.shares.sum(axis=1).max()) for site, share in answers.items()}
         return {site: f"`shares` add up to {total:g} instead of 1" for site, total in sums.items() if total > 1 + 1e-6}

@@ -44,7 +44,6 @@ from fedgp_flower.methods.sgpr.messages import (
     SparseStatistics,
     TrialAdjoints,
     TrialGradients,
-    Trials,
     TrialSums,
 )
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, gaussian_scores
@@ -148,7 +147,7 @@ class PVIClient(SiteClient):
         """The sums of this site's rows: its exact factor, with Gaussian noise."""
         return self.sgpr.statistics(request)
 
-    def trials(self, request: Trials) -> TrialSums:
+    def trials(self, request: Parameters) -> TrialSums:
         """The sums at each of several parameters."""
         return self.sgpr.trials(request)
 

@@ -53,13 +53,12 @@ class NaturalParameters:
         kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
         return kind.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
-    def refusal(self, name: str, rows: int) -> str | None:
+    def refusal(self, name: str, _: int) -> str | None:
         """Why this is no factor, or None: of weights it may be diagonal, of v its precision may be negative.
 
         The merge checks whether prior and factors of v are a density together. The prior of u depends on Z and β: no
         negative precision of u is safe.
         """
-        del rows
         shapes = [2 * self.eta1.shape] + [self.eta1.shape] * (name == "weights")
         if not self.size or self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
@@ -104,9 +103,8 @@ class Marginal:
             return torch.tensor(self.value), torch.zeros(len(self.value), dtype=torch.float64)
         return self.natural().gaussian.moments()
 
-    def refusal(self, name: str, rows: int) -> str | None:
+    def refusal(self, name: str, _: int) -> str | None:
         """Why this is neither a point nor natural parameters, or None."""
-        del rows
         arrays = encode(self)
         if set(arrays) not in ({"value"}, {"eta1", "eta2"}):
             return f"`{name}`: expected `eta1` and `eta2`, or `value`"
@@ -212,12 +210,8 @@ class Refined:
         return next((reason for reason in reasons if reason), None)
 
 
-@message("query.log_likelihood", summand=True)
+@message("query.log_likelihood", summand=True, counts="1")
 class LogLikelihood:
     """A site's term of the global free energy."""
 
     value: Float[ndarray, ""] = leaves("E_q log p(y_k | f), in nats")
-
-    def num_parameters(self) -> int:
-        """One number."""
-        return 1

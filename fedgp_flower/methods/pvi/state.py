@@ -245,6 +245,28 @@ def forget(state: P, site: str) -> P:
     return left
 
 
+def factor_strengths(state: Product) -> dict[str, dict[str, float]]:
+    """How much each site's factor says, by site and in units that compare sites.
+
+    ``points``: M_k. ``weight``: tr S_k⁻¹, which for tied noise is in units of 1/σ², that is, in rows. ``directions``:
+    tr Λ_k(I + Λ_k)⁻¹, how many of the M directions of v the factor alone would determine. Of other blocks the mean
+    precision; the priors of Z and β have 1.
+    """
+    strengths: dict[str, dict[str, float]] = {}
+    for site, part in state.sites.items():
+        says = {"rows": float(state.rows[site])}
+        if part.points is not None:
+            says |= {"points": float(len(part.points.targets)), "weight": float(np.square(part.points.root).sum())}
+        for name, factor in part.factors.items():
+            precision = -2.0 * factor.eta2
+            if name == "whitened":
+                says["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
+            else:
+                says[name] = float((precision if precision.ndim == 1 else precision.diagonal()).mean())
+        strengths[site] = says
+    return strengths
+
+
 def without(by_site: Mapping[str, V], site: str) -> dict[str, V]:
     """The entries of all other sites."""
     return {key: value for key, value in by_site.items() if key != site}

@@ -30,13 +30,13 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import (
-    Classes,
     IndexVector,
     ModelInputs,
     ReportTable,
     SampledModel,
     Shared,
     SiteRows,
+    SoftmaxClasses,
     Units,
     standard_normal,
 )
@@ -63,7 +63,7 @@ class AmortisedModel(SampledModel):
         width = options.latents if counts else options.hidden
         self.layers = num_inputs + options.classes, width + 1
         super().__init__(torch.zeros(math.prod(self.layers), dtype=torch.float64))
-        self.observed, self.binary, self.counts = Classes(binary), binary, counts
+        self.observed, self.binary, self.counts = SoftmaxClasses(binary), binary, counts
         self.num_inputs, self.latents = num_inputs, options.latents
         self.prior_variance = (1 - 1 / self.latents) / CONCENTRATION if counts else 1.0
         with torch.random.fork_rng(devices=[]):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedgp_flower.methods.family import LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import Classes, SampledModel, Shared, SiteRows, Units
+from fedgp_flower.methods.sfvi.structured import SampledModel, Shared, SiteRows, SoftmaxClasses, Units
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows
 
@@ -42,7 +42,7 @@ class Multinomial(SampledModel):
         weights = num_inputs * num_classes
         block = (torch.arange(weights + num_classes) >= weights).long()
         super().__init__(torch.zeros(len(block), dtype=torch.float64), block)
-        self.observed, self.binary = Classes(binary), binary
+        self.observed, self.binary = SoftmaxClasses(binary), binary
         self.num_inputs, self.num_classes = num_inputs, num_classes
 
     @classmethod
@@ -73,7 +73,7 @@ class PersonalNetwork(SampledModel):
         self, num_inputs: int, hidden: int, num_classes: int, *, scattered: bool, binary: bool = False
     ) -> None:
         super().__init__(torch.zeros(hidden * num_inputs + scattered, dtype=torch.float64))
-        self.observed, self.binary, self.scattered = Classes(binary), binary, scattered
+        self.observed, self.binary, self.scattered = SoftmaxClasses(binary), binary, scattered
         self.first, self.second = (hidden, num_inputs), (num_classes, hidden)
 
     @classmethod

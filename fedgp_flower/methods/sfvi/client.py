@@ -129,7 +129,7 @@ class SFVIClient(SiteClient):
             raise DataError(f"targets must be whole numbers below `sfvi.classes` = {options.classes}")
         site = model.prepare(rows.features, torch.from_numpy(targets), rows.groups, key=key)
         samples = 0 if options.row.known_expectations else options.samples
-        return Learner(model, site, seed, key, samples, options.weighted_draws)
+        return Learner(model, site, seed, key, samples, 1 if options.row.mean_field else options.importance_samples)
 
     def begin(
         self, learner: Learner, q_global: GlobalPosterior

@@ -236,11 +236,11 @@ def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
     A site keeps those of its latents for its term of the bound. Local steps on a bound that stands in for all sites
     follow N / N_k times that, and would leave moments under which later gradients move nothing.
     """
-    first, second = (
-        {name: value * factor**power if name.startswith(LOCAL) else value for name, value in part.items()}
-        for power, part in ((1, moments.first), (2, moments.second))
-    )
-    return replace(moments, first=first, second=second)
+
+    def times(part: Mapping[str, Tensor], by: float) -> Slopes:
+        return {name: value * by if name.startswith(LOCAL) else value for name, value in part.items()}
+
+    return replace(moments, first=times(moments.first, factor), second=times(moments.second, factor**2))
 
 
 # The model of a configuration, and rows as a model reads them.

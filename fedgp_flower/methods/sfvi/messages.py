@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import MOVE, Described, count_parameters, dwarfing
+from fedgp_flower.messages import count_parameters, leaves, message
+from fedgp_flower.shared_messages import MOVE, Described, dwarfing, largest
 from fedgp_flower.typing import AnyShape, NamedArrays
 
 SCALE = "q.log_scale"
@@ -52,11 +52,7 @@ class GradientShare(_Values):
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
         """Gradients that dwarf those of the other sites; with fewer than three sites nobody can tell which is wrong."""
-        largest = {  # a norm would overflow where a liar's numbers are huge
-            site: max(float(np.abs(array).max(initial=0.0)) for array in share.values.values()) / rows[site]
-            for site, share in answers.items()
-        }
-        return dwarfing(largest, "gradient")
+        return dwarfing(answers, rows, "gradient", lambda share: largest(*share.values.values()))
 
 
 @message()
@@ -99,7 +95,6 @@ class LocalEndSum(_Values):
         values = {name: np.asarray(array / self.weight) for name, array in self.values.items()}
         return values | {SCALE: np.log(values[SCALE])}
 
-    def refusal(self, described: Described) -> str | None:
+    def refusal(self, _: Described) -> str | None:
         """Why this is no weighted Gaussian, or None."""
-        del described
         return None if self.weight > 0 and (self.values[SCALE] > 0).all() else "`weight` and `q.log_scale` are positive"

@@ -99,9 +99,8 @@ class CommonKeys(MethodOptions):
         if self.row.classes and core.model.likelihood == "bernoulli" and self.classes != 2:
             raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
         if self.numbers_classes(core.model) and core.standardise:
-            raise ConfigError(
-                f"`sfvi.model` = {self.model!r} reads class numbers off the target: set `standardise` false"
-            )
+            words = "reads class numbers off the target: set `standardise` false"
+            raise ConfigError(f"`sfvi.model` = {self.model!r} {words}")
 
     @property
     def row(self) -> ModelRow:
@@ -116,11 +115,6 @@ class CommonKeys(MethodOptions):
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether the target holds the numbers of several classes."""
         return self.row.classes and section.likelihood != "bernoulli"
-
-    @property
-    def weighted_draws(self) -> int:
-        """R."""
-        return 1 if self.row.mean_field else self.importance_samples
 
     def columns(self, names: Sequence[str]) -> list[int]:
         """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice."""
@@ -142,11 +136,8 @@ class CommonKeys(MethodOptions):
     def rates(self, rounds: int) -> list[float]:
         """The rate of every step on θ in a whole run."""
         averaging = rounds if self.averages else self.warm_start_rounds
-        return [
-            self.rate(step, rounds)
-            for step in range(rounds)
-            for _ in range(self.local_steps if step < averaging else 1)
-        ]
+        steps = [self.local_steps if step < averaging else 1 for step in range(rounds)]
+        return [self.rate(step, rounds) for step in range(rounds) for _ in range(steps[step])]
 
 
 SECTIONS = sections_of(MODELS.values(), CommonKeys.model_fields)

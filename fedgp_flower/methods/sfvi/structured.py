@@ -206,7 +206,7 @@ class ClosedFormModel(StructuredModel):
         """Prediction at ``site.features``; without ``q_local``, for a new site."""
 
 
-class Classes:
+class SoftmaxClasses:
     """Observations are classes 0 … C−1: P(y = c) ∝ exp(f_c). Of two, the prediction is of the second one alone."""
 
     def __init__(self, binary: bool) -> None:
@@ -227,7 +227,7 @@ class Classes:
 class SampledModel(StructuredModel):
     """A model whose expectations are averages over draws of its latents, with rows independent given all latents."""
 
-    observed: PointLikelihood | Classes
+    observed: PointLikelihood | SoftmaxClasses
     """The density of a row given :meth:`function`."""
     binary = False
     """Whether it is about two classes."""

@@ -26,7 +26,6 @@ from fedgp_flower.methods.sgpr.messages import (
     SparseStatistics,
     TrialAdjoints,
     TrialGradients,
-    Trials,
     TrialSums,
     apart,
     numbered,
@@ -97,7 +96,7 @@ class SGPRClient(SparseClient):
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *mode)
 
-    def trials(self, request: Trials) -> TrialSums:
+    def trials(self, request: Parameters) -> TrialSums:
         """The additive sums of this site's rows at each of several parameters."""
         return TrialSums.of([self.sums(values) for values in apart(request.values)])
 

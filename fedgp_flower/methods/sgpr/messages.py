@@ -12,21 +12,17 @@ from numpy import ndarray
 
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import Adjoints, SparseSums
-from fedgp_flower.messages import leaves, message, packed, unpacked
-from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
+from fedgp_flower.messages import count_parameters, leaves, message
+from fedgp_flower.shared_messages import Described, along, dwarfing, largest, odd_variances
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
 """Of rounding, as a part of the largest entry: of sums, and of expectations, also in single precision."""
 
 
-@message("query.statistics", summand=True)
+@message("query.statistics", summand=True, counts="M")
 class SparseStatistics(SparseSums):
     """What follows from a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
-
-    def num_parameters(self) -> int:
-        """M."""
-        return len(self.projection)
 
     @staticmethod
     def outliers(answers: Mapping[str, SparseStatistics], rows: Mapping[str, int]) -> dict[str, str]:
@@ -100,18 +96,11 @@ class Sketch:
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
 
 
-@message()
-class Trials:
-    """Several parameters at once."""
-
-    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
-
-
-@message("query.trials", summand=True)
+@message("query.trials", summand=True, counts="M")
 class TrialSums:
-    """:class:`SparseStatistics` at each of several parameters, the matrices packed."""
+    """:class:`SparseStatistics` at each of several parameters."""
 
-    grams: Float[ndarray, "T Q"] = leaves("lower triangle of A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters")
+    grams: Float[ndarray, "T M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters", symmetric=True)
     projections: Float[ndarray, "T M"] = leaves("b = W y")
     target_squares: Float[ndarray, " T"] = leaves("s = yᵀ y")
     prior_variances: Float[ndarray, " T"] = leaves("c = Σ k(x, x)")
@@ -120,17 +109,11 @@ class TrialSums:
     @staticmethod
     def of(each: Sequence[SparseSums]) -> TrialSums:
         """From the sums at each parameters."""
-        columns = zip(*((vars(sums) | {"gram": packed(sums.gram)}).values() for sums in each), strict=True)
-        return TrialSums(*map(np.stack, columns))
+        return TrialSums(*map(np.stack, zip(*(vars(sums).values() for sums in each), strict=True)))
 
     def each(self) -> list[SparseStatistics]:
         """The sums at each parameters."""
-        size, rows = self.projections.shape[1], zip(*vars(self).values(), strict=True)
-        return [SparseStatistics(unpacked(gram, size), *map(np.asarray, rest)) for gram, *rest in rows]
-
-    def num_parameters(self) -> int:
-        """M, of sums at parameters that differ little."""
-        return self.projections.shape[1]
+        return [SparseStatistics(*map(np.asarray, sums)) for sums in zip(*vars(self).values(), strict=True)]
 
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
@@ -213,7 +196,7 @@ class PooledPosterior:
 # Labels, counts and outliers: expectations at a posterior.
 
 
-@message("train.expectations", summand=True)
+@message("train.expectations", summand=True, counts="values")
 class Expectations:
     """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
 
@@ -222,18 +205,11 @@ class Expectations:
     slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
     curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
 
-    def num_parameters(self) -> int:
-        """M and hyperparameters."""
-        return count_parameters(self.values)
-
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
         """Curvatures and slopes that dwarf those of the other sites."""
-        found: dict[str, str] = {}
-        for name in ("curvature", "slope"):
-            sizes = {site: float(np.abs(getattr(answer, name)).max()) / rows[site] for site, answer in answers.items()}
-            found |= dwarfing(sizes, name)
-        return found
+        curvatures = dwarfing(answers, rows, "curvature", lambda answer: largest(answer.curvature))
+        return curvatures | dwarfing(answers, rows, "slope", lambda answer: largest(answer.slope))
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
@@ -260,7 +236,7 @@ class PrivateRequest:
     sharing: int = leaves("how many sites add up to the noise of one total; 1 where sites are seen by themselves")
 
 
-@message("query.private", summand=True)
+@message("query.private", summand=True, counts="M")
 class PrivateSums:
     """Sums of clipped rows with Gaussian noise; see :mod:`fedgp_flower.methods.sgpr.private`."""
 
@@ -268,14 +244,9 @@ class PrivateSums:
     projection: Float[ndarray, " M"] = leaves("b = W y and noise")
     target_squares: Float[ndarray, ""] = leaves("s = yᵀ y and noise")
 
-    def num_parameters(self) -> int:
-        """M."""
-        return len(self.projection)
-
     @staticmethod
     def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Sums that dwarf those of the other sites; noise is that of any number of rows."""
         usual = float(np.median([rows[site] for site in answers] or [0]))
-        parts = {site: (answer.gram, answer.projection, answer.target_squares) for site, answer in answers.items()}
-        largest = {site: max(float(np.abs(part).max()) for part in arrays) for site, arrays in parts.items()}
-        return dwarfing({site: size / (rows[site] + usual) for site, size in largest.items()}, "largest entry")
+        weights = {site: rows[site] + usual for site in answers}
+        return dwarfing(answers, weights, "largest entry", lambda answer: largest(*vars(answer).values()))
