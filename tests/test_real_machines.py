@@ -206,6 +206,10 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     def round_after(before: int) -> None:
         awaited(lambda: rounds() > before)
 
+    def apps() -> list[psutil.Process]:
+        """ClientApps of the north: its SuperExec forks them."""
+        return [app for parent in federation.processes("wrapped superexec", "north") for app in parent.children()]
+
     def kill(*words: str) -> None:
         awaited(lambda: federation.processes(*words))
         for process in federation.processes(*words):
@@ -219,18 +223,10 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     awaited(lambda: "is repeated: south missed it" in launcher_log.read_text())
     round_after(rounds())  # it has taken part again
     before = rounds()
-<<<<<<< HEAD
-    awaited(
-        lambda: [child for parent in federation.processes("wrapped superexec", "north") for child in parent.children()]
-    )
-    for parent in federation.processes("wrapped superexec", "north"):
-        for child in parent.children():
-            child.kill()
-    print(f"{round_after(before):5.0f} s from the ClientApp's death to the round's end: its SuperNode starts another")
-=======
-    kill("fedgp_flower.deploy.wrapped clientapp", "north")
-    round_after(before)  # its SuperNode starts another
->>>>>>> main
+    awaited(apps)
+    for app in apps():
+        app.kill()
+    round_after(before)  # the SuperNode has another one started
     kill("flwr-serverapp")
     awaited(lambda: launcher.poll() is not None)
     assert launcher.returncode
