@@ -27,7 +27,7 @@ def finished(folder: Path, sites: tuple[str, ...], keys: dict[str, Any], *faults
     return run(grid), grid
 
 
-GATE = {"sgpr", "fsgp", "pvi sums", "fedmgp exact"}
+GATE = {"fsgp", "pvi sums"}
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in GATE else pytest.mark.long) for m in FORMS])
