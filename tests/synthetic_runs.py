@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from scipy.stats import norm
 
@@ -70,18 +72,12 @@ def make_run(
             row |= {f"test_{name}": own["test"][name] + (2.5 * np.exp(-number / 3)) for name in ("nll", headline)}
         run.append_history(row)
     levels = {"kind": "categorical", "levels": ["benign", "malignant"]} if classes else {"kind": "numeric"}
-    run.write_posterior(
-        Posterior(
-            arrays={"inducing.mean": np.zeros(4), "input.mean": np.zeros(inputs), "input.scale": np.full(inputs, 1.7)},
-            meanings=(words := {name: f"what {name} is" for name in ("inducing.mean", "input.mean", "input.scale")}),
-            coordinates=dict.fromkeys(words, "standardised"),
-            equation="mean(x) = k(x, Z) Kzz⁻¹ m",
-            model={"kernel": "rbf", "jitter": 1e-8},
-            schema={"features": [{"name": n, "kind": "numeric"} for n in names], "target": {"name": "yield", **levels}},
-            method="fsgp",
-            likelihood="bernoulli" if classes else "gaussian",
-        )
-    )
+    arrays = {"inducing.mean": np.zeros(4), "input.mean": np.zeros(inputs), "input.scale": np.full(inputs, 1.7)}
+    words, kinds = dict.fromkeys(arrays, "what it is"), dict.fromkeys(arrays, "standardised")
+    schema = {"features": [{"name": n, "kind": "numeric"} for n in names], "target": {"name": "yield", **levels}}
+    model, likelihood = {"kernel": "rbf", "jitter": 1e-8}, "bernoulli" if classes else "gaussian"
+    saved = Posterior(arrays, words, kinds, "mean(x) = k(x, Z) Kzz⁻¹ m", model)
+    run.write_posterior(replace(saved, schema=schema, method="fsgp", likelihood=likelihood))
     if keep:
         run.write_predictions({k: v[2] for k, v in made.items()}, names if inputs <= 2 and not classes else ())
     shown = [{**row, "training_rows": 4 * row["num_examples"]} for row in own["per_site"]]

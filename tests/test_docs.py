@@ -121,18 +121,14 @@ def test_documented_fedgp_commands_exist(words):
     parse_config(parse_assignments([word for word in understood(words) if "=" in word]))
 
 
-def test_documented_make_targets_exist():
+def test_documented_make_targets_and_keys_of_flwr_runs_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     words = [word for words in named("make") for word in words]
     assert {word for word in words if "=" not in word} <= set(targets)
     for arguments in (word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")):
         parse_config(parse_assignments(shlex.split(arguments)))
-
-
-def test_documented_flwr_runs_name_keys_that_exist():
-    runs = named("flwr run")
-    assert runs
-    for words in runs:
+    assert named("flwr run")
+    for words in named("flwr run"):
         overrides = words[words.index("--run-config") + 1]
         keys = re.findall(r"([\w.-]+)=(?:'[^']*'|\"[^\"]*\"|\S+)", overrides)
         assert keys

@@ -123,7 +123,7 @@ def test_the_equation_beside_the_posterior_is_the_prediction_whatever_the_order_
     assert np.corrcoef(mean, new["outcome"])[0, 1] > 0.8  # a prediction of something
 
 
-@pytest.mark.parametrize("method", ["fgpr", "local-only", "pooled"])
+@pytest.mark.parametrize("method", ["fgpr", "local-only"])
 def test_a_method_without_a_shared_posterior_says_so(method, tmp_path):
     keys = {"dataset": "five-blocks", "method": method, "num-server-rounds": 1, "output-dir": str(tmp_path)}
     run = run_in_process(BASE | keys | {"name": "run", "baselines.max-evaluations": 3}, 2)

@@ -82,10 +82,10 @@ def test_discrete_noise_is_of_the_discrete_normal(deviation):
     draws = discrete_normal(deviation, 40_000, np.random.default_rng(4))
     assert draws.dtype == np.int64
     assert len(draws) == 40_000
-    values = np.arange(-40, 41)
-    mass = np.exp(-(values**2) / (2 * deviation**2))
-    mass /= mass.sum()
     if deviation < 10:
+        values = np.arange(-40, 41)
+        mass = np.exp(-(values**2) / (2 * deviation**2))
+        mass /= mass.sum()
         seen = np.array([(draws == value).mean() for value in values])
         assert np.abs(seen - mass).max() < 5 * math.sqrt(0.25 / len(draws))
     else:
