@@ -24,8 +24,10 @@ from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
+from fedgp_flower.shared_messages import Parameters, Stepped
 from strategies.fsgp import FSGP
 from strategies.server.fedavg import AveragingState
+from strategies.server.questions import Asking, Roster, Total
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -101,6 +103,16 @@ def test_the_configurations_of_training_and_evaluation_reach_the_sites() -> None
     colours = {own.metadata.message_type: own.content.config_records["config"].get("colour") for own in seen}
     assert (colours["train"], colours["evaluate"], colours["query.statistics"]) == ("red", "blue", None)
     assert {own.content.config_records["config"]["round"] for own in seen} == {0, 1}  # nobody poses as the run
+
+
+def test_a_total_of_what_is_no_summand_is_refused() -> None:
+    class Wrong(FSGP):
+        def one_round(self, state: Any, roster: Roster) -> Asking[Any]:
+            yield Total(Stepped, Parameters(state.parameters))
+            return state, {}
+
+    with pytest.raises(ProtocolError, match="a total of Stepped was asked for, which is no summand"):
+        Wrong(**KEYWORDS).start(own_grid(), num_rounds=1)
 
 
 # Keyword arguments.
