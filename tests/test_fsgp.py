@@ -10,19 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from faults import (
-    Fault,
-    FaultyGrid,
-    Recorder,
-    arrays,
-    configured,
-    csv_nodes,
-    numbers,
-    parameters,
-    rows_of,
-    run,
-    waves,
-)
+from faults import Fault, FaultyGrid, Recorder, arrays, configured, csv_nodes, numbers, parameters, rows_of, run, waves
 from scipy.stats import kstest
 
 from fedgp_flower.gp.models import SparseGP
