@@ -74,7 +74,7 @@ def test_flower_reports_a_superlink_that_does_not_answer(
 @pytest.fixture
 def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     monkeypatch.setattr(machines, "app_fingerprint", lambda: "ab" * 32)
-    return Coordinator.create(tmp_path / "coordinator", "localhost", 8000)
+    return Coordinator.create(tmp_path / "coordinator", "localhost", 8000, 8001)
 
 
 def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path: Path, coordinator: Coordinator) -> None:
