@@ -91,6 +91,33 @@ def test_a_bad_reply_is_its_sites_failure_and_nobody_elses(change: Any, words: s
     assert net.traffic.communications == 2
 
 
+def crashed_at_length(reply: Message) -> Message:
+    broken = crashed(reply)
+    broken.error.__dict__["_reason"] = "no\x1b[2J room" * 500_000
+    return broken
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        texts(warnings="x" * 5_000_000),
+        texts(error="x" * 5_000_000),
+        texts(error="no\nround 9: site 2 failed: \x1b[2J"),
+        texts(x=b"x" * 5_000),
+        numbers(**{f"n{number}": 1.0 for number in range(200_000)}),
+        crashed_at_length,
+    ],
+)
+def test_an_endless_or_unprintable_reply_is_its_sites_failure_in_few_words(change: Any) -> None:
+    grid, net = met()
+    grid.faults = [Fault("1", change)]
+    assert ask(net) == ["0", "2"]
+    [failure] = net.failures
+    assert failure.site == "1"
+    assert len(failure.reason) <= 4096
+    assert failure.reason.isprintable()
+
+
 def test_one_lost_reply_is_asked_for_again_and_fails_once() -> None:
     grid, net = met()
     grid.faults = [Fault("1", lost, times=1)]

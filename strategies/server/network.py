@@ -32,6 +32,8 @@ from fedgp_flower.typing import NamedArrays
 logger = logging.getLogger("fedgp")
 
 SCHEMA_VERSION = 2
+LONGEST_TEXT, LONGEST_SCHEMA, MOST_NAMES = 4096, 1 << 20, 1000
+"""Characters of a text of a reply, and of the JSON that describes its columns; names in a record beside the arrays."""
 DIGEST, RECORD, LACKS = "context", "context", "lacks-context"
 """Config key with the digest, name of the record, config key of a reply by a site that has it not."""
 CONSTANTS = "constants"
@@ -343,6 +345,8 @@ class Network:
         if reply.has_error():
             lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
             return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}"
+        if reason := _oversized(reply):
+            return reason
         said = _said(reply)
         if "error" in said:
             return str(said["error"])
@@ -356,6 +360,7 @@ class Network:
         )
 
     def _record(self, site: str, reason: str) -> None:
+        reason = "".join(letter if letter.isprintable() else " " for letter in reason[:LONGEST_TEXT])
         self.failures.append(Failure(self.round, site, reason))
         logger.warning("round %d: site %s failed: %s", self.round, site, reason)
 
@@ -457,6 +462,18 @@ def _again(message: Message) -> Message:
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
     )
+
+
+def _oversized(reply: Message) -> str | None:
+    """What of a reply is longer than any site of this app makes it; looked at before anything else of it."""
+    for name, record in reply.content.items():
+        if len(record) > MOST_NAMES and not isinstance(record, ArrayRecord):
+            return f"the record `{name[:40]}` has {len(record)} names; at most {MOST_NAMES} are read"
+        for key, value in record.items() if isinstance(record, ConfigRecord) else ():
+            most = LONGEST_SCHEMA if key == "schema" else LONGEST_TEXT
+            if isinstance(value, str | bytes) and len(value) > most:
+                return f"the text `{key[:40]}` has {len(value)} characters; at most {most} are read"
+    return None
 
 
 def _misfit(reply: Message, said: ConfigRecord, site: str | None) -> str | None:
