@@ -61,8 +61,8 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
 
     K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
     """
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    stabilised = matrix + (jitter * variance)[..., None, None] * eye
+    stabilised = matrix.clone()
+    stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
     factor, info = torch.linalg.cholesky_ex(stabilised)
     if bool((info == 0).all()):
         return factor

@@ -51,8 +51,8 @@ class SparseSums:
 
     def factor(self, noise: float) -> Square:
         """The Cholesky factor of B = I + A/σ²."""
-        eye = torch.eye(len(self.projection), dtype=torch.float64)
-        b = eye + symmetric(torch.as_tensor(self.gram)) / noise
+        b = torch.as_tensor(self.gram) / noise
+        b.diagonal().add_(1)
         return cholesky(b, of="B = I + A/σ²", hint="The sums are not those of real rows.")
 
 
