@@ -51,7 +51,7 @@ def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
             [1., 2.]])
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if not bool((info == 0).all()):
+    if bool(info.any()):
         raise NumericsError(_indefinite(matrix, of, hint))
     return factor
 
@@ -64,7 +64,7 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
     stabilised = matrix.clone()
     stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
     factor, info = torch.linalg.cholesky_ex(stabilised)
-    if bool((info == 0).all()):
+    if not bool(info.any()):
         return factor
     if (counter := _repairs.get()) is not None:
         counter[of] += 1

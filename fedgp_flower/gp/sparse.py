@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from gpytorch.kernels import RBFKernel, ScaleKernel
 from torch import Tensor
 
-from fedgp_flower.gp.linalg import kernel_cholesky, symmetric
+from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP
 from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
@@ -44,7 +45,7 @@ class _Closed:
     """
 
     exponents: Tensor  # c(Z)  [2D + 1, M]
-    variance: Tensor  # a²  []
+    variance: float  # a²
     most: float  # log a²
     points: Array  # Zᵀ  [D, M]
     inverse: Array  # 1/ℓ²  [D, 1] or [1, 1]
@@ -52,15 +53,15 @@ class _Closed:
     @staticmethod
     def of(model: SparseGP) -> _Closed | None:
         """At the parameters of a model; None where its kernel is another one."""
-        kernel, points = model.kernel, model.inducing_points.mT.clone()  # the model moves on
+        kernel, places = model.kernel, model.inducing_points.detach()
         if not isinstance(kernel, ScaleKernel) or type(kernel.base_kernel) is not RBFKernel:
             return None
-        variance, scale = kernel.raw_outputscale.exp(), kernel.base_kernel.raw_lengthscale.exp()
-        most, inverse = variance.log(), scale.square().reciprocal().mT
+        points, most = to_array(places).T.copy(), float(kernel.raw_outputscale.detach())  # the model moves on
+        inverse = np.exp(-2 * to_array(kernel.base_kernel.raw_lengthscale).T)
         slopes = points * inverse
-        heights = most - (points * slopes).sum(0, keepdim=True) / 2
-        exponents = torch.cat((slopes, (-inverse / 2).expand_as(slopes), heights))
-        return _Closed(exponents, variance, float(most), *to_arrays(points, inverse))
+        heights = most - (points * slopes).sum(0) / 2
+        exponents = np.vstack((slopes, np.broadcast_to(-inverse / 2, slopes.shape), heights))
+        return _Closed(torch.from_numpy(exponents).to(places), math.exp(most), most, points, inverse)
 
     def covariance(self, moments: Tensor) -> Tensor:
         """K_zx of rows [x, x², 1], as [N, M]: triangular solves take its transpose as it stands."""
@@ -119,7 +120,7 @@ class Whitener:
             self.covariance, self.variance = model.inducing_covariance()
         else:
             self.covariance = self.closed.covariance(_moments(model.inducing_points))
-            self.variance = self.closed.variance
+            self.variance = torch.tensor(self.closed.variance).to(self.covariance)
         self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
         self.shapes = {name: tuple(value.shape) for name, value in model.wire_parameters().items()}
         self.room = room
@@ -154,7 +155,7 @@ class Whitener:
             return _Projected(inputs, self._whitened(covariance), float(variances.sum()))
         moments = _moments(inputs)
         covariance = self.closed.covariance(moments)
-        variance = float(self.closed.variance) * inputs.shape[0]
+        variance = self.closed.variance * inputs.shape[0]
         return _Projected(inputs, self._whitened(covariance.mT), variance, (moments, covariance))
 
     def _whitened(self, covariance: Tensor) -> Tensor:
@@ -212,10 +213,11 @@ def inducing_gradient(
     factor, closed = whitener.factor, whitener.closed
     parts = sums.gram, sums.projection, adjoints.gram, adjoints.projection
     gram, projection, by_gram, by_projection = (torch.as_tensor(part).to(factor) for part in parts)
-    inner = torch.mm(by_gram, gram).mul_(-2).addr_(by_projection, projection, alpha=-1).tril_()
+    inner = torch.mm(by_gram, gram).neg_().addr_(by_projection, projection, alpha=-0.5).tril_()
     inner.diagonal().mul_(0.5)
     left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
-    incoming = symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
+    half = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
+    incoming = half + half.mT
     by_variance = model.jitter * incoming.diagonal().sum()
     if closed is None:
         return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
