@@ -3,92 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from gpytorch.kernels import RBFKernel, ScaleKernel
+from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP
-from fedgp_flower.gp.placement import to_array, to_arrays
+from fedgp_flower.gp.placement import to_arrays
 from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
-from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
+from fedgp_flower.typing import NamedArrays, Rows, Targets
 
 KEPT = 2**23
 """Numbers that a :class:`Whitener` keeps of projected rows, for the gradient that is mostly asked for next."""
-BLOCK = 128
-"""Rows of W Wᵀ formed at once, as far as the diagonal: above it they are those below."""
-
-
-def _gram(cross: Tensor) -> Tensor:
-    """W Wᵀ [M, M] of W [M, N]."""
-    size = cross.shape[0]
-    if size <= BLOCK:
-        return torch.mm(cross, cross.mT)
-    gram = cross.new_empty(size, size)
-    for start in range(0, size, BLOCK):
-        end = min(start + BLOCK, size)
-        torch.mm(cross[start:end], cross[:end].mT, out=gram[start:end, :end])
-        gram[:start, start:end] = gram[start:end, :start].mT
-    return gram
 
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """The squared exponential at fixed parameters, log k(z, x) = [x, x², 1]·c(z), and its derivatives.
+    """The squared exponential at fixed parameters, log k(z, x) = [x, x², 1]·c(z), and its derivatives, by NumPy.
 
     c(z) = [z/ℓ², −1/2ℓ², log a² − ½ |z/ℓ|²], so that rows are multiplied once, both on the way in and back.
     """
 
-    exponents: Tensor  # c(Z)  [2D + 1, M]
-    variance: float  # a²
+    exponents: ndarray  # c(Z)  [2D + 1, M]
     most: float  # log a²
-    points: Array  # Zᵀ  [D, M]
-    inverse: Array  # 1/ℓ²  [D, 1] or [1, 1]
+    points: ndarray  # Zᵀ  [D, M]
+    inverse: ndarray  # 1/ℓ²  [D, 1] or [1, 1]
 
     @staticmethod
     def of(model: SparseGP) -> _Closed | None:
-        """At the parameters of a model; None where its kernel is another one."""
+        """At the parameters of a model on the CPU; None where its kernel is another one."""
         kernel, places = model.kernel, model.inducing_points.detach()
-        if not isinstance(kernel, ScaleKernel) or type(kernel.base_kernel) is not RBFKernel:
+        if places.is_cuda or not isinstance(kernel, ScaleKernel) or type(kernel.base_kernel) is not RBFKernel:
             return None
-        points, most = to_array(places).T.copy(), float(kernel.raw_outputscale.detach())  # the model moves on
-        inverse = np.exp(-2 * to_array(kernel.base_kernel.raw_lengthscale).T)
+        points, most = places.numpy().T.copy(), float(kernel.raw_outputscale.detach())  # the model moves on
+        inverse = np.exp(-2 * kernel.base_kernel.raw_lengthscale.detach().numpy().T)
         slopes = points * inverse
-        heights = most - (points * slopes).sum(0) / 2
-        exponents = np.vstack((slopes, np.broadcast_to(-inverse / 2, slopes.shape), heights))
-        return _Closed(torch.from_numpy(exponents).to(places), math.exp(most), most, points, inverse)
+        heights = most - (points * slopes).sum(0, keepdims=True) / 2
+        exponents = np.concatenate((slopes, np.broadcast_to(-inverse / 2, slopes.shape), heights))
+        return _Closed(exponents, most, points, inverse)
 
-    def covariance(self, moments: Tensor) -> Tensor:
+    def covariance(self, moments: ndarray) -> ndarray:
         """K_zx of rows [x, x², 1], as [N, M]: triangular solves take its transpose as it stands."""
-        return torch.mm(moments, self.exponents).clamp_(max=self.most).exp_()
+        logarithms = moments @ self.exponents
+        np.minimum(logarithms, self.most, out=logarithms)
+        return np.exp(logarithms, out=logarithms)
 
-    def pulled_back(self, products: Array, by_variance: float, *, both: bool = False) -> NamedArrays:
-        """Derivatives by wire name of what comes through k(Z, X), from H = K̄ ⊙ K [M, N].
+    def pulled_back(self, moments: ndarray, adjoint: ndarray, by_variance: float, *, both: bool = False) -> NamedArrays:
+        """Derivatives by wire name of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
 
         With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
         X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
-        ``products`` are [X, X², 1]ᵀ Hᵀ  [2D + 1, M]; with ``both`` X is Z; ``by_variance`` comes through Σ k(x, x).
+        With ``both`` X is Z; ``by_variance`` comes through Σ k(x, x).
         """
-        count = len(self.points)
+        count, products = len(self.points), (moments.T @ adjoint).astype(np.float64, copy=False)  # [2D + 1, M]
         moved, squares = products[:count], products[count:-1]
         towards = moved - products[-1] * self.points
-        by_input = (squares - self.points * (moved + towards)).sum(1, keepdims=True) * self.inverse
+        by_input = (squares - self.points * (moved + towards)).sum(1) * self.inverse[:, 0]
         by_points = (towards * self.inverse).T
         return {
             LOCATIONS: 2 * by_points if both else by_points,
-            "kernel.log_lengthscale": by_input if len(self.inverse) > 1 else by_input.sum(keepdims=True),
-            "kernel.log_outputscale": products[-1].sum() + by_variance,
+            "kernel.log_outputscale": np.asarray(products[-1].sum() + by_variance),
+            "kernel.log_lengthscale": by_input[None] if len(self.inverse) > 1 else by_input.sum().reshape(1, 1),
+            "likelihood.log_noise": np.zeros(1),
         }
 
 
-def _moments(rows: Tensor) -> Tensor:
+def _moments(rows: ndarray) -> ndarray:
     """[x, x², 1]  [N, 2D + 1]."""
-    return torch.cat((rows, rows * rows, rows.new_ones(rows.shape[0], 1)), 1)
+    return np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
 
 
 def _chunks(rows: Tensor) -> Sequence[Tensor]:
@@ -103,8 +91,15 @@ class _Projected:
     inputs: Tensor  # [N, D]
     cross: Tensor  # W = L⁻¹ K_zx  [M, N]
     variance: float  # Σ k(x, x)
-    closed: tuple[Tensor, Tensor] | None = None
+    closed: tuple[ndarray, ndarray] | None = None
     """Of the squared exponential [x, x², 1] [N, 2D + 1] and K_zxᵀ [N, M]."""
+
+    def gram(self) -> Tensor:
+        """W Wᵀ [M, M]; NumPy multiplies half of it, since both factors are one array."""
+        if self.cross.is_cuda:
+            return torch.mm(self.cross, self.cross.mT)
+        cross = self.cross.numpy()
+        return torch.from_numpy(cross @ cross.T)
 
 
 class Whitener:
@@ -119,10 +114,9 @@ class Whitener:
         if self.closed is None:
             self.covariance, self.variance = model.inducing_covariance()
         else:
-            self.covariance = self.closed.covariance(_moments(model.inducing_points))
-            self.variance = torch.tensor(self.closed.variance).to(self.covariance)
+            self.covariance = torch.from_numpy(self.closed.covariance(_moments(model.inducing_points.numpy())))
+            self.variance = self.covariance.new_tensor(math.exp(self.closed.most))
         self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
-        self.shapes = {name: tuple(value.shape) for name, value in model.wire_parameters().items()}
         self.room = room
         self._pulled: tuple[Adjoints, Tensor, Tensor] | None = None
         self._kept: dict[tuple[int, int], _Projected] = {}
@@ -153,17 +147,13 @@ class Whitener:
             with torch.no_grad():
                 covariance, variances = model.covariances(inputs)
             return _Projected(inputs, self._whitened(covariance), float(variances.sum()))
-        moments = _moments(inputs)
+        moments = _moments(inputs.numpy())
         covariance = self.closed.covariance(moments)
-        variance = self.closed.variance * inputs.shape[0]
-        return _Projected(inputs, self._whitened(covariance.mT), variance, (moments, covariance))
+        cross = self._whitened(torch.from_numpy(covariance).mT)
+        return _Projected(inputs, cross, math.exp(self.closed.most) * len(moments), (moments, covariance))
 
     def _whitened(self, covariance: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor, covariance, upper=False)
-
-    def named(self, known: Mapping[str, Array]) -> NamedArrays:
-        """Derivatives by wire name, in the shapes of the parameters; what does not move, as the noise, has zeros."""
-        return {n: known[n].reshape(shape) if n in known else np.zeros(shape) for n, shape in self.shapes.items()}
 
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
@@ -172,7 +162,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     total: list[Tensor] = []
     variance = 0.0
     for rows, y in zip(chunks, _chunks(targets), strict=True):
-        part = [_gram(rows.cross), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
+        part = [rows.gram(), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
         variance += rows.variance
     return SparseSums(*to_arrays(*total), np.asarray(variance), np.asarray(float(len(targets))))
@@ -189,15 +179,17 @@ def rows_gradient(
     gram, projection = whitener.pulled(adjoints)
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), _chunks(targets), strict=True):
-        incoming = torch.mm(rows.cross.mT, gram).addr_(y, projection)  # [N, M]
         if rows.closed is not None and whitener.closed is not None:
             moments, covariance = rows.closed
-            products = to_array(torch.mm(moments.mT, incoming.mul_(covariance)))
-            share = whitener.named(whitener.closed.pulled_back(products, by_variance * rows.variance))
+            incoming = rows.cross.numpy().T @ gram.numpy()  # [N, M]
+            incoming += np.outer(y.numpy(), projection.numpy())
+            incoming *= covariance
+            share = whitener.closed.pulled_back(moments, incoming, by_variance * rows.variance)
         else:
             outputs = model.covariances(rows.inputs)
-            share = _by_autograd(model, outputs, (incoming.mT, torch.full_like(outputs[1], by_variance)))
-        total = {name: total[name] + more for name, more in share.items()} if total else share
+            incoming = torch.outer(projection, y).addmm_(gram.mT, rows.cross)  # [M, N]
+            share = _by_autograd(model, outputs, (incoming, torch.full_like(outputs[1], by_variance)))
+        total = {name: np.asarray(total[name] + more) for name, more in share.items()} if total else share
     return total
 
 
@@ -221,8 +213,8 @@ def inducing_gradient(
     by_variance = model.jitter * incoming.diagonal().sum()
     if closed is None:
         return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
-    products = torch.mm(_moments(model.inducing_points.detach()).mT, incoming.mul_(whitener.covariance))
-    return whitener.named(closed.pulled_back(to_array(products), float(by_variance * whitener.variance), both=True))
+    moments, adjoint = _moments(model.inducing_points.detach().numpy()), incoming.mul_(whitener.covariance).numpy()
+    return closed.pulled_back(moments, adjoint, float(by_variance * whitener.variance), both=True)
 
 
 def _by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> NamedArrays:
