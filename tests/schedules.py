@@ -1,7 +1,5 @@
 """Faults drawn from a seed: what happens to every reply of one site, or of all, in a run of any method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

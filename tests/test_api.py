@@ -1,7 +1,5 @@
 """The public Python API: a table in, a finished run out, and the same run read back."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

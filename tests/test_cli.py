@@ -1,7 +1,5 @@
 """The command line as a user meets it: what is printed, what is written, and the exit status."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The configuration: one source of truth, and errors that name the key."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Columns of dates are recognised by what they look like, and refused with the remedy before they become indicators."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

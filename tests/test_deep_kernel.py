@@ -1,7 +1,5 @@
 """A Gaussian process on learned features: heads are those of the pooled process, whatever the partition; runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Exact q(g): the unit's step against autograd, the server's against dense optimisation, rounds that never lose."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """FedMGP through the real engine: what the server holds is what the units' rows say, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The hierarchical GP as a federation runs it: the same for any partition, resumed, without a site, under masks."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from dataclasses import replace

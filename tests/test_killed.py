@@ -4,8 +4,6 @@ Sites have a ``state-dir``; what they had in memory is gone. The gate tries a fe
 test-long` all of them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The multi-output model against dense algebra: bound, optimum, prediction, local steps; and the pooled fit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

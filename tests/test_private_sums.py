@@ -1,7 +1,5 @@
 """Differential privacy of FSGP's sums: the worst row, the noise, what it is worth, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Partitioned variational inference as a federation does it: through the engine, against closed forms."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

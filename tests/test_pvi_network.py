@@ -1,7 +1,5 @@
 """PVI over the weights of a network: the draws are those of weights, factors are proper, runs go through."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

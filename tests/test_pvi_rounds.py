@@ -1,7 +1,5 @@
 """Rounds of partitioned variational inference against sites that are plain functions: no Flower, milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """PVI at an agreed (Z, β): one visit each is the pooled posterior, by any schedule; forgetting is exact."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

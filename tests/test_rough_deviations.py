@@ -1,7 +1,5 @@
 """One shared curve and deviations: bound, derivatives and predictions are those of the dense Gaussian written out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SFVI and SFVI-Avg as a federation runs them: exact where they must be, silent about what is a site's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SFVI with shared variational parameters: the joint bound in one place by torch.distributions, partitions, runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

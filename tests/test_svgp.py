@@ -1,7 +1,5 @@
 """SVGP in dual form: exact where there is an exact answer, the same for every partition, a gradient that is one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
