@@ -22,12 +22,11 @@ from numpy import ndarray
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
-from fedgp_flower.messages import encode, message
+from fedgp_flower.messages import message
 from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, LatentFunctions, LatentPosterior, Move
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fedmgp_rules import RULES, least_sites, merge_natural, merged
 from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_inducing, first_posterior
@@ -169,11 +168,3 @@ class FedMGP(SharedLatents[PseudoState]):
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
         """A round of Algorithm 2."""
         return (yield from one_round(state, roster, self.config, len(self.preparation.rows), self.rounds))
-
-    def public(self, state: PseudoState) -> NamedArrays:
-        """θ."""
-        return encode(Parameters(state.parameters))
-
-    def adopt(self, state: PseudoState, arrays: NamedArrays) -> PseudoState:
-        """Another θ, the same memory."""
-        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})
