@@ -21,12 +21,11 @@ from numpy import ndarray
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
-from fedgp_flower.messages import encode, message
+from fedgp_flower.messages import message
 from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, LatentFunctions, LatentPosterior, Move
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fedmgp_rules import RULES, least_sites, merge_natural, merged
 from strategies.fedmgp_shared import EVERYONE, collapse, first_look, predicted, pseudo_inputs, scaled_targets
@@ -165,11 +164,3 @@ class FedMGP(FederatedStrategy[PseudoState]):
         reports = {**state.reports, **dict.fromkeys(answers, roster.round)}
         rows = sum(answer.rows for answer in answers.values())
         return replace(state, reports=reports), {"objective": sum(answer.fit for answer in answers.values()) / rows}
-
-    def public(self, state: PseudoState) -> NamedArrays:
-        """θ."""
-        return encode(Parameters(state.parameters))
-
-    def adopt(self, state: PseudoState, arrays: NamedArrays) -> PseudoState:
-        """Another θ, the same memory."""
-        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import RunError
+from fedgp_flower.methods.at_site import Predict, at_site, predictor
 from fedgp_flower.methods.fedmgp.client import FedMGPClient
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move
 from fedgp_flower.methods.fedmgp.messages import Known, View
-from fedgp_flower.methods.sfvi.posterior import Predict, at_site, predictor
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import BAND, DPI, POOLED, Z95, label_text, site_curves
