@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fedgp_flower.config import flatten, nest
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
 from fedgp_flower.run.registry import METHODS, default_config, load, parse_config
 
 PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
@@ -41,7 +40,7 @@ def test_defaults_are_a_valid_configuration():
         ({"model.kernel": "rbf - linear"}, ["`model.kernel`", "sum or product"]),
         ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
         ({"test-fraction": 1.0}, ["`test-fraction` = 1.0", "less than 1"]),
-        ({"fsgp.objective": "exact"}, ["`fsgp.objective` is gone", "`method` = 'sgpr'"]),
+        ({"fsgp.exchanges": 9}, ["unknown configuration key `fsgp.exchanges`", "did you mean", "`sgpr.exchanges`"]),
         ({"sgpr.small-sites": "drop"}, ["`sgpr.small-sites`", "'warn', 'cap' or 'masks'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),
@@ -173,12 +172,3 @@ def test_extra_carries_keys_and_is_checked_like_them():
     told = (config.seed, config.model.kernel, config.method, config.extra)
     assert told == (3, "matern52 + linear", "fsgp", "")
     assert parse_config(config.flat()) == config
-
-
-def test_names_of_earlier_versions_are_refused_with_the_new_one():
-    assert not MOVED_METHODS.keys() & METHODS.keys()
-    assert not MOVED_KEYS.keys() & default_config().keys()
-    with pytest.raises(ConfigError, match="`method` = 'fed-poly' is gone: set `method` = 'fedmgp-exact'"):
-        parse_config({"method": "fed-poly"})
-    with pytest.raises(ConfigError, match=r"`pvi\.step` is gone: `pvi\.learning-rate` now"):
-        parse_config({"pvi.step": 1})
