@@ -71,7 +71,6 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"model.likelihood": "poisson"}, "gaussian"),
         ({"precision": "float32"}, "precision"),
         ({"model.num-inducing": 1}, "num-inducing"),
-        ({"fedmgp.update": "exact"}, "'fedmgp-exact' for exact rounds"),
     ],
     "fedmgp": [
         ({"fedmgp.aggregation": "agreement", "fedmgp.latents": 2}, "one latent function"),
