@@ -15,10 +15,12 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, HeadPosterior, HeadRequest, Heads, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.options import OptimizerSection
 from fedgp_flower.outcome import Observer, Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies.server.fedavg import ADAM, AveragingState, AveragingStrategy, first_state
-from strategies.server.questions import Asking, Predicted, Roster, Summed, Total
+from strategies.server.fedavg import AveragingState, averaged, first_state
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
 
 SHARES = (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
 """Shares ρ of the prior variance that personal heads may have: the evidence of all rows chooses."""
@@ -38,11 +40,13 @@ def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> tup
     return HeadPosterior(values, mean.numpy(), covariance.numpy(), shares[best]), evidence
 
 
-class DeepKernelGP(AveragingStrategy):
+class DeepKernelGP(FederatedStrategy[AveragingState]):
     """Federated averaging of the network, then the exact heads on its features."""
 
     method = "deep-kernel"
     options_class = DeepKernelOptions
+    state_class = AveragingState
+    watched = "objective"
     options: DeepKernelOptions
 
     def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
@@ -54,16 +58,17 @@ class DeepKernelGP(AveragingStrategy):
         """Whether the target holds the numbers of several classes."""
         return self.options.classes > 0 and self.config.model.likelihood != "bernoulli"
 
-    def local_steps(self, server_round: int) -> tuple[float, float]:
-        """Steps of Adam, whose learning rate does not decay."""
-        return self.options.learning_rate, ADAM * self.options.local_steps
-
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """A network drawn from the seed."""
         del roster
         yield from ()
         start = DeepKernel(self.options, self.config.model, self.preparation.num_inputs, self.config.seed)
         return first_state(start.to_arrays())
+
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Steps of Adam, whose learning rate does not decay."""
+        local = OptimizerSection(learning_rate=self.options.learning_rate, steps=self.options.local_steps)
+        return (yield from averaged(state, roster, self.config, local))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """The heads of all rows, from one exchange of sums."""

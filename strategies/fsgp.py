@@ -13,16 +13,19 @@ from __future__ import annotations
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
-from strategies.server.fedavg import AveragingState, AveragingStrategy, first_state
+from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
+from strategies.server.strategy import FederatedStrategy
 
 
-class FSGP(AveragingStrategy):
+class FSGP(FederatedStrategy[AveragingState]):
     """Federated averaging of w, then the exact posterior at it."""
 
     method = "fsgp"
     options_class = AveragedOptions
+    state_class = AveragingState
+    watched = "objective"
     options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
@@ -33,7 +36,7 @@ class FSGP(AveragingStrategy):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
-        state, figures = yield from super().one_round(state, roster)
+        state, figures = yield from averaged(state, roster, self.config, self.config.optimizer)
         return state, figures and {**figures, "noise": noise_of(state.parameters)}
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
@@ -43,16 +46,22 @@ class FSGP(AveragingStrategy):
         return Predicted(found, saved(found, self.config.model), facts(state.parameters, totals))
 
 
-class FGPR(AveragingStrategy):
+class FGPR(FederatedStrategy[AveragingState]):
     """Hyperparameters of the kernel and the noise are global; rows, and so predictions, belong to a site."""
 
     method = "fgpr"
     options_class = AveragedOptions
+    state_class = AveragingState
+    watched = "objective"
     options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Hyperparameters start where the configuration says."""
         return first_state(initial_hyperparameters((yield from shapes_of_inputs(roster))))
+
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Steps on the evidence of each site."""
+        return (yield from averaged(state, roster, self.config, self.config.optimizer))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """The hyperparameters are all a site needs besides its rows."""

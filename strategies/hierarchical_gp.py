@@ -29,7 +29,7 @@ from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.sums import INPUT_EDGES
-from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import rough
 from fedgp_flower.methods.hierarchical_gp.messages import (
@@ -353,10 +353,6 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def constants(self, state: NewtonState) -> NamedArrays:
         """The shared inducing inputs."""
         return dict(state.shared)
-
-    def public(self, state: NewtonState) -> NamedArrays:
-        """θ and η_G."""
-        return encode(Parameters(state.parameters))
 
     def adopt(self, state: NewtonState, arrays: NamedArrays) -> NewtonState:
         """Other parameters are the next trial point, whatever their bound."""

@@ -22,7 +22,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
-from fedgp_flower.messages import encode, message
+from fedgp_flower.messages import message
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
@@ -229,14 +229,6 @@ class StructuredVI(FederatedStrategy[SFVIState]):
     def constants(self, state: SFVIState) -> NamedArrays:
         """The shared inducing inputs."""
         return dict(state.shared)
-
-    def public(self, state: SFVIState) -> NamedArrays:
-        """θ and η_G."""
-        return encode(Parameters(state.parameters))
-
-    def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
-        """Other parameters, the same moments."""
-        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})
 
     def horizon(self) -> int:
         """The round in which the learning rate ends: as planned, or soon after the bound was flat."""

@@ -97,9 +97,10 @@ def study(arms: tuple[str, ...] = tuple(ARMS), reference_only: bool = False) -> 
     for arm in arms:
         run = fit({**KEYS, "dataset": path, **ARMS[arm]}, 2)
         arrays = posterior_arrays(run)
-        factor = arrays.get("q.factor", arrays.get("q.scale"))
-        assert factor is not None, sorted(arrays)
-        sd = factor if factor.ndim == 1 else np.sqrt(np.square(factor).sum(1))
+        factor = np.eye(len(arrays["q.mean"]))
+        if "q.lower" in arrays:
+            factor[np.tril_indices(len(factor), -1)] = arrays["q.lower"]
+        sd = np.exp(arrays["q.log_scale"]) * np.linalg.norm(factor, axis=1)
         z, ratio = (arrays["q.mean"] - truth["mean"]) / np.array(truth["sd"]), sd / truth["sd"]
         row: Row = {"arm": arm, "rounds": run["rounds"]}
         row |= {f"z {name}": float(value) for name, value in zip(("β₀", *INPUTS, "ω"), z, strict=True)}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Generic
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, cast
 
 import numpy as np
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.shared_messages import ScoreSums
+from fedgp_flower.shared_messages import Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.enrolment import Enrolment
 from strategies.server.network import Network
@@ -139,12 +139,16 @@ class Algorithm(ABC, Generic[S]):
         """What a state predicts with."""
 
     def public(self, state: S) -> NamedArrays:
-        """The arrays that ``result.arrays`` holds: those that Flower's wrappers clip, disturb and save."""
-        return encode(state)
+        """The arrays of ``result.arrays``, which Flower's wrappers clip and disturb: ``parameters`` where there are."""
+        found = getattr(state, "parameters", None)
+        return encode(Parameters(found) if isinstance(found, Mapping) else state)
 
     def adopt(self, state: S, arrays: NamedArrays) -> S:
         """The state with public arrays that come from elsewhere, such as noise added by a wrapper."""
-        return state
+        if not isinstance(getattr(state, "parameters", None), Mapping):
+            return state
+        given = {name.removeprefix("values."): array for name, array in arrays.items()}
+        return replace(cast(Any, state), parameters=given)
 
     def adjusted(self, preparation: Enrolment) -> Enrolment:
         """The agreed standardisation, changed where the model needs another one."""
@@ -156,7 +160,7 @@ class Algorithm(ABC, Generic[S]):
 
     def finished(self, state: S) -> bool:
         """Whether more rounds change nothing."""
-        return False
+        return not self.trains and self.round > 0
 
     def watching(self) -> bool:
         """Whether this round's figure says anything: not where steps are made small on purpose."""

@@ -13,14 +13,14 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, FedYogi
 from flwr.serverapp.strategy.fedopt import FedOpt
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
-from fedgp_flower.messages import encode, message, too_far
-from fedgp_flower.options import AveragingSection
+from fedgp_flower.messages import message, too_far
+from fedgp_flower.options import AveragingSection, OptimizerSection
 from fedgp_flower.records import array_record, numpy_arrays
-from fedgp_flower.shared_messages import MOVE, Parameters, Step, Stepped, WeightedStep
+from fedgp_flower.shared_messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
-from strategies.server.strategy import FederatedStrategy
 
 RULES: Mapping[str, Callable[[float], FedAvg]] = {
     "fedavg": lambda rate: FedAvg(),
@@ -53,46 +53,30 @@ def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
     return [roster.sites[index] for index in sorted(draw.choice(len(roster.sites), size=size, replace=False))]
 
 
-class AveragingStrategy(FederatedStrategy[AveragingState]):
-    """Sampled sites take local steps, and the rule combines what they send (McMahan et al. 2017, Algorithm 1)."""
+def averaged(
+    state: AveragingState, roster: Roster, config: RunConfig, local: OptimizerSection
+) -> Asking[tuple[AveragingState, Figures]]:
+    """Sampled sites take local steps, and the rule combines them (McMahan et al. 2017, Algorithm 1).
 
-    state_class = AveragingState
-    watched = "objective"
-
-    def local_steps(self, server_round: int) -> tuple[float, float]:
-        """The sites' learning rate in a round, and how many rates an optimiser goes at most: SGD, L-BFGS any number."""
-        local = self.config.optimizer
-        rate = local.learning_rate * local.decay ** (server_round - 1)
-        return rate, ADAM * local.steps if local.name == "adam" else math.inf
-
-    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
-        """Local steps, averaged; under masks from Σ N_k w_k and Σ N_k, whose mean is as if from one site."""
-        rate, most = self.local_steps(roster.round)
-        step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows
-        if roster.totals_only:
-            summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
-            answers = {} if summed.total is None else {"all": summed.total.mean()}
-            rows = {"all": 1}
-            for name, array in ((name, array) for mean in answers.values() for name, array in mean.values.items()):
-                if reason := too_far(step.values[name], array, step.reach):
-                    raise RunError(f"the total under masks is of no honest sites: `{name}` {reason}")
-        else:
-            chosen = sampled(roster, self.config.averaging.fraction, self.config.seed)
-            answers = yield Each(Stepped, dict.fromkeys(chosen, step))
-        if not answers:
-            return state, {}
-        weights = {site: rows[site] for site in answers}
-        objective = np.average([answer.objective for answer in answers.values()], weights=[*weights.values()])
-        state = combined(state, answers, weights, roster.round, self.config.averaging)
-        return state, {"objective": float(objective)}
-
-    def public(self, state: AveragingState) -> NamedArrays:
-        """The parameters."""
-        return encode(Parameters(state.parameters))
-
-    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
-        """Other parameters, the same moments."""
-        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)
+    Under masks the mean follows from Σ N_k w_k and Σ N_k; the rule takes it as if from one site.
+    """
+    rate = local.learning_rate * local.decay ** (roster.round - 1)
+    most = ADAM * local.steps if local.name == "adam" else math.inf  # SGD and L-BFGS go any number of rates
+    step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows
+    if roster.totals_only:
+        summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
+        answers = {} if summed.total is None else {"all": summed.total.mean()}
+        rows = {"all": 1}
+        for name, array in ((name, array) for mean in answers.values() for name, array in mean.values.items()):
+            if reason := too_far(step.values[name], array, step.reach):
+                raise RunError(f"the total under masks is of no honest sites: `{name}` {reason}")
+    else:
+        answers = yield Each(Stepped, dict.fromkeys(sampled(roster, config.averaging.fraction, config.seed), step))
+    if not answers:
+        return state, {}
+    weights = {site: rows[site] for site in answers}
+    objective = np.average([answer.objective for answer in answers.values()], weights=[*weights.values()])
+    return combined(state, answers, weights, roster.round, config.averaging), {"objective": float(objective)}
 
 
 def combined(
