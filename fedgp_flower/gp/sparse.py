@@ -145,8 +145,8 @@ class Whitener:
     def _project(self, model: SparseGP, inputs: Tensor) -> _Projected:
         if self.closed is None:
             with torch.no_grad():
-                covariance, variances = model.covariances(inputs)
-            return _Projected(inputs, self._whitened(covariance), float(variances.sum()))
+                cross, variances = model.covariances(inputs)
+            return _Projected(inputs, self._whitened(cross), float(variances.sum()))
         moments = _moments(inputs.numpy())
         covariance = self.closed.covariance(moments)
         cross = self._whitened(torch.from_numpy(covariance).mT)
@@ -160,12 +160,12 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
     chunks = (whitener or Whitener(model)).projected(model, inputs, last=whitener is None)
     total: list[Tensor] = []
-    variance = 0.0
+    variance, count = 0.0, float(len(targets))
     for rows, y in zip(chunks, _chunks(targets), strict=True):
         part = [rows.gram(), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
         variance += rows.variance
-    return SparseSums(*to_arrays(*total), np.asarray(variance), np.asarray(float(len(targets))))
+    return SparseSums(*to_arrays(*total), *map(np.asarray, (variance, count)))
 
 
 def rows_gradient(
