@@ -101,7 +101,8 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     """
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, wanted = algorithm.preparation, session.config.baselines
-    predictions, posterior = scoring.predictions(algorithm.predicts), scoring.predicted.posterior
+    predicts = algorithm.predicts and not algorithm.options.numbers_classes(session.config.model)
+    predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
     scoring.local_only = scoring.baseline(LocalScoreSums, Nothing()) if wanted.local_only else None
     pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and preparation.simulated else None
     first, line = scoring.simple_baselines() if wanted.linear else (None, None)
