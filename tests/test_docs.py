@@ -152,7 +152,7 @@ def test_files_that_documents_name_exist():
 
 
 SIMULATED = "simulation only: "
-SIMULATION_KINDS = frozenset({"query.curve", "query.pooled", "query.predictions"})
+SIMULATION_KINDS = frozenset({"query.pooled", "query.predictions"})
 
 
 def leaving() -> list[str]:

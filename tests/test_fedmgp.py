@@ -24,7 +24,7 @@ from fedgp_flower.messages import add, decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_shared import EVERYONE, SharedLatents
+from strategies.fedmgp_shared import EVERYONE, collapse
 from strategies.server.questions import Roster
 from strategies.server.strategy import FederatedStrategy
 
@@ -97,7 +97,7 @@ def test_exact_rounds_hold_what_the_rows_say_and_never_lose(tmp_path: Path, late
     bounds = [row["bound"] for row in recorder.rows]
     assert min(np.diff(bounds)) >= -1e-7
     assert bounds[-1] > bounds[0]
-    assert not strategy.details()["collapsed"]
+    assert not strategy.warnings()
     assert strategy.current.counted == UNITS
 
 
@@ -278,4 +278,4 @@ def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(
     scores = {"test": {"rmse": error}, "test_standardised": {"rmse": error}}
     local = SimpleNamespace(local_only=None if alone is None else {"rmse": alone})
     seen: Any = SimpleNamespace(evaluation=scores, scoring=local)
-    assert SharedLatents.collapsed(seen) is collapsed
+    assert bool(collapse(seen)) is collapsed
