@@ -56,7 +56,8 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Steps of Adam, whose learning rate does not decay."""
-        local = OptimizerSection(learning_rate=self.options.learning_rate, steps=self.options.local_steps)
+        keys = {"learning-rate": self.options.learning_rate, "steps": self.options.local_steps}
+        local = OptimizerSection.model_validate(keys)
         return (yield from averaged(state, roster, self.config, local))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
