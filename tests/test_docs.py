@@ -4,8 +4,6 @@
 keys that carry no docstring are kept as they stand there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

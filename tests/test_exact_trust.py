@@ -1,7 +1,5 @@
 """What exact rounds of FedMGP believe at trial moves: honest answers always, inflated ones never."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

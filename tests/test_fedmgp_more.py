@@ -1,7 +1,5 @@
 """FedMGP through the engine: what changes a run besides its data, other likelihoods, and the baselines beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

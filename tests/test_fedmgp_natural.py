@@ -1,7 +1,5 @@
 """Natural pseudo-gradients: a whole step is the exact q(u), averages have the pooled q(u) as fixed point."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

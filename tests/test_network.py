@@ -1,7 +1,5 @@
 """What is let in: names, shapes, types, finiteness, identity; what is counted, and how often."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
