@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from fedgp_flower import outcome
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
@@ -24,7 +25,6 @@ from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Kno
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -151,7 +151,7 @@ class SharedLatents(FederatedStrategy[S]):
     watched = "objective"
     options: FedMGPOptions
 
-    def adjusted(self, preparation: Enrolment) -> Enrolment:
+    def adjusted(self, preparation: Agreement) -> Agreement:
         """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
         arrays = preparation.arrays
         if self.config.model.likelihood not in ("gaussian", "student-t"):
