@@ -1,7 +1,5 @@
 """Small problems for SFVI whose answers are known, and the exact answers written without the code under test."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Finished run folders made from known Gaussians, for tests of what reads them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

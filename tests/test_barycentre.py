@@ -1,7 +1,5 @@
 """The barycentre against POT, closed forms, and its defining equation in 60 digits."""
 
-from __future__ import annotations
-
 import mpmath
 import numpy as np
 import pytest

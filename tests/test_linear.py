@@ -1,7 +1,5 @@
 """The mean and the linear model from sums: equal to the fit of all rows in one place, by formulas written otherwise."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from types import SimpleNamespace

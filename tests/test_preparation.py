@@ -1,7 +1,5 @@
 """The server's agreement equals what one table of all rows would give, whichever way the rows are dealt."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

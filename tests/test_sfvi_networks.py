@@ -1,7 +1,5 @@
 """SFVI of networks with personal parts: the joint bound written in one place by torch.distributions, runs, panels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What SFVI's server does with messages: its rate, absent sites, sites that began anew, and a state that survives."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SFVI against exact answers: the pooled gradient, the exact posterior, the exact conditional evidence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
