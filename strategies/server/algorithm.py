@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Generic, cast
 
 import numpy as np
 
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.shared_messages import Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
-from strategies.server.enrolment import Enrolment
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Figures, Predicted, Roster, S, Total
 from strategies.server.scoring import Evaluation, Scoring
@@ -154,7 +154,7 @@ class Algorithm(ABC, Generic[S]):
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         return replace(cast(Any, state), parameters=given)
 
-    def adjusted(self, preparation: Enrolment) -> Enrolment:
+    def adjusted(self, preparation: Agreement) -> Agreement:
         """The agreed standardisation, changed where the model needs another one."""
         return preparation
 
@@ -220,7 +220,7 @@ class Algorithm(ABC, Generic[S]):
         return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
 
     @property
-    def preparation(self) -> Enrolment:
+    def preparation(self) -> Agreement:
         """The columns and scales that the sites agreed on."""
         return self.session.preparation
 

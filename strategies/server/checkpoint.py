@@ -11,6 +11,7 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums
 from fedgp_flower.typing import Json
+from strategies.server import enrolment
 from strategies.server.algorithm import Algorithm
 from strategies.server.network import Failure, Traffic
 from strategies.server.questions import S
@@ -65,7 +66,7 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
         "round": network.round,
         "seconds": clock.seconds,
         "merged": merged,
-        "preparation": preparation.facts(),
+        "preparation": enrolment.facts_of(preparation),
     }
     return Snapshot({**preparation.arrays, **arrays}, facts)
 
