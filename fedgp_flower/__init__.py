@@ -35,16 +35,7 @@ _EXPORTS = {
 }
 """Public name → ``module`` or ``module:attribute``, imported when it is first used."""
 
-__all__ = [
-    "FederatedGPClassifier",
-    "FederatedGPRegressor",
-    "Run",
-    "load_run",
-    "print_round",
-    "make_client_app",
-    "run",
-    "strategies",
-]
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeV
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
 from fedgp_flower.options import (
     BASIC,
     AveragingSection,
@@ -342,9 +341,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         raise ConfigError("\n".join(unknown))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
-        allowed = f"is not a method; allowed: {', '.join(sorted(options))}"
-        gone = f"is gone: {MOVED_METHODS[method]}" if method in MOVED_METHODS else allowed
-        raise ConfigError(f"`method` = {method!r} {gone}")
+        raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
     nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
     section = options[method]
     tables = {table.table: table for table in with_shared((*options.values(), section)) if table.table}
@@ -399,8 +396,6 @@ def _number(value: Value, default: Value) -> Value:
 
 
 def _unknown(key: str, known: Mapping[str, Value]) -> str:
-    if key in MOVED_KEYS:
-        return f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}"
     close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
     return f"unknown configuration key `{key}`; {hint}"

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedgp_flower.config import AUTO, RunConfig
 from fedgp_flower.options import FlatConfig
-from fedgp_flower.outcome import Observer, Progress, Summary
+from fedgp_flower.outcome import Observer, Progress, Summary, figures_of
 from fedgp_flower.run.artefacts import RunFolder, RunMetrics, held, saved_posterior
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import Facts
@@ -80,10 +80,3 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
 def log_progress(row: Facts, total: int) -> None:
     """A line per round, with the figures that are there."""
     logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))
-
-
-def figures_of(row: Facts) -> str:
-    """The figures of a round that people watch, in words."""
-    shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
-    trips = [f"{row['exchanges']:.0f} exchanges"] if "exchanges" in row else []
-    return "  ".join(trips + [f"{name} {row[name]:.4f}" for name in shown if name in row])

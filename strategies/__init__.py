@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fedgp_flower.run.registry import BUILT_IN, load
+
 if TYPE_CHECKING:
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
@@ -23,33 +25,15 @@ if TYPE_CHECKING:
     from strategies.sgpr import SGPR as SGPR
     from strategies.svgp import SVGP as SVGP
 
-_MODULES = {
-    "DeepKernelGP": "deep_kernel",
-    "FGPR": "fsgp",
-    "FSGP": "fsgp",
-    "FedMGP": "fedmgp",
-    "FedMGPExact": "fedmgp_exact",
-    "HierarchicalGP": "hierarchical_gp",
-    "LocalOnly": "references",
-    "PVI": "pvi",
-    "PVIBNN": "pvi_weights",
-    "PVIGLM": "pvi_weights",
-    "Pooled": "references",
-    "PrivateSGPR": "private_sgpr",
-    "SFVI": "sfvi",
-    "SFVIAvg": "sfvi_avg",
-    "SGPR": "sgpr",
-    "SVGP": "svgp",
-}
-"""Strategy → the module of its algorithm."""
+_REFERENCES = {row.strategy.partition(":")[2]: row.strategy for row in BUILT_IN.values()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _REFERENCES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
-    return getattr(importlib.import_module(f"strategies.{_MODULES[name]}"), name)
+    return load(_REFERENCES[name])
 
 
 def __dir__() -> list[str]:
-    return sorted(_MODULES)
+    return sorted(_REFERENCES)

@@ -1,7 +1,5 @@
 """The log of a site: what it holds, and that a change of it is named by line; what ``fedgp leaves`` shows of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A federation set up by the commands of docs/deploy.md, as they stand there."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

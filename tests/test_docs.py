@@ -4,8 +4,6 @@
 keys that carry no docstring are kept as they stand there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -24,10 +22,9 @@ from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, ta
 from fedgp_flower.options import meanings
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.keys import reference
 from fedgp_flower.run.leaves import WORDS, answers
 from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, option_classes, parse_config
-from fedgp_flower.run.user_config import parse_assignments, read_config
+from fedgp_flower.run.user_config import parse_assignments, read_config, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
@@ -153,7 +150,7 @@ def test_files_that_documents_name_exist():
 
 
 SIMULATED = "simulation only: "
-SIMULATION_KINDS = frozenset({"query.curve", "query.pooled", "query.predictions"})
+SIMULATION_KINDS = frozenset({"query.pooled", "query.predictions"})
 
 
 def leaving() -> list[str]:

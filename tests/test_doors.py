@@ -1,7 +1,5 @@
 """Attacks on the machines of a federation: each is walked through here, and none passes."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import socket

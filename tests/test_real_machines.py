@@ -1,7 +1,5 @@
 """The page docs/deploy.md to the letter, over a host name and between network namespaces; one kill of each kind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -12,7 +12,6 @@ handler: it knows the complete kind, so that ``train.statistics`` does not reach
 from __future__ import annotations
 
 import typing
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -24,37 +23,51 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays
 from flwr.common.typing import Scalar as FlowerScalar
 
-from fedgp_flower.clients.common import CommonAnswers
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
+from fedgp_flower.data import standardisation
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import build_kernel, wire_name
-from fedgp_flower.gp.models import WiredModel
 from fedgp_flower.gp.placement import Placement, limit_threads
-from fedgp_flower.lazy import Lazy
+from fedgp_flower.gp.sums import input_shape
+from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.scores import Prediction, Scores, TargetUnits
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores
 from fedgp_flower.shared_messages import (
+    Centres,
+    Coefficients,
+    ColumnSquares,
+    ColumnSums,
     HeldOutRows,
+    LinearPredictor,
+    LinearScoreSums,
     LocalScoreSums,
+    LogisticSums,
+    Moments,
     Nothing,
     PooledScoreSums,
     ScoreSums,
+    Shape,
     Step,
     Stepped,
+    TargetMoments,
+    TargetPowers,
     WeightedStep,
+    with_ones,
 )
+from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:
     from fedgp_flower.clients import baselines
-    from fedgp_flower.gp import optimisers
 else:
-    baselines, optimisers = Lazy("fedgp_flower.clients.baselines"), Lazy("fedgp_flower.gp.optimisers")
+    baselines = Lazy("fedgp_flower.clients.baselines")
 
+CERTAIN = 30.0
+"""Log odds beyond which a linear predictor goes no further: a wrong certainty would have an infinite NLL."""
 EVALUATE = "evaluate"
 """The kind of message that :meth:`SiteClient.score` answers."""
 KIND, NAMES = "kind", "names-of-arrays"
@@ -79,13 +92,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What answers a kind of message, and the classes of the request and of the answer."""
+    """What answers a kind of message for a client, and the classes of the request and of the answer."""
 
-    name: str
+    function: Callable[[SiteClient, Any], Any]
     request: Any
     answer: Any
-    common: bool = False
-    """Whether it is one of :class:`CommonAnswers`."""
 
 
 class SiteClient(NumPyClient):
@@ -127,8 +138,7 @@ class SiteClient(NumPyClient):
 
     def answer(self, kind: str, request: Any) -> Any:
         """The answer to a request of a kind, as far as the site's policy lets it leave."""
-        handler, rules = handlers(type(self))[kind], self.setting.rules
-        found = getattr(CommonAnswers(self) if handler.common else self, handler.name)(request)
+        found, rules = handlers(type(self))[kind].function(self, request), self.setting.rules
         return found if rules is None else rules.answer(found, self.num_examples)
 
     # What a method's handlers work with.
@@ -213,50 +223,101 @@ class SiteClient(NumPyClient):
         result = baselines.fitted(data, self.config, pooled)
         return baselines.scored(result, data.y_test, self.units)
 
-    # Handlers.
 
-    def score_sums(self, request: Any) -> ScoreSums:
-        """Scores of the held-out rows as a summand."""
-        return ScoreSums.of(self.score(request))
-
-    def local_scores(self, request: Nothing) -> LocalScoreSums:
-        """Scores of a model of this site's rows."""
-        del request
-        return LocalScoreSums.of(self.alone(self.rows, pooled=False))
-
-    def pooled(self, request: Nothing) -> PooledScoreSums:
-        """Simulation only: scores of one model of the rows of all sites."""
-        del request
-        self.require_simulated("does not see the rows of other sites")
-        rows = baselines.all_rows(self.config, self.site.partitions, self.preparation)
-        return PooledScoreSums.of(self.alone(rows, pooled=True))
-
-    def predictions(self, request: Any) -> HeldOutRows:
-        """Held-out rows with their predictions; a real site refuses, its rows stay where they are."""
-        self.require_simulated("does not send rows")
-        return HeldOutRows(self.shown(request))
+# Handlers of messages that every method answers in the same way.
 
 
-class AveragingClient(SiteClient):
-    """A client whose parameters the server averages: a step, and the same step as the summand of a weighted mean."""
+def score_sums(client: SiteClient, request: Any) -> ScoreSums:
+    """Scores of the held-out rows as a summand."""
+    return ScoreSums.of(client.score(request))
 
-    @abstractmethod
-    def train(self, request: Step) -> Stepped:
-        """Local steps from the parameters that were sent."""
 
-    def weighted(self, request: Step) -> WeightedStep:
-        """The step times this site's rows."""
-        return self.train(request).weighted(self.num_examples)
+def local_scores(client: SiteClient, request: Nothing) -> LocalScoreSums:
+    """Scores of a model of this site's rows."""
+    return LocalScoreSums.of(client.alone(client.rows, pooled=False))
 
-    def stepped(self, model: WiredModel, objective: Callable[[], torch.Tensor], request: Step) -> Stepped:
-        """Local steps uphill. None where all targets are one number: noise would vanish, and the mean with it."""
-        local = self.config.optimizer
-        if np.ptp(self.rows.y) == 0:
-            value = float(objective().detach())
-        else:
-            rate, parameters = request.learning_rate, list(model.parameters())
-            value = optimisers.ascend(objective, parameters, name=local.name, steps=local.steps, learning_rate=rate)
-        return Stepped.of(request, model.to_arrays(), value)
+
+def pooled(client: SiteClient, request: Nothing) -> PooledScoreSums:
+    """Simulation only: scores of one model of the rows of all sites."""
+    client.require_simulated("does not see the rows of other sites")
+    rows = baselines.all_rows(client.config, client.site.partitions, client.preparation)
+    return PooledScoreSums.of(client.alone(rows, pooled=True))
+
+
+def predictions(client: SiteClient, request: Any) -> HeldOutRows:
+    """Held-out rows with their predictions; a real site refuses, its rows stay where they are."""
+    client.require_simulated("does not send rows")
+    return HeldOutRows(client.shown(request))
+
+
+def weighted(client: SiteClient, request: Step) -> WeightedStep:
+    """The local steps of a method of averaging, as the summand of a weighted mean."""
+    stepped: Stepped = handlers(type(client))["train"].function(client, request)
+    return stepped.weighted(client.num_examples)
+
+
+def target(client: SiteClient, request: TargetPowers) -> TargetMoments:
+    """Sums of the transformed training targets, for each power that it could have."""
+    site = client.site
+    y = site.train[site.target].to_numpy(dtype=np.float64)
+    family = TRANSFORMS[client.config.transform.target]
+    moved = np.stack([family.forward(y, power) for power in request.powers]) - request.centres[:, None]
+    slopes = np.array([family.log_slope(y, power).sum() for power in request.powers])
+    return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
+
+
+def column_sums(client: SiteClient, request: Nothing) -> ColumnSums:
+    """Sums for the means of columns."""
+    sums = standardisation.column_sums(client.site.train, client.preparation)
+    return ColumnSums(**sums, dropped=np.array(float(client.site.dropped)))
+
+
+def column_squares(client: SiteClient, request: Centres) -> ColumnSquares:
+    """Sums of squares for the spreads of columns."""
+    train, preparation = client.site.train, client.preparation
+    return ColumnSquares(*standardisation.column_squares(train, preparation, request.centre, request.scale))
+
+
+def shape(client: SiteClient, request: Nothing) -> Shape:
+    """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
+    rows = client.rows
+    arrays, start = input_shape(rows.x), client.start(rows.x.shape[1])
+    return Shape(arrays["input.histogram"], arrays["input.products"], np.array(rows.y @ rows.y), start)
+
+
+def moments(client: SiteClient, request: Nothing) -> Moments:
+    """Sums for linear regression."""
+    design, y = with_ones(client.rows.x), client.rows.y
+    return Moments(design.T @ design, design.T @ y, np.array(y @ y))
+
+
+def logistic(client: SiteClient, request: Coefficients) -> LogisticSums:
+    """Log likelihood, gradient and information of a logistic regression."""
+    design, y = with_ones(client.rows.x), client.rows.y
+    log_odds = design @ request.values
+    p = special.expit(log_odds)
+    value = -np.logaddexp(0, (1 - 2 * y) * log_odds).sum()
+    return LogisticSums(np.array(value), design.T @ (y - p), design.T * (p * (1 - p)) @ design)
+
+
+def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSums:
+    """Scores of a linear predictor on the held-out rows."""
+    rows, likelihood = client.rows, client.config.model.likelihood
+    x, y = rows.x_test - request.centre, rows.y_test
+    mean, variance = request.intercept + x @ request.weights, np.full(len(x), request.variance)
+    if request.spread is not None:
+        variance += np.square(x @ request.spread.T).sum(axis=1)
+    if likelihood == "bernoulli":
+        scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
+    elif likelihood == "poisson":
+        scores = count_scores(mean, variance, y)
+    else:
+        scores = client.units.gaussian_scores(Prediction(mean, variance), y)
+    return LinearScoreSums.of(scores)
+
+
+SCORED = (score_sums, local_scores, pooled, linear_scores, predictions)
+SUMS = (weighted, target, column_sums, column_squares, shape, moments, logistic)
 
 
 @cache
@@ -266,15 +327,18 @@ def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
     Scores and predictions of rows are asked for with the request of :meth:`SiteClient.predict`.
     """
     predicted = typing.get_type_hints(client.predict)["request"]
-    found = {EVALUATE: Handler("score", predicted, Scores)}
-    for cls, common in ((CommonAnswers, True), (client, False)):
-        for name in dir(cls):
-            function = getattr(cls, name)
-            if name.startswith("_") or "request" not in getattr(function, "__annotations__", {}):
-                continue
-            hints = typing.get_type_hints(function)
-            request, answer = predicted if name in ("predictions", "score_sums") else hints["request"], hints["return"]
-            kind = kind_of(answer) if is_message(answer) else ""
-            if is_message(request) and name == (kind.partition(".")[2] or kind):
-                found[kind] = Handler(name, request, answer, common)
+    found = {EVALUATE: Handler(client.score, predicted, Scores)}
+    named = {function.__name__: function for function in (*SCORED, *SUMS)} | {
+        name: getattr(client, name) for name in dir(client)
+    }
+    for name, function in named.items():
+        if name.startswith("_") or "request" not in getattr(function, "__annotations__", {}):
+            continue
+        hints = typing.get_type_hints(function)
+        request, answer = predicted if hints["request"] is Any else hints["request"], hints["return"]
+        kind = kind_of(answer) if is_message(answer) else ""
+        if is_message(request) and name == (kind.partition(".")[2] or kind):
+            found[kind] = Handler(function, request, answer)
+    if "train" not in found or found["train"].answer is not Stepped:
+        del found["train.weighted"]
     return found

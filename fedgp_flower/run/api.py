@@ -16,7 +16,7 @@ from fedgp_flower.data.datasets import load_table
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import FlatConfig, Value
-from fedgp_flower.outcome import Progress, silent
+from fedgp_flower.outcome import Progress, figures_of, silent
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.check import check_tables
 from fedgp_flower.run.in_process import run_in_process
@@ -24,7 +24,6 @@ from fedgp_flower.run.predict import Predictor, why_no_posterior
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.summary import verdict
 from fedgp_flower.run.user_config import complete_config
-from fedgp_flower.server_app import figures_of
 
 Data: TypeAlias = pd.DataFrame | Mapping[str, pd.DataFrame] | str | Path
 """One table, a table per site, or the path or name of a data set."""

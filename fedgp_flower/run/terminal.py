@@ -1,16 +1,23 @@
-"""Tables for the terminal, and what a finished run prints."""
+"""What a terminal shows: text and tables, a bar while a run goes, and the figures of a finished one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
+from fedgp_flower.outcome import Progress, figures_of
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.summary import beside, data_name, headline, sentences
+from fedgp_flower.typing import Facts
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False) -> Table:
@@ -23,6 +30,33 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = 
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar that moves with every round; what goes wrong at a site is printed above it."""
+    terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
+    clock = (TimeElapsedColumn(), TextColumn("at most"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.description}"))
+    handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
+    handler.addFilter(lambda record: record.exc_info is None)  # tracebacks belong in log.txt
+    logger.addHandler(handler)
+    try:
+        with Bar(*columns, console=terminal, transient=True) as bar:
+            task = bar.add_task("", total=None)
+
+            def show(row: Facts, total: int) -> None:
+                bar.update(task, completed=row["round"], total=total, description=figures_of(row))
+
+            yield show
+    finally:
+        logger.removeHandler(handler)
+
+
+def show(what: str | Table) -> None:
+    """Print text as it is, or a table as wide as the terminal."""
+    Console().print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 def show_result(folder: Path) -> None:

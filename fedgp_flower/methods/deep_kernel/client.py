@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.numpy_client import AveragingClient
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
@@ -27,7 +27,7 @@ from fedgp_flower.shared_messages import Step, Stepped
 from fedgp_flower.typing import Array
 
 
-class DeepKernelClient(AveragingClient):
+class DeepKernelClient(SiteClient):
     """A personal head needs the shared one and this site's rows: the site keeps nothing."""
 
     @property

@@ -9,11 +9,11 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.clients.numpy_client import AveragingClient, SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.linalg import bounded
-from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, sparse_gp
-from fedgp_flower.gp.optimisers import LOGARITHM, maximise
+from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
+from fedgp_flower.gp.optimisers import LOGARITHM, ascend, maximise
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, prior
@@ -130,7 +130,7 @@ class SVGPClient(SparseClient):
         return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.preparation.target_scale)
 
 
-class FSGPClient(SparseClient, AveragingClient):
+class FSGPClient(SparseClient):
     """Local steps, whose result the server averages."""
 
     def train(self, request: Step) -> Stepped:
@@ -140,10 +140,10 @@ class FSGPClient(SparseClient, AveragingClient):
         def objective() -> torch.Tensor:
             return pooled_bound(model, inputs, targets) / len(targets)
 
-        return self.stepped(model, objective, request)
+        return stepped(self, model, objective, request)
 
 
-class FGPRClient(AveragingClient):
+class FGPRClient(SiteClient):
     """An exact GP of this site's rows at the server's hyperparameters."""
 
     model: ExactGP
@@ -159,12 +159,23 @@ class FGPRClient(AveragingClient):
     def train(self, request: Step) -> Stepped:
         """P local steps on the log evidence per row."""
         model = self.load(request.values)
-        return self.stepped(model, model.log_evidence, request)
+        return stepped(self, model, model.log_evidence, request)
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Prediction from this site's rows."""
         mean, variance = self.load(request.values).predict(self.placement.tensor(inputs))
         return Prediction(to_array(mean), to_array(variance))
+
+
+def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tensor], request: Step) -> Stepped:
+    """Local steps uphill. None where all targets are one number: noise would vanish, and the mean with it."""
+    local = client.config.optimizer
+    if np.ptp(client.rows.y) == 0:
+        value = float(objective().detach())
+    else:
+        rate, parameters = request.learning_rate, list(model.parameters())
+        value = ascend(objective, parameters, name=local.name, steps=local.steps, learning_rate=rate)
+    return Stepped.of(request, model.to_arrays(), value)
 
 
 # A site's estimate of the hyperparameters, with its curvature: several sites add theirs to one start for all.
