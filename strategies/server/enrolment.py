@@ -117,10 +117,7 @@ def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
 
 
 def from_totals(network: Network, config: RunConfig, met: Agreement) -> Asking[Agreement]:
-    """What sites agree on from two totals, which count as the description of one site.
-
-    A column is measured in its mean size, so that squares of large numbers stay within what masks can carry.
-    """
+    """What sites agree on from two totals, of columns in their mean size: masks have room for the squares."""
     first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
     sums = _of_all(first, network)
     rows = sum(met.rows[site] for site in first.sites)

@@ -1,11 +1,9 @@
 """The sites behind a Flower Grid: who they are, what travels, and what counts as a failure.
 
-Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply. A
-reply with wrong names, shapes, types or non-finite numbers is that site's failure, never a part of the result.
+Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply.
 
 What every message needs and no round changes is a context: the agreed columns and scales, the configuration, constants.
-It travels to a site once, and later messages name it by a digest. A site that has lost its memory says so, and is sent
-it again.
+It travels to a site once; later messages name it by a digest. A site that has lost it says so, and is sent it again.
 """
 
 from __future__ import annotations
@@ -205,10 +203,9 @@ class Network:
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
     def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
-        """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
+        """Send, wait, and keep what is valid, in site order; what fails is sent again at once, ``retries`` times.
 
-        A message that failed is sent again at once, ``retries`` times. A site fails at most once in an exchange, and
-        what a retry mends is not held against it.
+        A site fails at most once in an exchange, and what a retry mends is not held against it.
         """
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
@@ -255,8 +252,7 @@ class Network:
     def introduce(self, kind: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
 
-        What goes wrong is noted, but not held against a site of the same name that already takes part. A reply that
-        gets lost is asked for again.
+        What goes wrong is noted, but not held against a site of the same name that already takes part.
         """
         online = set(self.grid.get_node_ids())
         replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.heard))

@@ -212,10 +212,7 @@ class Session:
             self.preparation = self.run(enrolment.from_totals(network, self.config, self.preparation))
 
     def begin(self, adjusted: Callable[[Agreement], Agreement], initialise: Callable[[], Asking[S]]) -> S:
-        """Settle columns and scales and run what asks for the first state.
-
-        Sites whose first answers contradict their descriptions are dismissed, and the others agree again without them.
-        """
+        """Settle scales and form the first state; sites that contradict their descriptions are dismissed."""
         while True:
             preparation, transform = self.preparation, self.config.transform.target
             try:
