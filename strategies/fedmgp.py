@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 from jaxtyping import Float
@@ -29,9 +28,10 @@ from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradien
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fedmgp_rules import RULES, least_sites, merge_natural, merged
-from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_inducing, first_posterior
+from strategies.fedmgp_shared import EVERYONE, collapse, first_look, predicted, pseudo_inputs, scaled_targets
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
@@ -73,46 +73,10 @@ def begin(latents: LatentFunctions, q: LatentPosterior, *, gaussian: bool) -> Ps
     return PseudoState(parameters, latents.inducing, latents.jitter, {})
 
 
-def one_round(
-    state: PseudoState, roster: Roster, config: RunConfig, units: int, rounds: int
-) -> Asking[tuple[PseudoState, Figures]]:
-    """A round of Algorithm 2, with max(⌈ρM⌉, 1) units; under masks with the mean of Δ_m, as if it came from one unit.
-
-    ``units`` is the number M of units that were ever known. Over so many ``rounds`` the learning rate falls from
-    ``optimizer.learning-rate`` to ``FINAL_RATE`` of it.
-    """
-    options = cast(FedMGPOptions, config.options)
-    chosen, least = sampled(roster, options.fraction, config.seed), least_sites(options)
-    if len(chosen) < least:
-        raise RunError(
-            f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
-            f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
-            "`fedmgp.fraction`, or take another rule"
-        )
-    decay = config.optimizer.decay ** (roster.round - 1)
-    rate = config.optimizer.learning_rate * decay * FINAL_RATE ** min((roster.round - 1) / max(rounds - 1, 1), 1.0)
-    requests = {
-        site: Broadcast(state.parameters, state.inducing, state.known(site), float(rate), 1 / units)
-        for site in ((EVERYONE,) if roster.totals_only else chosen)
-    }
-    answers: Mapping[str, PseudoGradient] = {}
-    if roster.totals_only:
-        summed: Summed[PseudoGradient] = yield Total(PseudoGradient, requests[EVERYONE], tuple(chosen))
-        if summed.total is not None:
-            count = len(summed.sites) - summed.silent
-            mean = {name: np.asarray(array / count) for name, array in summed.total.parameters.items()}
-            answers = {EVERYONE: replace(summed.total, parameters=mean)}
-    else:
-        answers = yield Each(PseudoGradient, requests)
-    if not answers:
-        return state, {}
-    try:
-        state = step(state, {site: dict(answer.parameters) for site, answer in answers.items()}, options)
-    except (ConfigError, NumericsError) as error:
-        logger.warning("the round changes nothing: %s", error)
-    reports = {**state.reports, **dict.fromkeys(answers, roster.round)}
-    rows = sum(answer.rows for answer in answers.values())
-    return replace(state, reports=reports), {"objective": sum(answer.fit for answer in answers.values()) / rows}
+def learning_rate(config: RunConfig, server_round: int, rounds: int) -> float:
+    """Of the local steps: from ``optimizer.learning-rate`` to :data:`FINAL_RATE` of it over so many rounds."""
+    first = config.optimizer.learning_rate * config.optimizer.decay ** (server_round - 1)
+    return float(first * FINAL_RATE ** min((server_round - 1) / max(rounds - 1, 1), 1.0))
 
 
 def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGPOptions) -> PseudoState:
@@ -133,11 +97,15 @@ def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGP
     return replace(state, parameters=theta, counted=counted)
 
 
-class FedMGP(SharedLatents[PseudoState]):
+class FedMGP(FederatedStrategy[PseudoState]):
     """Algorithm 2 of the paper, for any likelihood and mini-batches."""
 
     method = "fedmgp"
+    options_class = FedMGPOptions
     state_class = PseudoState
+    watched = "objective"
+    options: FedMGPOptions
+    adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 
     @property
     def rounds(self) -> int:
@@ -160,11 +128,39 @@ class FedMGP(SharedLatents[PseudoState]):
 
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
-        inducing = yield from first_inducing(self.config, roster)
-        latents = shared.latents_at(inducing, self.options.multiples, self.config.model.jitter)
-        q = yield from first_posterior(latents, roster)
+        latents, q = yield from first_look(self.config, roster)
         return begin(latents, q, gaussian=self.config.model.likelihood == "gaussian")
 
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
-        """A round of Algorithm 2."""
-        return (yield from one_round(state, roster, self.config, len(self.preparation.rows), self.rounds))
+        """A round of Algorithm 2, with max(⌈ρM⌉, 1) units; under masks with the mean of Δ_m, as if from one unit."""
+        options, config = self.options, self.config
+        chosen, least = sampled(roster, options.fraction, config.seed), least_sites(options)
+        if len(chosen) < least:
+            raise RunError(
+                f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
+                f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
+                "`fedmgp.fraction`, or take another rule"
+            )
+        rate, share = learning_rate(config, roster.round, self.rounds), 1 / len(self.preparation.rows)
+        requests = {
+            site: Broadcast(state.parameters, state.inducing, state.known(site), rate, share)
+            for site in ((EVERYONE,) if roster.totals_only else chosen)
+        }
+        answers: Mapping[str, PseudoGradient] = {}
+        if roster.totals_only:
+            summed: Summed[PseudoGradient] = yield Total(PseudoGradient, requests[EVERYONE], tuple(chosen))
+            if summed.total is not None:
+                count = len(summed.sites) - summed.silent
+                mean = {name: np.asarray(array / count) for name, array in summed.total.parameters.items()}
+                answers = {EVERYONE: replace(summed.total, parameters=mean)}
+        else:
+            answers = yield Each(PseudoGradient, requests)
+        if not answers:
+            return state, {}
+        try:
+            state = step(state, {site: dict(answer.parameters) for site, answer in answers.items()}, options)
+        except (ConfigError, NumericsError) as error:
+            logger.warning("the round changes nothing: %s", error)
+        reports = {**state.reports, **dict.fromkeys(answers, roster.round)}
+        rows = sum(answer.rows for answer in answers.values())
+        return replace(state, reports=reports), {"objective": sum(answer.fit for answer in answers.values()) / rows}

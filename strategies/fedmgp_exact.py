@@ -2,12 +2,8 @@
 
 Beyond the paper (Chung and Al Kontar, Technometrics 66, 2024), on its model. In a round every unit improves φ_m with q
 fixed, and answers with statistics at every trial move of the lengthscales. The server takes the move with the best
-pooled bound; the first move keeps the lengthscales, so with all units present the bound never falls (EM with an exact
-E-step, and an M-step expanded by the common amplitudes).
-
-The bound needs only the sum over units, and rounds under masks ask a ``Total``. Other rounds ask ``Each``: an absent
-unit still counts by its last statistics, carried to the lengthscales of now, answers are judged by what was asked, and
-``agreement`` compares units with one another.
+pooled bound; the first move keeps the lengthscales, so with all units present the bound never falls. An absent unit
+counts by its last statistics, carried to the lengthscales of now; under masks only the sum over units is known.
 """
 
 from __future__ import annotations
@@ -15,24 +11,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.messages import add, decode, encode, message
 from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move, UnitStatistics, posterior
 from fedgp_flower.methods.fedmgp.messages import Known, TrialMoves, TrialStatistics, View
 from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
-from fedgp_flower.methods.fedmgp.trust import consistent, possible, sharing
-from fedgp_flower.typing import Array, NamedArrays
-from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_inducing, first_posterior, sizes
+from fedgp_flower.methods.fedmgp.trust import consistent, sharing
+from fedgp_flower.typing import NamedArrays
+from strategies.fedmgp_shared import EVERYONE, collapse, first_look, predicted, pseudo_inputs, scaled_targets, sizes
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
@@ -95,50 +91,6 @@ class ExactState:
         return View(self.latents, self.posterior, self.known(site))
 
 
-def first_state(inducing: Array, roster: Roster, config: RunConfig) -> Asking[ExactState]:
-    """Lengthscales from the spacing of the pseudo-inputs, q(u) of one unit."""
-    latents = shared.latents_at(inducing, cast(FedMGPExactOptions, config.options).multiples, config.model.jitter)
-    q = yield from first_posterior(latents, roster)
-    steps = np.full((2, *latents.scales.shape), _STEP_START)
-    unsmoothed = min(UNSMOOTHED_ROUNDS, config.num_server_rounds // 2) if latents.scales.size > 1 else 0
-    return ExactState(latents, q, None, steps, unsmoothed=unsmoothed)
-
-
-def one_round(
-    state: ExactState, roster: Roster, config: RunConfig, rows: Mapping[str, int]
-) -> Asking[tuple[ExactState, Figures]]:
-    """An exact round with max(⌈ρM⌉, 1) units: M-steps, statistics at trial moves, the move with the best pooled bound.
-
-    ``rows`` are the training rows of every unit that was ever known. A site whose statistics no rows can produce is
-    refused, and loses its earlier report too.
-    """
-    options = cast(FedMGPExactOptions, config.options)
-    chosen, moves = sampled(roster, options.fraction, config.seed), trial_moves(state)
-    lengths = {"C": len(moves), **sizes(state.latents)}
-    replies: dict[str, Sequence[UnitStatistics]] = {}
-    sites: tuple[str, ...] = ()
-    if roster.totals_only:
-        request = TrialMoves(state.view(EVERYONE), moves, not state.unsmoothed)
-        summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen), sizes=lengths)
-        if summed.total is not None:
-            replies, sites = {EVERYONE: summed.total.each()}, summed.sites
-    else:
-        requests = {site: TrialMoves(state.view(site), moves, not state.unsmoothed) for site in chosen}
-        answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests, sizes=lengths)
-        for site, answer in answers.items():
-            told = answer.each()
-            if possible(told[0], state.posterior, rows[site]) and consistent(told, moves, state.posterior, rows[site]):
-                replies[site] = told
-            else:
-                yield Refuse(site, "statistics that no rows can produce")
-        believed = {s: report for s, report in state.reports.items() if s in replies or s not in answers}
-        state = replace(state, reports=believed)
-    state, counted = advance(state, replies, moves, roster.round, rows if options.aggregation == "agreement" else None)
-    state = replace(state, counted=sites if EVERYONE in counted else counted)
-    total = sum(rows[site] for site in state.counted)
-    return state, {"bound": state.bound, "objective": state.bound / total} if total and state.bound is not None else {}
-
-
 def advance(
     state: ExactState, replies: Replies, moves: Sequence[Move], server_round: int, rows: Mapping[str, int] | None
 ) -> tuple[ExactState, tuple[str, ...]]:
@@ -161,12 +113,11 @@ def advance(
 
 
 def agreeing(state: ExactState, replies: Replies, rows: Mapping[str, int]) -> tuple[str, ...]:
-    """Sites whose answers data can produce and that share g with most of all who ever reported.
+    """Sites that share g with most of all who ever reported; the last reports of absent sites are judged like others.
 
-    The last reports of absent sites are compared, and judged, like those that are present. A unit that nobody can be
-    compared with stays only where it is the only one there is.
+    A unit that nobody can be compared with stays only where it is the only one there is.
     """
-    usable = {site: each[0] for site, each in replies.items() if possible(each[0], state.posterior, rows[site])}
+    usable = {site: each[0] for site, each in replies.items()}
     usable |= {site: carried(report, state.latents) for site, report in state.reports.items() if site not in replies}
     return sharing(usable) if len(usable) > 1 or len(rows) == 1 else ()
 
@@ -251,26 +202,60 @@ def carried(report: Report, trial: LatentFunctions) -> UnitStatistics:
     return turned.rescaled(trial.amplitudes / report.latents.amplitudes)
 
 
-class FedMGPExact(SharedLatents[ExactState]):
+class FedMGPExact(FederatedStrategy[ExactState]):
     """Exact rounds from the first to the last; for a Gaussian likelihood and whole batches."""
 
     method = "fedmgp-exact"
     options_class = FedMGPExactOptions
     state_class = ExactState
+    watched = "objective"
     options: FedMGPExactOptions
+    adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 
     def initialise(self, roster: Roster) -> Asking[ExactState]:
-        """Pseudo-inputs from where inputs lie."""
-        inducing = yield from first_inducing(self.config, roster)
-        return (yield from first_state(inducing, roster, self.config))
+        """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) of one unit."""
+        latents, q = yield from first_look(self.config, roster)
+        steps = np.full((2, *latents.scales.shape), _STEP_START)
+        unsmoothed = min(UNSMOOTHED_ROUNDS, self.config.num_server_rounds // 2) if latents.scales.size > 1 else 0
+        return ExactState(latents, q, None, steps, unsmoothed=unsmoothed)
 
     def watching(self) -> bool:
         """Once units smooth."""
         return not self.current.unsmoothed
 
     def one_round(self, state: ExactState, roster: Roster) -> Asking[tuple[ExactState, Figures]]:
-        """An exact round."""
-        return (yield from one_round(state, roster, self.config, self.preparation.rows))
+        """With max(⌈ρM⌉, 1) units: M-steps, statistics at trial moves, the move with the best pooled bound.
+
+        A site whose statistics no rows can produce is refused, and loses its earlier report too.
+        """
+        rows, moves = self.preparation.rows, trial_moves(state)
+        chosen = sampled(roster, self.options.fraction, self.config.seed)
+        lengths = {"C": len(moves), **sizes(state.latents)}
+        replies: dict[str, Sequence[UnitStatistics]] = {}
+        sites: tuple[str, ...] = ()
+        if roster.totals_only:
+            request = TrialMoves(state.view(EVERYONE), moves, not state.unsmoothed)
+            summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen), sizes=lengths)
+            if summed.total is not None:
+                replies, sites = {EVERYONE: summed.total.each()}, summed.sites
+        else:
+            requests = {site: TrialMoves(state.view(site), moves, not state.unsmoothed) for site in chosen}
+            answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests, sizes=lengths)
+            for site, answer in answers.items():
+                told = answer.each()
+                if consistent(told, moves, state.posterior, rows[site]):
+                    replies[site] = told
+                else:
+                    yield Refuse(site, "statistics that no rows can produce")
+            believed = {s: report for s, report in state.reports.items() if s in replies or s not in answers}
+            state = replace(state, reports=believed)
+        judged = rows if self.options.aggregation == "agreement" else None
+        state, counted = advance(state, replies, moves, roster.round, judged)
+        state = replace(state, counted=sites if EVERYONE in counted else counted)
+        total = sum(rows[site] for site in state.counted)
+        if not total or state.bound is None:
+            return state, {}
+        return state, {"bound": state.bound, "objective": state.bound / total}
 
     def public(self, state: ExactState) -> NamedArrays:
         """Latent functions and q(u)."""
@@ -279,6 +264,3 @@ class FedMGPExact(SharedLatents[ExactState]):
     def adopt(self, state: ExactState, arrays: NamedArrays) -> ExactState:
         """Other latent functions and q(u); reports stay what they are."""
         return replace(state, **vars(decode(Shared, arrays)))
-
-    def _facts(self, state: ExactState, view: View) -> dict[str, Any]:
-        return {"bound": state.bound, **super()._facts(state, view)}

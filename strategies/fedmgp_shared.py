@@ -1,6 +1,7 @@
 """What the Strategies of FedMGP share: where a run starts, and what it leaves.
 
-Units are smoothed, scaled views of shared latent functions g; what a unit alone knows, φ_m, never leaves it.
+Units are smoothed, scaled views of shared latent functions g; what a unit alone knows, φ_m, never leaves it. Functions
+whose first argument is a Strategy are methods of both.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from fedgp_flower import outcome
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.fedmgp import messages
-from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, posterior
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
 from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -39,8 +40,6 @@ LEAST_SIDE = 3
 """Fewest points of a grid along an input."""
 MARGIN = 0.025
 """How far the grid goes beyond the inputs at each end, as a share of their range."""
-MOST_CURVES, CURVE_POINTS = 12, 161
-"""Units whose curves are drawn, and points of a curve."""
 COLLAPSED = 0.95
 """Held-out error, in root mean squares of the targets, from which on g explains next to nothing."""
 
@@ -57,9 +56,6 @@ class SharedState(Protocol):
 
     def view(self, site: str) -> View:
         """What a unit is sent: with what it alone knows, all that predicts."""
-
-
-S = TypeVar("S", bound=SharedState)
 
 
 def sizes(latents: LatentFunctions) -> dict[str, int]:
@@ -96,13 +92,15 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(histogram))
 
 
-def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPosterior]:
-    """q(u) of the unit that shares g with most others; these then find their signs by regression on it.
+def first_look(config: RunConfig, roster: Roster) -> Asking[tuple[LatentFunctions, LatentPosterior]]:
+    """Lengthscales from the spacing of the pseudo-inputs; q(u) of the unit that shares g with most others.
 
-    That takes statistics of single units. Of totals alone, the first eigenvector of Σ m mᵀ is the direction d that most
-    units share: a unit knows g up to a sign, which this sum does not see. Each unit then answers for y or −y, as its m
-    points along d or away from it, and q(u) is that of the mean of these statistics.
+    To find this unit takes statistics of single units. Of totals alone, the first eigenvector of Σ m mᵀ is the
+    direction d that most units share: a unit knows g up to a sign, which this sum does not see. Each unit then answers
+    for y or −y, as its m points along d or away from it, and q(u) is that of the mean of these statistics.
     """
+    inducing = yield from first_inducing(config, roster)
+    latents = latents_at(inducing, cast(FedMGPOptions, config.options).multiples, config.model.jitter)
     lengths, nobody = sizes(latents), RunError("no unit sent statistics to start from; see the failures above")
     if not roster.totals_only:
         asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
@@ -111,7 +109,7 @@ def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPo
         if not answers:
             raise nobody
         starts = {site: answer.statistics for site, answer in answers.items()}
-        return posterior(starts[best_lead(starts)])
+        return latents, posterior(starts[best_lead(starts)])
     pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)
     if pointed.total is None:
         raise nobody
@@ -121,7 +119,7 @@ def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPo
     if summed.total is None:
         raise nobody
     total, units = summed.total.statistics, len(summed.sites) - summed.silent
-    return posterior(replace(total, precision=total.precision / units, shift=total.shift / units))
+    return latents, posterior(replace(total, precision=total.precision / units, shift=total.shift / units))
 
 
 # What a run leaves.
@@ -144,86 +142,51 @@ MEANINGS = {
 }
 
 
-class SharedLatents(FederatedStrategy[S]):
-    """The base of the Strategies of FedMGP, which differ in their rounds."""
+def scaled_targets(strategy: FederatedStrategy[Any], preparation: Agreement) -> Agreement:
+    """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
+    arrays = preparation.arrays
+    if strategy.config.model.likelihood not in ("gaussian", "student-t"):
+        return preparation
+    power = math.hypot(float(arrays["target.mean"]), float(arrays["target.scale"]))
+    return replace(preparation, arrays={**arrays, "target.mean": np.array(0.0), "target.scale": np.array(power)})
 
-    options_class = FedMGPOptions
-    watched = "objective"
-    options: FedMGPOptions
 
-    def adjusted(self, preparation: Enrolment) -> Enrolment:
-        """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
-        arrays = preparation.arrays
-        if self.config.model.likelihood not in ("gaussian", "student-t"):
-            return preparation
-        power = math.hypot(float(arrays["target.mean"]), float(arrays["target.scale"]))
-        return replace(preparation, arrays={**arrays, "target.mean": np.array(0.0), "target.scale": np.array(power)})
+def pseudo_inputs(strategy: FederatedStrategy[Any], state: SharedState) -> NamedArrays:
+    """Pseudo-inputs, for the pooled baseline; a run whose sites are real has none."""
+    wanted = strategy.preparation.simulated and strategy.config.baselines.pooled
+    return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
-    def constants(self, state: S) -> NamedArrays:
-        """Pseudo-inputs as they are, for the pooled baseline; a run whose sites are real has none."""
-        wanted = self.preparation.simulated and self.config.baselines.pooled
-        return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
-    def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
-        """Each unit's view, the saved posterior of g, and facts for the report."""
-        yield from ()
-        view = state.view(EVERYONE)
-        request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.everyone}
-        return Predicted(request, self._saved(state, view), self._facts(state, view))
+def predicted(strategy: FederatedStrategy[Any], state: SharedState, roster: Roster) -> Asking[Predicted]:
+    """Each unit's view, and the posterior of g; it predicts no unit, which takes what the unit alone knows."""
+    yield from ()
+    view, prepared = state.view(EVERYONE), strategy.preparation
+    request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.everyone}
+    mean, covariance = view.posterior.of_latents(view.latents)
+    arrays = {f"latents.{name}": array for name, array in encode(view.latents).items()}
+    arrays |= {f"posterior.{name}": array for name, array in encode(view.posterior).items()}
+    arrays |= {"latents.mean": mean, "latents.covariance": covariance}
+    arrays = {name: arrays[name] for name in MEANINGS}
+    coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
+    told: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
+    for site in prepared.rows:
+        known = state.known(site)
+        told[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
+    model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": told}
+    saved = outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
+    scales = (np.sqrt(view.latents.scales) * prepared.arrays["input.scale"]).tolist()
+    return Predicted(request, saved, {"lengthscales": scales, "counted": list(state.counted)})
 
-    def _saved(self, state: S, view: View) -> outcome.Posterior:
-        """The posterior of g. It predicts no unit: that takes what the unit alone knows."""
-        mean, covariance = view.posterior.of_latents(view.latents)
-        arrays = {f"latents.{name}": array for name, array in encode(view.latents).items()}
-        arrays |= {f"posterior.{name}": array for name, array in encode(view.posterior).items()}
-        arrays |= {"latents.mean": mean, "latents.covariance": covariance}
-        arrays = {name: arrays[name] for name in MEANINGS}
-        coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
-        told: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
-        for site in self.preparation.rows:
-            known = state.known(site)
-            told[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
-        model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": told}
-        return outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
 
-    def _facts(self, state: S, view: View) -> dict[str, Any]:
-        """Lengthscales, the units that count, and latent functions of one input."""
-        latents, arrays = view.latents, self.preparation.arrays
-        functions: list[dict[str, list[float]]] = []
-        if latents.inducing.shape[1] == 1:
-            mean, covariance = view.posterior.of_latents(latents)
-            shape = len(latents.scales), len(latents.inducing)
-            w = (latents.inducing[:, 0] * arrays["input.scale"][0] + arrays["input.mean"][0]).tolist()
-            parts = zip(mean.reshape(shape), np.sqrt(np.diag(covariance)).reshape(shape), strict=True)
-            functions = [{"w": w, "mean": part.tolist(), "sd": sd.tolist()} for part, sd in parts]
-        scales = (np.sqrt(latents.scales) * arrays["input.scale"]).tolist()
-        return {"lengthscales": scales, "counted": list(state.counted), "latents": functions, "units": {}}
-
-    def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
-        """Whether the model collapsed, and the curves of the first simulated units along the one input."""
-        if collapsed := self.collapsed():
-            logger.warning(
-                "the model collapsed: held-out errors are as large as the signal, or larger than those of units that "
-                "fit a GP alone; try a lower `fedmgp.start-multiple`, more `fedmgp.latents` or `model.num-inducing`"
-            )
-        agreed, inducing = self.preparation, state.view(EVERYONE).latents.inducing
-        shown = agreed.simulated and self.config.keep_predictions and self.config.model.likelihood == "gaussian"
-        if not shown or roster.totals_only or inducing.shape[1] > 1:
-            return {"collapsed": collapsed}
-        grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
-        requests = {site: messages.CurveRequest(state.view(site), grid) for site in roster.everyone[:MOST_CURVES]}
-        answers: Mapping[str, messages.Curve] = yield Each(messages.Curve, requests)
-        at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
-        curves = {
-            agreed.labels[site]: {"grid": at} | {name: array.tolist() for name, array in vars(curve).items()}
-            for site, curve in answers.items()
-        }
-        return {"collapsed": collapsed, "units": curves}
-
-    def collapsed(self) -> bool:
-        """Whether held-out errors are as large as the signal, or exceed those of local-only."""
-        if self.evaluation is None or "rmse" not in self.evaluation["test"]:
-            return False
-        alone = self.scoring.local_only
-        worse = alone is not None and self.evaluation["test"]["rmse"] > alone["rmse"]
-        return bool(worse or self.evaluation["test_standardised"]["rmse"] > COLLAPSED)
+def collapse(strategy: FederatedStrategy[Any]) -> list[str]:
+    """That the model collapsed: held-out errors are as large as the signal, or exceed those of local-only."""
+    found, alone = strategy.evaluation, strategy.scoring.local_only
+    if found is None or "rmse" not in found["test"]:
+        return []
+    worse = alone is not None and found["test"]["rmse"] > alone["rmse"]
+    if not worse and found["test_standardised"]["rmse"] <= COLLAPSED:
+        return []
+    return [
+        "the model collapsed: held-out errors are as large as the signal, or larger than those of units that fit a GP"
+        " alone; try a lower `fedmgp.start-multiple`, more `fedmgp.latents` or `model.num-inducing`"
+    ]

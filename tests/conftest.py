@@ -2,8 +2,6 @@
 tests and in the first run of every Strategy.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

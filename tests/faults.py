@@ -1,7 +1,5 @@
 """A Grid whose sites fail on demand, and runs over it that take a second: no folder, no clock, no baseline."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ factor counted twice), and the tests that must fail. The application and the tes
 status is 1 if a mutant survives or its text is no longer there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

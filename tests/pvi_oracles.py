@@ -1,7 +1,5 @@
 """Closed forms that only tests need: what partitioned variational inference is compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

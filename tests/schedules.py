@@ -1,7 +1,5 @@
 """Faults drawn from a seed: what happens to every reply of one site, or of all, in a run of any method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,10 +57,13 @@ METHODS: dict[str, dict[str, Any]] = {
     | _CLASSES,
 }
 """A tiny run of every Strategy that trains."""
+MORE: dict[str, dict[str, Any]] = {
+    "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2},
+}
 
 
 def keys_of(method: str, **changes: Any) -> dict[str, Any]:
-    return configured(**{"num_server_rounds": 3} | METHODS[method] | changes)
+    return configured(**{"num_server_rounds": 3} | (METHODS | MORE)[method] | changes)
 
 
 Spoil = Callable[[Message, float], Message | None]

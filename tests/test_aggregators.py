@@ -1,7 +1,5 @@
 """Aggregation rules on small arrays with answers by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A site that lied when it introduced itself takes its share of the standardisation with it when it is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,11 +1,7 @@
 """The public Python API: a table in, a finished run out, and the same run read back."""
 
-from __future__ import annotations
-
 import importlib
-from types import SimpleNamespace
 
-import gpytorch
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,7 +10,6 @@ import torch
 import fedgp_flower as fg
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.errors import ConfigError, DataError, RunError
-from fedgp_flower.methods.sfvi.posterior import NewSite
 from fedgp_flower.run import api
 from fedgp_flower.run.dependence import effects
 from fedgp_flower.run.registry import BUILT_IN, parse_config
@@ -175,24 +170,6 @@ def test_the_joint_distribution_is_in_original_units(finished):
     assert torch.linalg.eigvalsh(latent.covariance_matrix).min() > -1e-8
 
 
-def test_draws_are_models_of_gpytorch_in_standardised_coordinates_with_equal_weights(finished):
-    posterior, new = finished.posterior, admissions(12)
-    draws, inputs, agreed = posterior.to_gpytorch_draws(), posterior.inputs(new), posterior.preparation
-    assert all(isinstance(model, gpytorch.models.GP) and not model.training for model, _ in draws)
-    observed = [likelihood(model(inputs)) for model, likelihood in draws]
-    mean = torch.stack([each.mean for each in observed]).mean(0)
-    second = torch.stack([each.variance + each.mean**2 for each in observed]).mean(0)
-    table, scale = posterior.predict(new), agreed.target_scale
-    np.testing.assert_allclose(table["mean"], mean * scale + agreed.target_mean, **SAME)
-    np.testing.assert_allclose(table["sd"], scale * (second - mean**2).sqrt(), **SAME)
-    encoded = torch.from_numpy(inputs.numpy() * agreed.input_scale + agreed.input_mean)
-    torch.testing.assert_close(draws[0].transforms.inputs(encoded), inputs)
-    if len(draws) == 1:
-        (model, likelihood), exported = draws[0], posterior.to_gpytorch()
-        original = exported.transforms.original(likelihood(model(inputs)))
-        np.testing.assert_allclose(original.mean, table["mean"], **SAME)
-
-
 def test_classes_are_no_single_mixture_but_f_is(tmp_path):
     frame = admissions()
     frame["outcome"] = np.where(frame["outcome"] > frame["outcome"].median(), "high", "low")
@@ -223,11 +200,6 @@ def test_a_posterior_predicts_at_a_site_where_the_site_keeps_something(tmp_path,
         site.to_gpytorch()
     with pytest.raises(RunError, match="can predict at a site"):
         run.posterior.predict(pd.DataFrame({"x": [0.0]}), site="ward 1")
-
-
-def test_a_model_that_is_no_gaussian_process_says_so():
-    with pytest.raises(RunError, match="object is no Gaussian process"):
-        NewSite.export(SimpleNamespace(model=object()))
 
 
 def test_new_rows_are_judged_as_a_site_s_are(run):

@@ -1,7 +1,5 @@
 """The command line as a user meets it: what is printed, what is written, and the exit status."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -191,16 +189,3 @@ def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp
     assert [name for name in METHODS if f"│ {name} " not in out] == []
     out = fedgp("datasets", "--data-dir", tmp_path)[1]
     assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []
-
-
-def test_a_partition_is_a_file_per_site_that_holds_every_row_once(fedgp, tmp_path):
-    words = ["partition", "sine", "--sites", 3, "--output-dir", tmp_path / "sites", "test-fraction=0.25"]
-    out = fedgp(*words)[1]
-    paths = [tmp_path / "sites" / f"site-{k:02d}.csv" for k in range(3)]
-    assert [Path(line) for line in out.split()] == paths
-    files = [pd.read_csv(path) for path in (tmp_path / "sites").iterdir()]
-    rows = pd.concat(files)
-    assert (len(files), len(rows), len(rows.drop_duplicates())) == (6, 800, 800)
-    assert len(pd.read_csv(paths[0])) == pytest.approx(200, abs=1)
-    code, _, err = fedgp(*words)
-    assert (code, "site-00.csv is there already" in one_line(err)) == (2, True)

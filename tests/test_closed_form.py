@@ -1,7 +1,5 @@
 """SFVI in closed form against dense algebra, autograd and finite differences, without Flower."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

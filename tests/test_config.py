@@ -1,7 +1,5 @@
 """The configuration: one source of truth, and errors that name the key."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import fields
@@ -61,6 +59,86 @@ def test_errors_name_key_value_and_what_is_allowed(flat, words):
         parse_config({"method": "fsgp", **flat})
     for word in words:
         assert word in str(caught.value)
+
+
+PRIVATE = {"privacy.epsilon": 1.0, "privacy.ranges": '{"x": [-1, 7], "y": [-2, 2]}', "baselines.linear": False}
+PRIVATE |= {"baselines.local-only": False, "baselines.pooled": False}
+TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
+    "fedmgp-exact": [
+        ({"fedmgp.aggregation": "median"}, "needs `method` = 'fedmgp'"),
+        ({"optimizer.batch-size": 5}, "batch-size"),
+        ({"model.kernel": "matern32"}, "rbf"),
+        ({"model.likelihood": "poisson"}, "gaussian"),
+        ({"precision": "float32"}, "precision"),
+        ({"model.num-inducing": 1}, "num-inducing"),
+    ],
+    "fedmgp": [
+        ({"fedmgp.aggregation": "agreement", "fedmgp.latents": 2}, "one latent function"),
+        ({"optimizer.name": "sgd"}, "adam"),
+    ],
+    "pvi": [
+        ({"pvi.local-update": "adam", "pvi.deletion": False}, "deletion"),
+        ({"pvi.local-update": "adam", "pvi.preset": "bcm-split", "pvi.factor": "cpo"}, "pvi.preset"),
+        ({"pvi.preset": "global-vi", "pvi.local-update": "analytic"}, "pvi.preset"),
+        ({"pvi.local-update": "analytic", "model.likelihood": "student-t"}, "natural-gradient"),
+        ({"pvi.local-update": "lbfgs", "optimizer.batch-size": 8}, "batch-size"),
+        ({"pvi.local-update": "adam", "precision": "float32"}, "precision"),
+        ({"pvi.local-update": "adam", "pvi.damping": 0.5, "pvi.inducing": "fixed"}, "nothing to damp"),
+        ({"pvi.local-update": "adam", "optimizer.steps": 20}, "pvi.steps"),
+        ({"pvi.local-update": "adam", "optimizer.learning-rate": 0.01}, "pvi.learning-rate"),
+        ({"pvi.factor": "cpo"}, "`pvi.factor`: `pvi.local-update` = 'sums' does not"),
+        ({"optimizer.steps": 7}, "`optimizer.steps`: `pvi.local-update` = 'sums' takes no local steps"),
+        ({"privacy.secure-aggregation": True}, "take method 'sgpr', whose posterior is the same"),
+        ({"model.likelihood": "bernoulli", "pvi.schedule": "asynchronous"}, "`pvi.local-update` = 'sums' needs"),
+        (PRIVATE, "adds no noise"),
+    ],
+    "pvi-bnn": [
+        ({}, "`standardise` false"),
+        ({"standardise": False, "model.likelihood": "bernoulli"}, "set `bnn.classes` to 2"),
+        ({"standardise": False, "pvi.preset": "global-vi"}, "which pvi-bnn has not"),
+        ({"standardise": False, "optimizer.steps": 7}, "`optimizer.steps`"),
+    ],
+    "sfvi": [
+        ({"model.likelihood": "student-t"}, "`model.likelihood`"),
+        ({"sfvi.model": "glmm", "model.likelihood": "bernoulli"}, "`sfvi.unit-column`"),
+        ({"sfvi.model": "multinomial"}, "`standardise`"),
+        ({"sfvi.hidden": 2}, "`sfvi.hidden`"),
+        ({"optimizer.batch-size": 3}, "`optimizer.batch-size`"),
+        ({"precision": "float32"}, "`precision`"),
+        ({"optimizer.name": "sgd", "optimizer.steps": 7}, "`optimizer.name`, `optimizer.steps`"),
+        ({"sfvi.model": "fedpop", "model.likelihood": "bernoulli"}, "set `sfvi.classes` to 2"),
+        ({"sfvi.model": "multinomial", "sfvi.random-slopes": "a", "standardise": False}, "`sfvi.random-slopes`"),
+    ],
+    "deep-kernel": [
+        ({"deep.classes": 3}, "set `standardise` false"),
+        ({"optimizer.learning-rate": 0.3}, "learning-rate"),
+    ],
+    "hierarchical-gp": [({"hierarchical.deviation": "rough", "model.likelihood": "poisson"}, "needs 'gaussian'")],
+    "sgpr-private": [
+        (PRIVATE | {"baselines.linear": True}, "`baselines.linear`"),
+        (PRIVATE | {"privacy.ranges": ""}, "public ranges must be given"),
+        (PRIVATE | {"standardise": False}, "`standardise`"),
+        (PRIVATE | {"missing": "drop"}, "`missing`"),
+        (PRIVATE | {"model.kernel": "linear"}, "bounds what it adds"),
+        (PRIVATE | {"model.likelihood": "bernoulli"}, "'gaussian'"),
+        (PRIVATE | {"privacy.ranges": '{"x": [1, 0]}'}, "low < high"),
+        (PRIVATE | {"privacy.epsilon": 0.0}, "needs a budget: set `privacy.epsilon`"),
+    ],
+    "sgpr": [
+        (PRIVATE | {"privacy.epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
+        ({"model.likelihood": "poisson"}, "`method` = 'sgpr' needs 'gaussian'; take 'svgp'"),
+    ],
+    "svgp": [({}, "with Gaussian noise take 'sgpr'")],
+}
+"""Method → keys that make no sense together with it, and what is said of them."""
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "words"), [(method, *case) for method, cases in TOGETHER.items() for case in cases]
+)
+def test_keys_that_make_no_sense_together_are_refused(method, keys, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_config({"method": method, **keys})
 
 
 def test_digest_ignores_where_and_how_long_but_not_what():

@@ -1,7 +1,5 @@
 """Convolved covariances against numerical convolution and Eq. 18."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scores of counts against sums and integrals written out, and a run whose targets are counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import integrate, stats

@@ -1,7 +1,5 @@
 """When a noisy bound has stopped rising, on made-up series."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
-from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 
 
@@ -76,36 +72,6 @@ def test_test_rows_of_groups_without_a_site_are_shared_out(tmp_path):
     assert [len(site.train) for site in sites] == [24, 20]
     assert sorted(stacked(sites, "test")["x"]) == [5.0 * i for i in range(12)]
     assert set(sites[0].test["x"]) >= {0.0, 5.0, 10.0, 15.0, 20.0, 25.0}
-
-
-def preparation_of(sites: list[RawSite]) -> Preparation:
-    found = agree({site.site: site.describe() for site in sites})
-    return Preparation.from_wire(found.arrays, found.schema)
-
-
-@pytest.mark.parametrize("partitioner", ["iid", "dirichlet", "kmeans"])
-def test_federated_standardisation_is_pooled_standardisation(partitioner):
-    sites = load_all_sites(config(partitioner=partitioner), 5)
-    preparation = preparation_of(sites)
-    encoded = [site.encode(preparation) for site in sites]
-    pooled = stacked(sites, "train")
-    inputs = pooled[list(sites[0].features)].to_numpy()
-    expected = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
-    assert np.concatenate([e.x for e in encoded]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    y = pooled["target"].to_numpy()
-    assert np.concatenate([e.y for e in encoded]) == pytest.approx((y - y.mean()) / y.std(), rel=1e-12, abs=1e-12)
-    held_out = stacked(sites, "test")["target"].to_numpy()
-    assert np.concatenate([e.y_test for e in encoded]) == pytest.approx((held_out - y.mean()) / y.std(), rel=1e-12)
-    assert sum(e.unknown_levels for e in encoded) == 0
-
-
-def test_levels_that_occur_only_in_test_rows_are_counted(tmp_path):
-    pd.DataFrame({"job": list("aabb"), "y": range(4)}).to_csv(tmp_path / "a.csv", index=False)
-    pd.DataFrame({"job": list("cabc"), "y": range(4)}).to_csv(tmp_path / "b.csv", index=False)
-    site = load_site(config(), {"data-path": str(tmp_path / "a.csv"), "test-path": str(tmp_path / "b.csv")})
-    encoded = site.encode(preparation_of([site]))
-    assert encoded.unknown_levels == 2
-    assert encoded.x_test.ravel().tolist() == [-1.0, -1.0, 1.0, -1.0]
 
 
 def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -133,12 +131,3 @@ def test_a_description_by_hand():
         ],
         "target": {"name": "y", "kind": "numeric"},
     }
-
-
-def test_residuals_carry_what_the_sum_lost():
-    """Two sites' means of 1e8 are each wrong by up to 1e-8; with the residual their difference is exact."""
-    values = 1e8 + np.array([0.0, 0.1, 0.2, 0.30000001192092896])
-    found = describe(pd.DataFrame({"x": values, "y": values}), ("x",), "y")
-    centre = found.arrays["features.sum"][0] / 4
-    exact = (values - 1e8).sum()
-    assert (centre - 1e8) * 4 + found.arrays["features.residual"][0] == pytest.approx(exact, rel=1e-15)

@@ -1,7 +1,5 @@
 """Every way a site's file can be wrong has an error that names file, column and row, and repeats no cell."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path

@@ -1,23 +1,18 @@
 """Columns of dates are recognised by what they look like, and refused with the remedy before they become indicators."""
 
-from __future__ import annotations
-
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, blamed, configured, csv_nodes, no_waiting, run, waves
-from test_refused_columns import RecordingGrid
+from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 
 from fedgp_flower import server_app
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.dates import dates_in
-from fedgp_flower.errors import DataError
 from fedgp_flower.run.terminal import show_result
 
 DAYS = pd.date_range("2023-01-05", periods=200, freq="41h")
@@ -79,23 +74,6 @@ def test_other_columns_are_not(cells: list[object]) -> None:
 def admitted(rows: int, seed: int) -> pd.DataFrame:
     days = pd.date_range("2023-01-05", periods=rows, freq="41h").strftime("%d.%m.%Y")
     return waves(rows, seed).assign(admitted=["unknown", *days[1:]])[["admitted", "x1", "x2", "y"]]
-
-
-def test_a_real_site_refuses_dates_and_its_words_hold_none_of_them(tmp_path: Path) -> None:
-    nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(60, 1), "c": admitted(60, 2)})
-    grid = RecordingGrid(configured(sites=3, num_server_rounds=1), nodes)
-    strategy = run(grid)
-    remedy = "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or leave it out (`features`"
-    assert blamed(strategy) == {"c": [f"c.csv: `admitted` holds dates (for example row 2); {remedy} = '-admitted')"]}
-    assert not [text for text in grid.carried if re.search(rb"2023-\d\d", text)]
-
-
-def test_a_data_set_with_dates_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
-    admitted(90, 0).to_csv(tmp_path / "all.csv", index=False)
-    keys = {"dataset": str(tmp_path / "all.csv")}
-    assert load_table(CoreConfig.model_validate(keys | {"features": "x1"})).features == ("x1",)
-    with pytest.raises(DataError, match=r"`admitted` holds dates .* or name another `target`"):
-        load_table(CoreConfig.model_validate(keys | {"target": "admitted"}))
 
 
 def test_rows_may_be_dealt_by_a_column_of_dates(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A Gaussian process on learned features: heads are those of the pooled process, whatever the partition; runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +11,6 @@ import torch
 from faults import configured
 from torch.distributions import MultivariateNormal
 
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import add
 from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, Heads, heads_of, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
@@ -21,7 +18,6 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Described
 from strategies.deep_kernel import chosen
 
@@ -170,13 +166,9 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
         assert np.abs(found[:, 0] - site["label"]).mean() < 0.4
 
 
-def test_images_are_square_and_classes_are_not_standardised():
+def test_images_are_square():
     options = Small.model_validate({"network": "convolutional", "classes": 2})
     model = DeepKernel(options, ModelSection(), 64)
     assert model.features(torch.zeros(3, 64).double()).shape == (3, 6)
     with pytest.raises(Exception, match="a row has 60 inputs"):
         DeepKernel(options, ModelSection(), 60)
-    with pytest.raises(ConfigError, match="set `standardise` false"):
-        parse_config({"method": "deep-kernel", "deep.classes": 3})
-    with pytest.raises(ConfigError, match="learning-rate"):
-        parse_config({"method": "deep-kernel", "optimizer.learning-rate": 0.3})

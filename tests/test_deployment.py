@@ -1,7 +1,5 @@
 """A federation of real SuperNodes on this machine: TLS, node keys, a CSV file per site, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

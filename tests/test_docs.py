@@ -4,8 +4,6 @@
 keys that carry no docstring are kept as they stand there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -152,7 +150,7 @@ def test_files_that_documents_name_exist():
 
 
 SIMULATED = "simulation only: "
-SIMULATION_KINDS = frozenset({"query.curve", "query.pooled", "query.predictions"})
+SIMULATION_KINDS = frozenset({"query.pooled", "query.predictions"})
 
 
 def leaving() -> list[str]:

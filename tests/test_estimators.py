@@ -1,7 +1,5 @@
 """Estimators of scikit-learn and the model of BoTorch: the same posterior, in the words of others."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

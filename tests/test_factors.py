@@ -5,15 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.messages import Factors, Marginal, Marginals
+from fedgp_flower.methods.pvi.messages import Marginal, Marginals
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -21,7 +18,6 @@ from fedgp_flower.methods.pvi.model import (
     PseudoObservations,
     SparseModel,
     WhitenedGaussian,
-    factors_of,
     local_free_energy,
     predict,
     standard_normal,
@@ -57,23 +53,6 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
     return PseudoObservations(
         rand(size, 2, seed=seed), rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp(), tied
     )
-
-
-def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
-    """The tied diagonal factors as one of all their pseudo-observations, and the rest as they are."""
-    tied = [f for f in factors if f.tied]
-    rest = [f for f in factors if not any(f is own for own in tied)]
-    if not tied:
-        return rest
-    return [
-        PseudoObservations(*(torch.cat([getattr(f, n) for f in tied]) for n in ("inputs", "targets", "root"))),
-        *rest,
-    ]
-
-
-def close(left: WhitenedGaussian, right: WhitenedGaussian) -> None:
-    torch.testing.assert_close(left.precision, right.precision, **EXACT)
-    torch.testing.assert_close(left.shift, right.shift, **EXACT)
 
 
 @pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic"])
@@ -118,33 +97,6 @@ def test_product_is_the_posterior_of_a_linear_gaussian_model():
         L = draws.chol[s]
         torch.testing.assert_close(natural.precision[s], L.mT @ precision @ L, rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(natural.shift[s], L.mT @ shift, rtol=1e-7, atol=1e-7)
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 1000), st.permutations(range(4)), st.integers(0, 4))
-def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
-    draws = make_draws(seed)
-    factors = [dpo(seed + 1), dpo(seed + 2, tied=False), dpo(seed + 3, 2), dpo(seed + 4, 3, tied=False)]
-    whole = draws.product(factors)
-    close(draws.product([factors[i] for i in order]), whole)
-    close(draws.product([*merged(factors[:cut]), *merged(factors[cut:])]), whole)
-    gained = (whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1)
-    assert float(gained.min()) >= 0 < float(gained.max())
-
-
-def test_tied_noise_scales_with_sigma():
-    draws, factor = make_draws(), dpo(3)
-    one = Draws(draws.model, draws.inducing[:1], draws.hyper[:1])
-    scaled = PseudoObservations(factor.inputs, factor.targets, factor.root / draws.hyper[0, -1].exp(), tied=False)
-    close(one.product([scaled]), one.product([factor]))
-
-
-def test_arrays_of_a_factor_are_bit_exact():
-    factor = dpo(3, tied=False)
-    [back] = factors_of(decode(Factors, encode(factor.message())), tied=False)
-    for name in ("inputs", "targets", "root"):
-        assert torch.equal(getattr(back, name), getattr(factor, name))
-    assert not back.tied
 
 
 def test_cpo_is_the_same_function_of_u_at_every_sample():
@@ -200,28 +152,6 @@ def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypat
         torch.testing.assert_close(found.variances[:, 0], torch.ones(SAMPLES).double(), **EXACT)
 
 
-def test_one_pass_of_cpo_factors_is_titsias_in_natural_parameters_of_u():
-    """∏ t_k(u) of K sites, each η_k = K⁻¹ K_zx y/σ² and Λ_k = K⁻¹ K_zx K_xz K⁻¹/σ², written with a dense K_zz."""
-    q, draws = at_points()
-    sites = [Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3, 4)]
-    factors, noise = [first_factor(draws.model, data, q, "cpo") for data in sites], 0.2
-    kzz = (draws.chol @ draws.chol.mT)[0]
-    z, x, y = draws.inducing, torch.cat([d.inputs for d in sites]), torch.cat([d.targets for d in sites])
-    kzx = draws.model.kernel.matrix(draws.kernel_hyper, z, x)[0]
-    near = {"rtol": 1e-8, "atol": 1e-8}
-    weights = torch.linalg.solve(kzz, kzx)  # K⁻¹ K_zx
-    torch.testing.assert_close(sum(f.natural.eta1 for f in factors), weights @ y / noise, **near)
-    precision = weights @ weights.mT / noise
-    torch.testing.assert_close(sum(f.natural.precision for f in factors), precision, **near)
-    pooled = draws.product(factors)
-    sigma = kzz + kzx @ kzx.mT / noise
-    mean = kzz @ torch.linalg.solve(sigma, kzx @ y) / noise
-    torch.testing.assert_close((draws.chol @ pooled.mean[..., None])[0, :, 0], mean, **near)
-    covariance = (draws.chol @ torch.cholesky_inverse(pooled.chol) @ draws.chol.mT)[0]
-    expected = kzz @ torch.linalg.solve(sigma, kzz)
-    torch.testing.assert_close(covariance, expected, **near)
-
-
 def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     """Another site changes the cavity, but not the conjugate optimum: a second pass leaves Λ and η as they are."""
     q, draws = at_points()
@@ -233,16 +163,6 @@ def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
     moved = GaussianFactor(NaturalGaussian(1.1 * own.natural.eta1, own.natural.eta2))
     assert float(local_free_energy(draws, [cavity], moved, data)) < value.item()
-
-
-def test_mini_batches_are_unbiased():
-    draws, data = make_draws(), Data(rand(ROWS, 2, seed=30), rand(ROWS, seed=31))
-    whole = local_free_energy(draws, [dpo(1)], dpo(2), data)
-    thirds = [
-        local_free_energy(draws, [dpo(1)], dpo(2), Data(data.inputs[rows], data.targets[rows]), weight=3.0)
-        for rows in torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).chunk(3)
-    ]
-    torch.testing.assert_close(torch.stack(thirds).mean(0), whole, **EXACT)
 
 
 def test_antithetic_samples_have_no_odd_moments():

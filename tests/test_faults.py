@@ -1,7 +1,5 @@
 """Sites that are broken, late, lying, gone or back: the run completes, names them, and counts nobody twice."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A unit that joins with few rows: integration over φ_m against brute force, and what must hold whatever the rows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,10 +1,7 @@
 """FedMGP through the engine: what changes a run besides its data, other likelihoods, and the baselines beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -14,10 +11,10 @@ from flwr.serverapp.strategy import Result
 from scipy import stats
 from test_fedmgp import UNITS, keys, known, memory, shared, wave
 
-from fedgp_flower import server_app
-from fedgp_flower.methods.fedmgp import panels as unit_figures
+from fedgp_flower.methods.fedmgp.posterior import panels
 from fedgp_flower.methods.fedmgp.unit import predict
 from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.in_process import run_in_process
 
 Z = np.linspace(-8, 8, 4001)[:, None]
 WEIGHT = np.exp(-0.5 * Z**2) / np.exp(-0.5 * Z**2).sum()
@@ -111,27 +108,18 @@ def test_classes_are_predicted_also_by_a_unit_that_joins_late(tmp_path: Path) ->
     assert late["accuracy"] > 0.8
 
 
-def test_report_of_simulated_units_with_the_pooled_model_beside(tmp_path: Path) -> None:
-    """Panels show what the run predicts; the same model with all rows in one place is no worse than three rounds."""
+def test_the_pooled_model_beside_has_the_same_functions(tmp_path: Path) -> None:
+    """With all rows in one place it is no worse than three rounds; the page shows units and what they share."""
     flat = keys(dataset="convolved-signals", partitioner="natural", partition__column="unit", split=0)
     del flat["test-fraction"]
     flat |= {"baselines.max-evaluations": 15, "baselines.pooled": True, "num-server-rounds": 3, "round-timeout": 120.0}
     flat |= {"keep-predictions": True, "output-dir": str(tmp_path), "name": "run"}
-    with mock.patch("fedgp_flower.run.report.write_report"):
-        server_app.execute(FaultyGrid(flat, 5), flat, lambda row, total: None)
-    found = read_run(tmp_path / "run")
+    found = read_run(run_in_process(flat, 5))
     assert 0.05 < found.metrics.pooled["rmse"] < found.metrics.test["rmse"] + 0.05
-    assert [panel.title for panel in unit_figures.panels(found)] == ["Units", "Shared latent functions"]
-    details = found.metrics.method_details
-    first, *others = details["units"].items()
-    assert len(others) == 4
-    figure = unit_figures.units(details["units"], {first[0]: (np.zeros(3), np.ones(3))})
-    alone, federated, rows, held = figure.axes[0].lines
-    assert np.array_equal(federated.get_ydata(), first[1]["mean"])
-    assert np.array_equal(alone.get_ydata(), first[1]["alone_mean"])
-    assert len(rows.get_xdata()) == len(first[1]["x"])
-    assert len(held.get_xdata()) == 3
-    inside = np.interp(first[1]["x"], first[1]["grid"], first[1]["mean"]) - first[1]["y"]
-    assert np.std(inside) < 0.5 * np.std(first[1]["y"])
-    [line] = unit_figures.latents(details["latents"]).axes[0].lines
-    assert np.array_equal(line.get_ydata(), details["latents"][0]["mean"])
+    units, shared = panels(found)
+    assert (units.title, shared.title) == ("Units", "Shared latent functions")
+    band, seen, held = units.body.axes[0].lines
+    assert (len(band.get_xdata()), len(seen.get_xdata()), len(held.get_xdata())) == (161, 100, 100)
+    saved = found.posterior.arrays
+    [line] = shared.body.axes[0].lines
+    assert np.array_equal(line.get_ydata(), saved["latents.mean"])

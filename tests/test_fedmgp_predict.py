@@ -1,7 +1,5 @@
 """What a unit of a finished FedMGP run predicts by the command line is what it predicted in the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Forgetting a site of a finished run: like is compared with like, the record is true, the report shows it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FSGP as a federation does it: equal to one analyst with all rows, whatever the partition."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The hierarchical GP as a federation runs it: the same for any partition, resumed, without a site, under masks."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from dataclasses import replace
@@ -129,15 +127,6 @@ def test_a_run_converges_and_says_so(calm: tuple[Any, Recorder]) -> None:
     assert set(details["relevance"]) == {"trend", "deviation"}
     values = [row["objective"] for row in recorder.rows]
     assert values[-1] > values[0] + 0.3
-
-
-def test_a_resumed_run_is_the_unbroken_one(three: list[dict[str, Any]], calm: tuple[Any, Recorder]) -> None:
-    unbroken, recorder = calm
-    resumed = run(FaultyGrid(tiny(), three), Recorder(), recorder.snapshots[2])
-    assert resumed.round == unbroken.round
-    for name, own in unbroken.current.parameters.items():
-        assert np.array_equal(resumed.current.parameters[name], own), name
-    assert resumed.outcome.metrics["test"] == unbroken.outcome.metrics["test"]
 
 
 def test_a_lost_site_ends_a_step_not_the_run(three: list[dict[str, Any]], calm: tuple[Any, Recorder]) -> None:

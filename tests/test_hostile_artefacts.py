@@ -1,7 +1,5 @@
 """Files of a run that were tampered with: words and status 2, or the right answer; never a traceback, never NaN."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tomllib

@@ -1,7 +1,5 @@
 """Kernels from an expression, and kernels that a package of one's theirs brings."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

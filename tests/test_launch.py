@@ -1,7 +1,5 @@
 """The pieces of a launch that need no SuperLink."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from pathlib import Path

@@ -5,8 +5,6 @@ gp ← methods/*/{options, messages, mathematics} ← strategies; gp, data ← m
 run and the apps know methods through the registry alone.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The likelihoods: equal to those of GPyTorch, to quadrature, to Monte Carlo and to closed forms."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks by themselves: exact arithmetic, uniform messages, what colluders see, and what a site refuses."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

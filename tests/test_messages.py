@@ -1,7 +1,5 @@
 """One declaration gives encoding, decoding with words, sums and tables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

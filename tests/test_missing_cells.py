@@ -1,7 +1,5 @@
 """Missing cells, dates and decimal commas: agreed from sums, equal to the pooled table, the same for new rows."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

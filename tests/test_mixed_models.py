@@ -1,7 +1,5 @@
 """Generalised linear mixed models: the Gaussian one is the closed form, one site is all rows, units stay apart."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

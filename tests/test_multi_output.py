@@ -1,7 +1,5 @@
 """The multi-output model against dense algebra: bound, optimum, prediction, local steps; and the pooled fit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -24,7 +22,7 @@ from fedgp_flower.methods.fedmgp.latents import (
     posterior,
     to_natural,
 )
-from fedgp_flower.methods.fedmgp.model import MultiOutputGP, factor_steps, fit_pooled, starting_point
+from fedgp_flower.methods.fedmgp.model import MultiOutputGP, factor_steps
 from fedgp_flower.methods.fedmgp.unit import (
     AMPLITUDES,
     NOISE,
@@ -245,20 +243,6 @@ def test_local_steps_that_diverge_are_refused(steps: LocalSteps) -> None:
         factor_steps(model, *(torch.from_numpy(part) for part in units[0]), steps)
 
 
-def test_other_likelihoods() -> None:
-    latents, units, phi = problem(1, 1)
-    model = MultiOutputGP(latents, phi[0], 1, likelihood="bernoulli")
-    x = torch.from_numpy(units[0][0])
-    labels = (torch.from_numpy(units[0][1]) > 0).double()
-    function = model(x)
-    nodes = torch.linspace(-9, 9, 20001, dtype=torch.float64)
-    f = function.mean[:, None] + function.stddev[:, None] * nodes
-    log_p = torch.special.log_ndtr((2 * labels - 1)[:, None] * f)
-    by_hand = (log_p * torch.exp(-0.5 * nodes**2)).sum(1) * (nodes[1] - nodes[0]) / math.sqrt(2 * math.pi)
-    torch.testing.assert_close(model.expected_log_likelihood(x, labels), by_hand, rtol=1e-4, atol=1e-4)  # 20 nodes
-    assert len(model.personal) == 2
-
-
 def test_posterior_in_function_space() -> None:
     """g(W) = a L u: the prior of u gives the prior of g."""
     latents, _, _ = problem(2, 1)
@@ -268,15 +252,3 @@ def test_posterior_in_function_space() -> None:
     np.testing.assert_allclose(covariance, block_diag(*prior), atol=1e-7)
     for i, factor in enumerate(latents.whitening()):
         np.testing.assert_allclose(mean[7 * i : 7 * i + 7], latents.amplitudes[i] * factor @ np.ones(7))
-
-
-def test_a_pooled_fit_recovers_a_shared_sine() -> None:
-    rng, x = np.random.default_rng(0), np.linspace(-1, 1, 40)[:, None]
-    units = [(x, gain * np.sin(6 * x[:, 0]) + 0.1 * rng.normal(size=40)) for gain in (1.4, -0.9, 0.6)]
-    missing = [(x[:20], units[0][1][:20]), *units[1:]]
-    start = starting_point(missing, np.linspace(-1.1, 1.1, 12)[:, None], [1.0])
-    latents, q, phi, bound = fit_pooled(missing, *start, max_evaluations=150)
-    parts = told(latents, missing, phi)
-    assert bound == pytest.approx(pooled_bound(add(parts)), rel=1e-8)
-    found, _ = predict(x[20:], latents, q, phi[0])
-    assert np.mean((found - 1.4 * np.sin(6 * x[20:, 0])) ** 2) < 0.02

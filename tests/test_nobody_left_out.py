@@ -1,7 +1,5 @@
 """A constant target, a constant input, a single class, fewer rows than inducing points: full members everywhere."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is said of the data before training, with and without a run."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

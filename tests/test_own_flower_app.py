@@ -1,7 +1,5 @@
 """``examples/own_flower_app``: a Flower app that a user writes, in one process."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

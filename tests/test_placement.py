@@ -1,7 +1,5 @@
 """The keys ``device``, ``precision`` and ``threads``: what they change, and what they must not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A method, and a model of SFVI, in a package of its own are run, saved, predicted, reported, resumed and compared."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What a site refuses, coarsens or warns of, by its policy: each rule by name, before anything of it left."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

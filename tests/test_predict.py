@@ -1,7 +1,5 @@
 """Prediction from a run's folder alone is what the sites themselves predicted, and what the written equation says."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

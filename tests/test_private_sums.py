@@ -1,7 +1,5 @@
 """Differential privacy of FSGP's sums: the worst row, the noise, what it is worth, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -12,13 +10,13 @@ from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
 
-from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.records import array_record, numpy_arrays
-from fedgp_flower.run.registry import client_class, parse_config
+from fedgp_flower.run.registry import client_class
 from strategies.pooled_bound import LOG_NOISE, noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
@@ -229,23 +227,3 @@ def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
         first, again = (numpy_arrays(own.content.array_records["arrays"]) for own in grid.of("query.private", site))
         assert all(np.array_equal(first[name], again[name]) for name in first)
     assert strategy.outcome.metrics["sites"] == 3
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"method": "pvi"}, "adds no noise"),
-        ({"baselines__linear": True}, "`baselines.linear`"),
-        ({"privacy__ranges": ""}, "public ranges must be given"),
-        ({"standardise": False}, "`standardise`"),
-        ({"missing": "drop"}, "`missing`"),
-        ({"model__kernel": "linear"}, "bounds what it adds"),
-        ({"model__likelihood": "bernoulli"}, "'gaussian'"),
-        ({"privacy__ranges": '{"x": [1, 0]}'}, "low < high"),
-        ({"privacy__epsilon": 0.0}, "needs a budget: set `privacy.epsilon`"),
-        ({"method": "sgpr", "privacy__epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
-    ],
-)
-def test_no_epsilon_is_promised_that_cannot_be_kept(keys, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_config(configured(**PRIVATE | keys))

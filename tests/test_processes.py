@@ -1,7 +1,5 @@
 """Exactly what a launch started is ended: no more, no less, whatever happens."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

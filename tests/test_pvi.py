@@ -1,7 +1,5 @@
 """Partitioned variational inference as a federation does it: through the engine, against closed forms."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -13,10 +11,8 @@ from faults import Fault, FaultyGrid, blamed, configured, csv_nodes, each, lost,
 from faults import arrays as other_arrays
 
 from fedgp_flower import server_app
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.run import report
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import parse_config
 
 QUICK = {"pvi__steps": 4, "pvi__local_update": "adam"}
 SITES = 3
@@ -100,22 +96,3 @@ def test_a_site_without_held_out_rows_scores_none_of_them(tmp_path: Path) -> Non
     strategy = run(FaultyGrid(quick(test_fraction=0.0, num_server_rounds=1), nodes))
     assert blamed(strategy) == {}
     assert strategy.evaluation is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"pvi__deletion": False}, "deletion"),
-        ({"pvi__preset": "bcm-split", "pvi__factor": "cpo"}, "pvi.preset"),
-        ({"pvi__preset": "global-vi", "pvi__local_update": "analytic"}, "pvi.preset"),
-        ({"pvi__local_update": "analytic", "model__likelihood": "student-t"}, "natural-gradient"),
-        ({"pvi__local_update": "lbfgs", "optimizer__batch_size": 8}, "batch-size"),
-        ({"precision": "float32"}, "precision"),
-        ({"pvi__damping": 0.5, "pvi__inducing": "fixed"}, "nothing to damp"),
-        ({"optimizer__steps": 20}, "pvi.steps"),
-        ({"optimizer__learning_rate": 0.01}, "pvi.learning-rate"),
-    ],
-)
-def test_keys_that_do_not_go_together(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        parse_config(keys(**{"pvi__local_update": "adam", **changes}))

@@ -1,7 +1,6 @@
 """Exact facts of partitioned variational inference: conjugate models, fixed points, schedules, forgetting."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,11 +23,9 @@ from fedgp_flower.methods.pvi.model import (
 )
 from fedgp_flower.methods.pvi.options import PRESETS
 from fedgp_flower.methods.pvi.state import Contribution, cavity, forget, merge, posterior
-from fedgp_flower.methods.pvi_weights.glm import optimum
 from fedgp_flower.options import ModelSection
-from strategies.pvi import damping_of, next_visits
-from strategies.pvi_updates import PVIState, context
-from strategies.server.questions import Roster
+from strategies.pvi import damping_of
+from strategies.pvi_updates import PVIState
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}  # cond(K_zz) is about 1e3
 NOISE = 0.04
@@ -106,22 +103,6 @@ def assert_same(left, right, **tolerance) -> None:
         torch.testing.assert_close(a, b, **(tolerance or EXACT))
 
 
-@pytest.mark.parametrize("preset", ["bcm-same", "bcm-split", "vcl", "streaming-vb"])
-def test_every_one_pass_special_case_is_exact_when_conjugate(preset):
-    problem, plan, rows = Problem(3), PRESETS[preset], {str(k): 14 for k in range(3)}
-    state = PVIState(problem.prior(), rows=rows)
-    while chosen := next_visits(state, Roster(rows, tuple(rows), (), 1), plan):
-        replies = {}
-        for name in chosen:
-            given_prior = context(state, name, plan)["function"]
-            replies[name] = contribution(optimum(problem.site(int(name)), given_prior, given_prior)[0].factor)
-        visits = {name: state.record.visits.get(name, 0) + (name in chosen) for name in rows}
-        state, _ = merge(state, replies, damping=damping_of(plan, len(chosen)), deletion=plan.deletion)
-        state = replace(state, record=replace(state.record, visits=visits, attempts=visits))
-    assert state.record.visits == dict.fromkeys(rows, 1)
-    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
-
-
 def to_fixed_point(problem: Problem, likelihood: str, passes: int) -> PVIState:
     state = PVIState(problem.prior())
     for visit in range(3 * passes):
@@ -130,15 +111,6 @@ def to_fixed_point(problem: Problem, likelihood: str, passes: int) -> PVIState:
         factor, _ = fixed_point(problem.site(visit % 3, likelihood), around, start)
         state, _ = merge(state, {name: contribution(factor)}, damping=1.0)
     return state
-
-
-def test_a_conjugate_fixed_point_is_titsias_and_its_factors_are_exact():
-    problem = Problem(3)
-    state = to_fixed_point(problem, "gaussian", 1)
-    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
-    for k, rows in enumerate(problem.rows):
-        found, a = state.sites[str(k)].factors["function"].gaussian, problem.site(k).design
-        assert_same((found.eta1, found.eta2), (a.mT @ problem.y[rows] / NOISE, -0.5 * a.mT @ a / NOISE))
 
 
 def test_a_fixed_point_is_stationary_for_global_vi_and_free_energies_add_up():
@@ -185,25 +157,6 @@ def test_forgetting_refuses_to_leave_an_improper_posterior():
         forget(state, "a")
 
 
-def test_dpo_at_the_data_is_titsias_and_survives_another_z_and_beta():
-    problem = Problem(3)
-    factors = [problem.exact_dpo(k) for k in range(3)]
-    for shift in (0.0, 0.4):
-        problem.z = problem.z + shift
-        draws = Draws(
-            problem.model,
-            problem.z[None],
-            problem.model.initial_hyper()[None] + shift * torch.tensor([0.5, 0.3, -0.4, 0.0]),
-        )
-        raw = problem.model.kernel.raw(draws.hyper[:, :3])
-        problem.kernel.load_state_dict(
-            {name.removeprefix("kernel."): value[0] for name, value in raw.items()}, strict=False
-        )
-        natural = draws.product(factors)
-        whitened = NaturalGaussian(natural.shift[0], -0.5 * natural.precision[0])
-        assert_same(problem.unwhitened(whitened), problem.titsias())
-
-
 def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
     problem = Problem(3)
     mixture = predict(problem.draws, [problem.exact_dpo(k) for k in range(3)], problem.x, problem.y)
@@ -223,15 +176,6 @@ def test_the_free_energy_of_exact_factors_is_the_pooled_bound():
     q = problem.draws.product(factors)
     fit = sum(expected_fit(problem.draws, q, problem.data(k)) for k in range(3))
     assert (fit - q.kl(problem.draws.prior())).item() == pytest.approx(problem.bound(), abs=1e-8)
-
-
-def test_local_collapsed_bounds_telescope_to_the_pooled_bound():
-    problem = Problem(4)
-    total = sum(
-        collapsed_local_bound(problem.draws, [problem.exact_dpo(j) for j in range(k)], problem.data(k))
-        for k in range(4)
-    )
-    assert float(total) == pytest.approx(problem.bound(), abs=1e-8)
 
 
 def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapsed_bound():

@@ -1,7 +1,5 @@
 """What goes wrong with partitioned variational inference: lying sites, starved sites, rounds nobody may block."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

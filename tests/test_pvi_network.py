@@ -1,7 +1,5 @@
 """PVI over the weights of a network: the draws are those of weights, factors are proper, runs go through."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +8,11 @@ import pytest
 import torch
 from faults import configured
 
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.methods.pvi_weights.network import ClassRows, VisitSettings, WeightSpaceNetwork, refined
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.registry import parse_config
 
 NETWORK = WeightSpaceNetwork(2, 4, 3)
 SIZE = 4 * 3 + 3 * 5
@@ -101,21 +98,3 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path: Path):
     assert list(chance) == [f"probability of {c}" for c in range(3)]
     assert (chance.to_numpy().argmax(1) == np.arange(30) % 3).mean() > 0.9
     assert "Pruned weights" in (folder / "report.html").read_text()
-    again = run_in_process({**keys, "num-server-rounds": 2, "name": "short"}, 3)
-    resumed = run_in_process({**keys, "name": "short", "resume": True}, 3)
-    assert again == resumed
-    assert load_run(resumed).metrics.test == read.metrics.test
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"standardise": True}, "`standardise` false"),
-        ({"model.likelihood": "bernoulli"}, "set `bnn.classes` to 2"),
-        ({"pvi.preset": "global-vi"}, "which pvi-bnn has not"),
-        ({"optimizer.steps": 7}, "`optimizer.steps`"),
-    ],
-)
-def test_wrong_keys_are_named(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_config({"method": "pvi-bnn", "standardise": False, **changes})

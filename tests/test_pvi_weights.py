@@ -1,7 +1,5 @@
 """PVI over weights: exact where the model is conjugate, and at convergence global VI of all rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Columns of text that must not become indicators are refused where they lie: no cell of them goes anywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

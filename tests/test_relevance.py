@@ -1,7 +1,5 @@
 """Relevance of inputs in a report: lengthscales as a method tells them, sorted, with intervals where it knows any."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run that is killed and resumed ends where it would have ended, and its history tells it once."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Whatever befalls the messages of a run: it ends with a proper posterior, or with words."""
 
-from __future__ import annotations
-
 import pytest
 from schedules import METHODS, drawn, keys_of
 

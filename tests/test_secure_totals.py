@@ -1,7 +1,5 @@
 """Totals under masks end to end: figures are those of plain totals, and the server sees no array of a site."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any

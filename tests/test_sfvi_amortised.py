@@ -1,7 +1,5 @@
 """SFVI with shared variational parameters: the joint bound in one place by torch.distributions, partitions, runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import FaultyGrid, Recorder, configured, run
+from faults import configured
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
@@ -52,11 +50,11 @@ def asked(name: str, parts: int) -> tuple[dict[str, np.ndarray], float, dict[str
     rows = sites_of(model, x, y, parts)
     q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), whole=False, triangular=False)
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), plan), plain)
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), *plan), plain)
     assert all(not site.local for site in plain.values())  # nothing is learned at a site alone
     eta = named(q_global)
     assert state.bound is not None
-    return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan.seed, 1, 2, model.global_size))
+    return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -133,18 +131,3 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path: Path) -> None:
     report = (folder / "report.html").read_text()
     assert "Topics" in report
     assert "ball, goal" in report or "goal, ball" in report
-
-
-def test_a_site_that_restarts_has_lost_nothing(tmp_path: Path) -> None:
-    """It keeps nothing, so that no step of catching up is taken and the run ends where it would have."""
-    path = tmp_path / "table.csv"
-    documents(60).assign(theme=lambda own: own["theme"].map({0.0: "disk", 1.0: "game"})).to_csv(path, index=False)
-    keys = {"model__likelihood": "bernoulli", "target": "theme", "standardise": False, "features": WORDS}
-    keys |= {"sfvi__model": "prodlda", "sfvi__classes": 2, "sfvi__hidden": 4, "sfvi__samples": 1, "method": "sfvi"}
-    flat = configured(**keys, dataset=str(path), num_server_rounds=4)
-    calm, grid, recorder = run(FaultyGrid(flat, 3)), FaultyGrid(flat, 3), Recorder()
-    recorder.at[2] = lambda: grid.restart("1")
-    late = run(grid, recorder)
-    assert "fresh_starts" not in late.details()
-    for name, array in calm.current.parameters.items():
-        np.testing.assert_array_equal(late.current.parameters[name], array)

@@ -1,7 +1,5 @@
 """What a site of SFVI keeps, loses, refuses and makes good."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

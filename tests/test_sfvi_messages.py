@@ -1,7 +1,5 @@
 """What a round of SFVI carries: once a site has what does not change, the numbers of the method and little else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nothing that is a site's own is among the bytes it sends, and the listener would hear it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SGPR in few exchanges: the profile, the envelope gradient from totals, cells, local modes, and whole runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """``fedgp simulate``, from start to end: real SuperLink, real Ray, real data, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The documentation site: every page builds without a warning, every link between pages holds, every code cell runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

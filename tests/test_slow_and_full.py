@@ -1,7 +1,5 @@
 """A site whose disk is full for a while, or that answers too late: the end is that of an undisturbed run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

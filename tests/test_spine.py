@@ -1,7 +1,5 @@
 """The spine: an algorithm asks, one Strategy drives it, and a Flower user takes it away."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """A site's memory: kept within a run, found again after a restart, never taken into another run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """The exact facts of a sparse GP from sums: they equal the pooled GPyTorch SGPR, whatever the partition."""
 
-from __future__ import annotations
-
 import functools
 import operator
 

@@ -1,7 +1,5 @@
 """The shipped SFVI models against densities, integrals and exact Gaussian processes written out by other means."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every study can be listed, described and asked for; cheap ones run."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Posteriors as models of GPyTorch: ``likelihood(model(x))`` is our prediction, for every method that saves one."""
 
-from __future__ import annotations
-
 import gpytorch
 import pytest
 import torch

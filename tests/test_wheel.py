@@ -1,7 +1,5 @@
 """What is published: a wheel that works outside the checkout, a source archive with documents, an app for the Hub."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

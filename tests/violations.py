@@ -1,7 +1,5 @@
 """Runs in which every rule of a policy is violated by a separate site, beside three sites that are in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -92,14 +92,20 @@ def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequ
 
 
 def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path) -> None:
-    """Draw a panel for each site along the one input of a table's rows: mean, 95 % band and the rows of the site.
-
-    Grey are training rows, red held-out ones.
-    """
+    """Write :func:`site_curves` along the one input of a table's rows."""
     agreed = next(iter(predictors.values())).preparation
     if len(agreed.names) != 1 or agreed.target.levels:
         raise RunError(f"a picture needs one input and a target of numbers; inputs are {', '.join(agreed.names)}")
-    frame = read_inputs(source, agreed).sort_values(agreed.features[0])
+    figure = site_curves(predictors, read_inputs(source, agreed).sort_values(agreed.features[0]))
+    try:
+        figure.savefig(picture)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{picture} cannot be written: {error}") from None
+
+
+def site_curves(predictors: Mapping[str, Predictor], frame: pd.DataFrame) -> Figure:
+    """A panel for each site along the one input of a table: mean, 95 % band, training and held-out rows."""
+    agreed = next(iter(predictors.values())).preparation
     width, height = min(3, len(predictors)), math.ceil(len(predictors) / 3)
     figure = Figure(figsize=(1.6 + 2.6 * width, 0.5 + 2.3 * height), dpi=DPI, layout="constrained")
     panels = figure.subplots(height, width, squeeze=False).ravel()
@@ -113,16 +119,13 @@ def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path
             for inputs, y, colour in ((rows.x, rows.y, "#888888"), (rows.x_test, rows.y_test, MISS)):
                 original = inputs[:, 0] * agreed.input_scale + agreed.input_mean
                 ax.plot(original, y * agreed.target_scale + agreed.target_mean, ".", color=colour, ms=2.5)
-        ax.set_title(site, fontsize=8)
+        ax.set_title(label_text(site), fontsize=8)
         ax.tick_params(labelsize=7)
     for ax in panels[len(predictors) :]:
         ax.set_visible(False)
-    figure.supxlabel(agreed.names[0], fontsize=8)
-    figure.supylabel(agreed.target.name, fontsize=8)
-    try:
-        figure.savefig(picture)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{picture} cannot be written: {error}") from None
+    figure.supxlabel(label_text(agreed.names[0]), fontsize=8)
+    figure.supylabel(label_text(agreed.target.name), fontsize=8)
+    return figure
 
 
 def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:

@@ -69,8 +69,8 @@ _FEDMGP = Method(
     client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
     why_no_posterior="what is saved is shared by all units; a prediction also takes what one unit alone knows: name the"
     " unit with `--site`, or a new one's table with `fedgp join`",
-    panels="fedgp_flower.methods.fedmgp.panels:panels",
-    at_site="fedgp_flower.methods.fedmgp.client:site_model",
+    panels="fedgp_flower.methods.fedmgp.posterior:panels",
+    at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
 )
 _REFERENCE = Method(
     summary="Baseline: every site fits a GP of its rows, nothing is shared",
@@ -180,7 +180,6 @@ BUILT_IN: Mapping[str, Method] = {
     "sfvi-avg": replace(
         _SFVI,
         summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
-        options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
         strategy="strategies.sfvi_avg:SFVIAvg",
     ),
     "fedmgp": _FEDMGP,

@@ -11,6 +11,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
 from fedgp_flower.messages import (
@@ -31,7 +32,6 @@ from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
-from strategies.server.enrolment import Enrolment
 from strategies.server.network import (
     Answer,
     Expected,
@@ -165,7 +165,7 @@ class Outstanding:
 class Session:
     """One run's sites."""
 
-    preparation: Enrolment
+    preparation: Agreement
     """What the sites agreed on."""
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
@@ -200,7 +200,7 @@ class Session:
         """Wait for the sites and hear how they describe their columns; in a resumed run they agreed long ago."""
         network = self.network
         if snapshot is not None:
-            preparation = Enrolment.from_snapshot(snapshot)
+            preparation = enrolment.restored(snapshot)
             enrolment.meet_again(network, self.config, preparation)
             self._mask("privacy" in snapshot.facts, preparation.simulated)
             self._take(preparation)
@@ -210,10 +210,10 @@ class Session:
         self._mask(all(answer.number(TRUST) for answer in self.met.values()), self.preparation.simulated)
         if any(answer.number(enrolment.BARE) for answer in self.met.values()):
             self._take(self.preparation)
-            totals = enrolment.from_totals(network, self.config, self.met, self.preparation)
+            totals = enrolment.from_totals(network, self.config, self.preparation)
             self.preparation = self.run(totals)
 
-    def begin(self, adjusted: Callable[[Enrolment], Enrolment], initialise: Callable[[], Asking[S]]) -> S:
+    def begin(self, adjusted: Callable[[Agreement], Agreement], initialise: Callable[[], Asking[S]]) -> S:
         """Settle columns and scales and run what asks for the first state.
 
         Sites whose first answers contradict their descriptions are dismissed, and the others agree again without them.
@@ -239,7 +239,7 @@ class Session:
         texts |= {} if self.masking is None else {MEMBERS: written_members(list(self.masking.members.values()))}
         self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
-    def _take(self, preparation: Enrolment) -> None:
+    def _take(self, preparation: Agreement) -> None:
         """Take columns and scales; every later message names them."""
         self.preparation = preparation
         self.share({})
@@ -379,8 +379,8 @@ class Session:
     def _contract(
         self, question: Several | First[Any], requests: Mapping[str, object], *, added: bool = False
     ) -> Contract:
-        sizes, describe = self.preparation.sizes(question.sizes), self.preparation.described
-        described = {site: describe(site) for site in requests}
+        sizes = self.preparation.sizes(question.sizes)
+        described = {site: enrolment.described(self.preparation, site) for site in requests}
         return Contract(question.answer, sizes, described, requests, not self.began, added)
 
     # Questions that nobody waits for.

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 
-from fedgp_flower.clients.baselines import fitted
 from fedgp_flower.clients.numpy_client import Setting, SiteClient
-from fedgp_flower.clients.state import SiteState
-from fedgp_flower.config import RunConfig
-from fedgp_flower.data.sites import RawSite, SiteData, load_all_sites
-from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp import messages, model, unit
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
-from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move, posterior
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, posterior
 from fedgp_flower.methods.fedmgp.messages import FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
 from fedgp_flower.scores import Prediction, Scores
-from fedgp_flower.typing import Array, Indices, NamedArrays
-
-if TYPE_CHECKING:
-    from fedgp_flower.run.artefacts import RunData
-
-MOST_ROWS_SHOWN = 250
+from fedgp_flower.typing import Array, Indices
 
 
 class FedMGPClient(SiteClient):
@@ -148,17 +138,6 @@ class FedMGPClient(SiteClient):
         point, learned = model.observed(self.likelihood, phi)
         return point.scores(mean, variance, self.rows.y_test, learned, self.preparation.target_scale)
 
-    def curve(self, request: messages.CurveRequest) -> messages.Curve:
-        """Predictions along the one input with and without the other units, and rows; a real unit refuses."""
-        self.require_simulated("does not send rows")
-        rows, every, agreed = self.rows, max(1, -(-self.num_examples // MOST_ROWS_SHOWN)), self.preparation
-        none = np.zeros(len(request.grid))
-        alone = fitted(SiteData(rows.x, rows.y, request.grid, none, 0), self.config, pooled=False)
-        mean, sd, y = self.units.original(self.predict(request.view, request.grid), rows.y[::every])
-        alone_mean = self.units.original(Prediction(alone.mean, alone.variance), none)[0]
-        x = rows.x[::every, 0] * agreed.input_scale[0] + agreed.input_mean[0]
-        return messages.Curve(mean, sd, alone_mean, x, y)
-
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of a GP of the unit's rows; in a simulation of the same multi-output model of all units' rows."""
         if not (pooled and self.gaussian):
@@ -171,34 +150,3 @@ class FedMGPClient(SiteClient):
         variance = np.concatenate([v + phi.noise for (_, v), phi in zip(parts, parameters, strict=True)])
         mean = np.concatenate([m for m, _ in parts])
         return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
-
-
-def site_model(
-    run: RunData, config: RunConfig, site: RawSite, state: NamedArrays
-) -> Callable[[Array], tuple[Array, Array]] | None:
-    """Mean and sd [N] of a unit's observations at standardised inputs [N, D] (paper, Eq. 16); nothing is sent.
-
-    It uses φ_m behind the unit's last report; a unit that took no part fits φ_m to its rows with g as it is. None where
-    a unit that took part has lost what it kept.
-    """
-    if run.posterior is None:
-        return None
-    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
-    saved = run.posterior.model
-    told = saved["known"].get(site.site)
-    if told is not None and told["report"] and not state:
-        return None
-    inducing, scales, amplitudes = (arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
-    told = told or {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
-    known = Known(told["report"], Move(np.array(told["offset"], np.float64), told["stretch"], told["hold"]))
-    q = LatentPosterior(arrays["posterior.mean"], arrays["posterior.covariance"])
-    view = View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known)
-    agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
-    kept = SiteState("", arrays=state if told["report"] else {})
-    client = FedMGPClient(Setting(config, site, kept, agreed, run.metrics.rounds))
-
-    def predicted(inputs: Array) -> tuple[Array, Array]:
-        prediction = client.predict(view, inputs)
-        return prediction.mean, np.sqrt(prediction.variance)
-
-    return predicted

@@ -125,22 +125,3 @@ class PseudoGradient:
             for name, array in answer.parameters.items()
             if name not in (PRECISION, SHIFT) and (reason := too_far(np.zeros_like(array), array, MOVE))
         }
-
-
-@message()
-class CurveRequest:
-    """Predict along the one input."""
-
-    view: View
-    grid: Float[ndarray, "G 1"] = leaves("standardised inputs")
-
-
-@message("query.curve")
-class Curve:
-    """What a simulated unit shows of itself, in original units; real units refuse."""
-
-    mean: Float[ndarray, " G"] = leaves("of an observation")
-    sd: Float[ndarray, " G"] = leaves("of an observation")
-    alone_mean: Float[ndarray, " G"] = leaves("by a GP of the unit's rows alone")
-    x: Float[ndarray, " R"] = leaves("inputs of training rows")
-    y: Float[ndarray, " R"] = leaves("targets of training rows")

@@ -111,13 +111,15 @@ def _length(G: Array, vector: Array) -> float:
 
 
 def consistent(answers: Sequence[UnitStatistics], moves: Sequence[Move], asked: LatentPosterior, count: int) -> bool:
-    """Whether ``count`` rows could have produced the answers at all trial moves; the first must be :func:`possible`.
+    """Whether ``count`` rows could have produced the answers at all trial moves, the first of which is to stay.
 
     Evidence e = −N/2 log 2πσ² − a/2 with a = yᵀy/σ² depends on the noise alone, and that on a move's stretch alone: at
     equal stretch it is equal. At the first move E_q‖y − f‖² = Nσ² gives a_0 = N + 2bᵀm − tr(G E uuᵀ) + 2 Σ slack. As
     yᵀy is the same throughout and a ≥ κ = bᵀG⁺b, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
     """
     first = answers[0]
+    if not possible(first, asked, count):
+        return False
     fitted = 2 * first.shift @ asked.mean - np.vdot(first.precision, asked.second_moment())
     power = count + fitted + 2 * first.slack.sum()
     if not all(semidefinite(part, count) for part in answers) or power < count * (1 - _SLACK):

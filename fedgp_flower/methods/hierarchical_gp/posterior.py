@@ -6,12 +6,13 @@ import numpy as np
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
+from fedgp_flower.methods.at_site import Predict, at_site, predictor
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.client import HierarchicalClient
 from fedgp_flower.methods.hierarchical_gp.messages import HierarchicalView
 from fedgp_flower.methods.hierarchical_gp.smooth import shaped_gp
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.methods.sfvi.posterior import NewSite, Predict, at_site, predictor
+from fedgp_flower.methods.sfvi.posterior import NewSite
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import RunData

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 
-from fedgp_flower.clients.numpy_client import Setting, SiteClient
-from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
-from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
+from fedgp_flower.methods.at_site import Predict, at_site, predictor
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import model_at
-from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
+from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
-
-C = TypeVar("C", bound=SiteClient)
-Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +71,3 @@ def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArray
         return None
     client, arrays = at_site(SFVIClient, run, config, site, state)
     return None if client.posterior(arrays)[2] is None else predictor(client, Parameters(arrays))
-
-
-def at_site(kind: type[C], run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
-    """A client with the rows and the state of a site as a run left it, and the arrays of the run's posterior."""
-    assert run.posterior is not None
-    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
-    agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
-    constants = {name: array for name, array in arrays.items() if name == SHARED}
-    return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, constants)), arrays
-
-
-def predictor(client: SiteClient, request: Any) -> Predict:
-    """Mean and sd of a noisy observation at standardised inputs [N, D], as the client predicts it."""
-
-    def predict(inputs: Array) -> tuple[Array, Array]:
-        found = client.predict(request, inputs)
-        return found.mean, np.sqrt(found.variance)
-
-    return predict

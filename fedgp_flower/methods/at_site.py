@@ -1,0 +1,38 @@
+"""Prediction at a site of a finished run, by the client that trained there; nothing is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from fedgp_flower.clients.numpy_client import Setting, SiteClient
+from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
+from fedgp_flower.data.sites import RawSite
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.typing import Array, NamedArrays
+
+C = TypeVar("C", bound=SiteClient)
+Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
+
+
+def at_site(kind: type[C], run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
+    """A client with the rows and the state of a site as a run left it, and the arrays of the run's posterior."""
+    assert run.posterior is not None
+    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
+    agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
+    return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, arrays)), arrays
+
+
+def predictor(client: SiteClient, request: Any) -> Predict:
+    """Mean and sd of a noisy observation at standardised inputs [N, D], as the client predicts it."""
+
+    def predict(inputs: Array) -> tuple[Array, Array]:
+        found = client.predict(request, inputs)
+        return found.mean, np.sqrt(found.variance)
+
+    return predict

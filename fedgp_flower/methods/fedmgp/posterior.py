@@ -1,0 +1,81 @@
+"""What a unit of a finished FedMGP run predicts, and what the report of a run shows of units and what they share."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedgp_flower.config import RunConfig
+from fedgp_flower.data.sites import RawSite
+from fedgp_flower.errors import RunError
+from fedgp_flower.methods.at_site import Predict, at_site, predictor
+from fedgp_flower.methods.fedmgp.client import FedMGPClient
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move
+from fedgp_flower.methods.fedmgp.messages import Known, View
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.figures import BAND, DPI, POOLED, Z95, label_text, site_curves
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.report import Panel
+from fedgp_flower.typing import NamedArrays
+
+MOST_UNITS, POINTS = 12, 161
+"""Units that are drawn, and points of a curve."""
+
+
+def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
+    """Prediction of a unit's observations (paper, Eq. 16) by φ_m behind its last report.
+
+    A unit that took no part fits φ_m to its rows with g as it is. None where a unit has lost what it kept.
+    """
+    if run.posterior is None:
+        return None
+    saved = run.posterior.model
+    told = saved["known"].get(site.site)
+    if told is not None and told["report"] and not state:
+        return None
+    client, arrays = at_site(FedMGPClient, run, config, site, state if told and told["report"] else {})
+    inducing, scales, amplitudes = (arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
+    told = told or {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
+    known = Known(told["report"], Move(np.array(told["offset"], np.float64), told["stretch"], told["hold"]))
+    q = LatentPosterior(arrays["posterior.mean"], arrays["posterior.covariance"])
+    return predictor(client, View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known))
+
+
+def panels(run: RunData) -> list[Panel]:
+    """Along one input: what simulated units predict, and the latent functions."""
+    if run.posterior is None or len(run.posterior.inputs) != 1:
+        return []
+    saved, sections = run.posterior, []
+    W = saved.arrays["latents.inducing"][:, 0] * saved.arrays["input.scale"][0] + saved.arrays["input.mean"][0]
+    if run.predictions is not None and not saved.schema["target"].get("levels"):
+        units = {}
+        for site, label in [*run.metrics.labels.items()][:MOST_UNITS]:
+            with suppress(RunError):  # what a unit kept may be lost, or elsewhere
+                units[label] = Predictor.at_site(run.path, site)
+        if units:
+            frame = pd.DataFrame({saved.schema["features"][0]["name"]: np.linspace(W.min(), W.max(), POINTS)})
+            caption = "Mean and 95 % interval of an observation. Grey: rows the unit trained on; red: held-out rows."
+            sections.append(Panel("Units", site_curves(units, frame), caption))
+    caption = "Mean and 95 % interval at the pseudo-inputs, all that the units share."
+    return [*sections, Panel("Shared latent functions", latents(saved, W), caption)]
+
+
+def latents(saved: Posterior, W: np.ndarray) -> Figure:
+    """Mean and 95 % band of every latent function at the pseudo-inputs."""
+    shape = len(saved.arrays["latents.scales"]), len(W)
+    figure = Figure(figsize=(8.6, 2.4), dpi=DPI, layout="constrained")
+    axes = figure.subplots(1, shape[0], squeeze=False)[0]
+    means, variances = saved.arrays["latents.mean"], np.diag(saved.arrays["latents.covariance"])
+    parts = zip(axes, means.reshape(shape), np.sqrt(variances).reshape(shape), strict=True)
+    for index, (ax, mean, sd) in enumerate(parts, 1):
+        ax.fill_between(W, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
+        ax.plot(W, mean, "o-", color=POOLED, ms=2.5, lw=1.2)
+        ax.set_title(f"g{index}", fontsize=8)
+        ax.tick_params(labelsize=7)
+    figure.supxlabel(label_text(saved.inputs[0]), fontsize=9)
+    figure.supylabel("value (standardised)", fontsize=9)
+    return figure
