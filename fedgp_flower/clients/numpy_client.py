@@ -209,7 +209,8 @@ class SiteClient(NumPyClient):
             del arrays["prediction.sd"]
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
         if agreed.transform is not None:  # mean ± 1.96 sd are no ends of a 95 % interval there
-            arrays["prediction.low"], arrays["prediction.high"] = units.quantiles(predicted, (0.025, 0.975))
+            ends = units.quantiles(predicted.mean, np.sqrt(predicted.variance), (0.025, 0.975))
+            arrays["prediction.low"], arrays["prediction.high"] = ends
         if self.rows.x_test.shape[1] <= 2:
             arrays["prediction.input"] = self.rows.x_test * agreed.input_scale + agreed.input_mean
         return arrays
