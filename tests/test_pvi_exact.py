@@ -22,10 +22,9 @@ from fedgp_flower.methods.pvi.model import (
     predict,
 )
 from fedgp_flower.methods.pvi.options import PRESETS
-from fedgp_flower.methods.pvi.state import Contribution, cavity, forget, merge, posterior
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of
-from strategies.pvi_updates import PVIState
+from strategies.pvi_state import Contribution, PVIState, cavity, forget, merge, posterior
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}  # cond(K_zz) is about 1e3
 NOISE = 0.04

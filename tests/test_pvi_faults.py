@@ -11,9 +11,8 @@ from test_pvi import SITES, quick
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.pvi.messages import NaturalParameters, PseudoPoints
-from fedgp_flower.methods.pvi.state import Contribution, factor_strengths
 from strategies.pvi import forget_site, state_of
-from strategies.pvi_updates import PVIState
+from strategies.pvi_state import Contribution, PVIState, factor_strengths
 
 ADAM = {"pvi__local_update": "adam", "pvi__steps": 2}
 SYNCHRONOUS = {"pvi__schedule": "synchronous", "pvi__damping": 1.0, "num_server_rounds": 1}

@@ -11,9 +11,9 @@ from test_pvi_exact import blocks, contribution, contribution_of
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import Marginal, PseudoPoints
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import Contribution, cavities, cavity, merge, posterior
 from strategies.pvi import damping_of, due, in_turn, next_visits
-from strategies.pvi_updates import PVIState, averaged
+from strategies.pvi_state import Contribution, PVIState, cavities, cavity, merge, posterior
+from strategies.pvi_updates import averaged
 from strategies.server.questions import Roster
 
 

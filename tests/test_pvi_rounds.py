@@ -15,13 +15,13 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.linear import LinearRows
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.pvi_weights.glm import optimum
 from strategies.pvi import one_round
-from strategies.pvi_updates import LocalOptimum, PVIState
+from strategies.pvi_state import PVIState, forget, posterior
+from strategies.pvi_updates import local_optimum
 from strategies.server.questions import Asking, First, Refuse, Roster, drive
 
-LINEAR = LocalOptimum("weights")
+LINEAR = local_optimum("weights")
 
 
 def first() -> PVIState:
