@@ -51,7 +51,7 @@ def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
             [1., 2.]])
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if not bool((info == 0).all()):
+    if bool(info.any()):
         raise NumericsError(_indefinite(matrix, of, hint))
     return factor
 
@@ -61,10 +61,10 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
 
     K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
     """
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    stabilised = matrix + (jitter * variance)[..., None, None] * eye
+    stabilised = matrix.clone()
+    stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
     factor, info = torch.linalg.cholesky_ex(stabilised)
-    if bool((info == 0).all()):
+    if not bool(info.any()):
         return factor
     if (counter := _repairs.get()) is not None:
         counter[of] += 1

@@ -21,7 +21,7 @@ from typing import TypeVar
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ApproximateGP
@@ -163,6 +163,11 @@ class WiredModel(gpytorch.Module):
         noise: Tensor = self.likelihood.noise.squeeze(-1)
         return noise
 
+    @property
+    def log_noise(self) -> float:
+        """Log σ²."""
+        return float(self.likelihood.noise_covar.raw_noise.detach())
+
     def wire_parameters(self) -> dict[str, Parameter]:
         """Every parameter by its wire name, in a fixed order."""
         kernel = {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
@@ -207,21 +212,7 @@ class SparseGP(WiredModel, WhitenedGP):
 
     def inducing_covariance(self) -> tuple[Tensor, Tensor]:
         """K_zz [M, M], and the variance that jitter is relative to."""
-        known = None if torch.is_grad_enabled() else self.closed_form()
-        if known is None:
-            return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
-        scale, variance = known
-        points = self.inducing_points / scale
-        squares = points.square().sum(1)
-        gaps = torch.addmm(squares[:, None] + squares, points, points.mT, alpha=-2)
-        return gaps.clamp_(min=0).mul_(-0.5).exp_().mul_(variance), variance
-
-    def closed_form(self) -> tuple[Tensor, Tensor] | None:
-        """Lengthscales ℓ [1, D] or [1, 1] and a² [] if the kernel is a² exp(−½ Σ_d (x_d − z_d)²/ℓ_d²), else None."""
-        kernel = self.kernel
-        if isinstance(kernel, ScaleKernel) and type(kernel.base_kernel) is RBFKernel:
-            return kernel.base_kernel.raw_lengthscale.exp(), kernel.raw_outputscale.exp()
-        return None
+        return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
 
     def covariances(self, inputs: Rows) -> tuple[Tensor, Tensor]:
         """K_zx [M, N] and k(x, x) [N]."""
