@@ -6,19 +6,20 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
 import pandas as pd
 
 from fedgp_flower.data.datasets import load_table
+from fedgp_flower.data.sites import real_site
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Progress, figures_of, silent
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
-from fedgp_flower.run.check import check_tables
+from fedgp_flower.run.check import agreed
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor, why_no_posterior
 from fedgp_flower.run.registry import parse_config
@@ -134,7 +135,8 @@ def together(tables: Mapping[str, pd.DataFrame], flat: FlatConfig, site: str = "
     try:
         load_table(config)
     except DataError:
-        if problems := check_tables(tables, config).problems:
+        sites = {name: partial(real_site, config, name, name, [(name, table)]) for name, table in tables.items()}
+        if problems := agreed(sites, config).problems:
             raise DataError("\n".join(problems)) from None
         raise
     return keys

@@ -32,7 +32,7 @@ from fedgp_flower.config import RunConfig, flatten, nest
 from fedgp_flower.errors import DamagedError, RunError
 from fedgp_flower.files import plain, read_arrays, read_bytes, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import Value
+from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Posterior, Snapshot, Summary
 from fedgp_flower.typing import Facts, NamedArrays
 
@@ -140,10 +140,17 @@ class RunFolder:
         """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``."""
         path = Path(config.output_dir) / config.run_name()
         try:
-            if config.resume:
-                _require_resumable(path, config)
+            if not config.resume and path.exists():
+                finished = "" if (path / "metrics.json").exists() else ", which did not finish; or delete its folder"
+                raise RunError(
+                    f"{path} exists; choose another `name`, or set `resume` to go on with that run{finished}"
+                )
+            if not config.resume:
+                path.mkdir(parents=True)
+            elif not (path / "config.toml").exists():
+                raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
             else:
-                _make(path)
+                _require_same(path, _read_config(path), config)
             with held(path):
                 for name in ("metrics.json", SEALS):  # they mark a finished run
                     (path / name).unlink(missing_ok=True)
@@ -270,7 +277,10 @@ def read_run(path: Path) -> RunData:
         raise RunError(f"metrics.json is missing from {path}: {hint}")
     posterior, predictions = path / "posterior.json", path / "predictions.csv"
     with reading(path):
-        _require_sealed(path)
+        hashes = read_json(path / SEALS) if (path / SEALS).exists() else {}  # a run of before there were hashes
+        there = {name: _hash(path / name) for name in SEALED if hashes and (path / name).exists()}
+        if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
+            raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
         return RunData(
             path=path,
             config=_read_config(path),
@@ -311,16 +321,6 @@ def _hash_of(facts: Facts) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _require_sealed(path: Path) -> None:
-    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none."""
-    if not (path / SEALS).exists():
-        return
-    hashes = read_json(path / SEALS)
-    there = {name: _hash(path / name) for name in SEALED if (path / name).exists()}
-    if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
-        raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
-
-
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Keep others from writing into the folder of a run; the lock goes with the process, however that ends."""
@@ -339,21 +339,9 @@ def held(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        finished = "" if (path / "metrics.json").exists() else ", which did not finish; or delete its folder"
-        raise RunError(
-            f"{path} exists; choose another `name`, or set `resume` to go on with that run{finished}"
-        ) from None
-
-
-def _require_resumable(path: Path, config: RunConfig) -> None:
-    if not (path / "config.toml").exists():
-        raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
-    before, now = _read_config(path), config.flat()
+def _require_same(path: Path, before: FlatConfig, config: RunConfig) -> None:
+    """Refuse to resume with another configuration."""
+    now = config.flat()
     keys = sorted((before.keys() | now.keys()) - config.passing)
     if differing := [key for key in keys if before.get(key) != now.get(key)]:
         changes = "; ".join(f"`{key}` was {before.get(key)!r}, now {now.get(key)!r}" for key in differing)
