@@ -280,13 +280,11 @@ def agree(
     max_levels: int = 50,
     missing: str = "error",
 ) -> Agreement:
-    """Settle columns, levels, means and scales from the sites' sums.
+    """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
-    The columns are those that most sites have (on a tie, those of the first site in sorted order); other sites, and
-    those whose description is malformed, are refused by name. Means and population standard deviations are those of
-    the pooled rows, of a column with missing cells those of the filled ones; indicators of levels have mean p and scale
-    √(p(1−p)). With ``missing`` = impute or indicator the means also stand for missing cells. A target that is a class
-    or a count is left as it is. DataError where nothing can be agreed on.
+    The columns are those that most sites have, on a tie those of the first site; sites that differ, and those whose
+    description is malformed, are refused by name. Indicators of levels have mean p and scale √(p(1−p)). With
+    ``missing`` = impute or indicator the means also stand for missing cells. Classes and counts are left as they are.
     """
     sites, refused = _accepted(descriptions, max_levels)
     *features, target = next(iter(sites.values()))
@@ -412,10 +410,7 @@ def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
-    """Sum, residual and squares about the mean of each encoded input, then of the target, [D + 1, 3].
-
-    NaN for a column with missing cells; ProtocolError where the description is malformed.
-    """
+    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells."""
     told, (features, target) = _parse(description), _parse_schema(schema)
     sums: list[list[float]] = []
     for column in (*features, target):

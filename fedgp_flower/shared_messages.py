@@ -100,10 +100,7 @@ def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
 
 
 def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
-    """Unit vectors v [M, V], some drawn anew each time and those given, and vᵀ A v along each of them [V].
-
-    Where A is positive semi-definite none is negative; who sends another A does not know beforehand where they will be.
-    """
+    """Unit vectors v [M, V], some drawn anew, which nobody knows before, and those given, and vᵀ A v along each [V]."""
     drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
     every = np.vstack([drawn, *vectors])
     units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)

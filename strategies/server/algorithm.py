@@ -49,11 +49,7 @@ class Rise:
 
 
 def rise(values: Sequence[float]) -> Rise | None:
-    """The line through the latest half of ``values``; None before there are enough.
-
-    >>> rise([0.1 * k for k in range(30)]).flat, rise([1.0] * 30).flat
-    (False, True)
-    """
+    """The line through the latest half of ``values``, ten at least; None before there are enough."""
     rounds = max(LEAST, len(values) // 2)
     if len(values) < rounds:
         return None
@@ -70,9 +66,9 @@ def rise(values: Sequence[float]) -> Rise | None:
 class Course:
     """The values of a noisy bound so far, and the round after which they were flat for the first time.
 
-    Over the latest half of the rounds, ten at least, a straight line is fitted. The bound counts as flat once its rise
-    along that window, and three standard errors more, is below two standard deviations of a single value around the
-    line, or below :data:`NOTHING`. Of series that rise by two deviations in ten rounds one in fifty is taken for flat.
+    The bound counts as flat once its rise along the latest half of the rounds, and three standard errors more, is below
+    two standard deviations of a value around the line, or below :data:`NOTHING`. Of series that rise by two deviations
+    in ten rounds one in fifty is taken for flat.
     """
 
     values: list[float] = field(default_factory=list)
@@ -92,11 +88,7 @@ class Course:
 
 
 class Algorithm(ABC, Generic[S]):
-    """A method: how its state begins, what a round asks, and what a state predicts with.
-
-    A subclass names its ``method``, its ``options_class`` and its ``state_class``, and supplies :meth:`initialise`,
-    :meth:`one_round` and :meth:`predictive`. All else has a default.
-    """
+    """A method: how its state begins, what a round asks, and what a state predicts with; all else has a default."""
 
     method: ClassVar[str]
     options_class: ClassVar[type[MethodOptions]] = MethodOptions

@@ -123,10 +123,7 @@ class Scoring:
         return combined
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
-        """The scores of the mean of the target, and of linear or logistic regression.
-
-        None where the method scores another kind of task than they.
-        """
+        """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
@@ -153,10 +150,7 @@ class Scoring:
 
 
 def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
-    """Figures of one evaluation from each site's scores of some rows.
-
-    ``target_scale`` is what the target was divided by; 1 for classes. Figures of ranks exist for all sites alone.
-    """
+    """Figures from each site's scores of some rows; ``target_scale`` is what the target was divided by."""
     sites = sorted(scores, key=natural_order)
     total = add(scores[site] for site in sites)
     histograms = {name.removeprefix("evaluation."): array for name, array in total.histograms.items()}
@@ -176,11 +170,10 @@ def as_baseline(evaluation: Evaluation | None) -> Json | None:
 
 
 def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
-    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2] summed over all sites.
+    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2]; NaN where a class is missing.
 
     ``auc`` is P(a row of class 1 has higher odds than one of class 0), ties counting half. ``calibration_slope`` is the
-    b of logit P(y = 1) = a + b · log odds, at the middles of the bins, with its standard error; below 1, predictions
-    are too extreme. ``base_rate`` is the share of class 1. NaN where a class is missing.
+    b of logit P(y = 1) = a + b · log odds, at the middles of the bins; below 1, predictions are too extreme.
     """
     if counts is None:
         return {}
@@ -214,10 +207,7 @@ def _slope(zeros: Array, ones: Array) -> tuple[float, float]:
 
 
 def with_skill(figures: Figures, mean: Facts) -> Figures:
-    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score.
-
-    ``r2`` thus compares with the training mean on the same held-out rows, and can be below zero.
-    """
+    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score."""
     powers = {"r2": ("rmse", 2), "crps_skill": ("crps", 1), "brier_skill": ("brier", 1)}
     gains = {
         name: 1 - (figures[score] / mean[score]) ** power if mean[score] else math.nan
