@@ -293,7 +293,7 @@ def compare_runs(
     figure: Annotated[Path | None, typer.Option(help="PNG or SVG to write: NLL against what was spent")] = None,
 ) -> None:
     """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
-    read = [api.load_run(path).files for path in runs]
+    read = [api.load_run(path) for path in runs]
     if reasons := compare.unlike(read):
         raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
     for doubt in compare.doubtful(read):

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tomli_w
@@ -34,7 +35,11 @@ from fedgp_flower.files import plain, read_arrays, read_bytes, read_json, readin
 from fedgp_flower.lazy import pd
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Posterior, Snapshot, Summary
+from fedgp_flower.run.registry import METHODS, Method
 from fedgp_flower.typing import Facts, NamedArrays
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.predict import Predictor
 
 SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
 SEALS, LOCK = "files.json", "lock"
@@ -115,16 +120,54 @@ def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """A finished run as read back. ``posterior`` and ``predictions`` are None where the run wrote none."""
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what it left behind: ``saved`` and ``predictions`` are None where it wrote none."""
 
     path: Path
     config: dict[str, Value]
+    """Every key with its value."""
     history: pd.DataFrame
+    """A row per round."""
     metrics: RunMetrics
-    posterior: Posterior | None
+    saved: Posterior | None
+    """What the posterior predicts from."""
     predictions: pd.DataFrame | None
+    """A row per held-out row."""
+
+    def __repr__(self) -> str:
+        """The folder and the method; the files hold rows, which a notebook would show."""
+        return f"<Run {self.path}: {self.metrics.method}>"
+
+    @property
+    def report_path(self) -> Path:
+        """The page for people."""
+        return self.path / "report.html"
+
+    @property
+    def method(self) -> Method:
+        """The registry row of the method."""
+        name = self.metrics.method
+        if name not in METHODS:
+            raise RunError(f"{self.path} is a run of {name!r}, which is not installed; install the package it is from")
+        return METHODS[name]
+
+    @property
+    def why_no_posterior(self) -> str:
+        """Why :attr:`posterior` is None; empty where it is not."""
+        reason = self.method.why_no_posterior or "this run saved none"
+        if self.method.posterior and self.saved is not None:
+            if "why_no_posterior" not in self.saved.model:
+                return ""
+            reason = str(self.saved.model["why_no_posterior"])
+        return f"with `method` = {self.metrics.method!r} {reason}"
+
+    @cached_property
+    def posterior(self) -> Predictor | None:
+        """What predicts new rows without any site; None for methods that save nothing that does."""
+        from fedgp_flower.run.predict import Predictor  # noqa: PLC0415  loads PyTorch
+
+        return None if self.why_no_posterior else Predictor.of(self)
 
 
 class RunFolder:
@@ -268,7 +311,7 @@ class RunFolder:
         write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())
 
 
-def read_run(path: Path) -> RunData:
+def read_run(path: Path) -> Run:
     """Read a finished run."""
     if not path.is_dir():
         raise RunError(f"{path} is not the folder of a run")
@@ -281,12 +324,12 @@ def read_run(path: Path) -> RunData:
         there = {name: _hash(path / name) for name in SEALED if hashes and (path / name).exists()}
         if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
             raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
-        return RunData(
+        return Run(
             path=path,
             config=_read_config(path),
             history=_read_table(path / "history.csv"),
             metrics=TypeAdapter(RunMetrics).validate_python(read_json(path / "metrics.json")),
-            posterior=read_posterior(path) if posterior.exists() else None,
+            saved=read_posterior(path) if posterior.exists() else None,
             predictions=_read_table(predictions) if predictions.exists() else None,
         )
 

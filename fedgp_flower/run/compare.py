@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import FEDERATED, LOCAL, POOLED, axes_of, label_text
 from fedgp_flower.run.summary import (
     arms,
@@ -32,7 +32,7 @@ COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("
 """Of the runs in a figure: told apart without colours, too."""
 
 
-def unlike(runs: Sequence[RunData]) -> list[str]:
+def unlike(runs: Sequence[Run]) -> list[str]:
     """Why the figures of runs must not be compared: other kinds of task, other targets."""
     kinds = {"classes" if is_classification(run.metrics) else "numbers" for run in runs}
     targets = sorted({target_of(run) for run in runs} - {"the target"})
@@ -40,7 +40,7 @@ def unlike(runs: Sequence[RunData]) -> list[str]:
     return said + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
 
 
-def doubtful(runs: Sequence[RunData]) -> list[str]:
+def doubtful(runs: Sequence[Run]) -> list[str]:
     """What makes a comparison doubtful: other data, other training rows or units, other held-out rows."""
     said = []
     if len(names := sorted({data_name(run.metrics.dataset) for run in runs})) > 1:
@@ -60,7 +60,7 @@ def doubtful(runs: Sequence[RunData]) -> list[str]:
     return said
 
 
-def _trained_on(run: RunData) -> dict[str, tuple[float, float]]:
+def _trained_on(run: Run) -> dict[str, tuple[float, float]]:
     """What is known of a run's training rows, and in what unit a difference of it is judged."""
     target, data = run.metrics.training_target, run.metrics.data
     facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
@@ -69,7 +69,7 @@ def _trained_on(run: RunData) -> dict[str, tuple[float, float]]:
     return {**rows, **facts, **{f"mean of `{column['name']}`": (column["mean"], column["sd"]) for column in columns}}
 
 
-def _held_out(run: RunData) -> tuple[object, ...]:
+def _held_out(run: Run) -> tuple[object, ...]:
     """Tells apart runs that were scored on other rows, as far as their folders show it."""
     rows = run.predictions
     if rows is not None and "target" in rows:
@@ -78,7 +78,7 @@ def _held_out(run: RunData) -> tuple[object, ...]:
     return (arms(run.metrics)[0].rows,)
 
 
-def side_by_side(runs: Sequence[RunData]) -> list[list[str]]:
+def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
     """A row of text for every fact and figure, with a cell for each run."""
     columns: list[Facts] = [
         {
@@ -100,7 +100,7 @@ def side_by_side(runs: Sequence[RunData]) -> list[list[str]]:
     return [[title_of(name), *(cell(name, column.get(name)) for column in columns)] for name in names]
 
 
-def cost_figure(runs: Sequence[RunData]) -> Figure:
+def cost_figure(runs: Sequence[Run]) -> Figure:
     """Held-out NLL against exchanges, megabytes and seconds since the start, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
     for run, colour, mark in zip(runs, itertools.cycle(COLOURS), itertools.cycle(MARKS), strict=False):
