@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -31,6 +31,8 @@ GONE = "features.missing"
 ROUNDING = 4 * np.finfo(np.float64).eps
 """A spread below this share of the mean is rounding: the column is constant."""
 
+ROWS_PER_INPUT = 3
+"""Fewer training rows than this for an encoded input are worth a warning."""
 TOO_MANY_LEVELS = "at most {} are allowed: leave it out of `features`"
 
 
@@ -78,6 +80,10 @@ class SiteDescription:
     arrays: Mapping[str, NDArray[np.generic]]
     schema: str
     num_examples: int
+    label: str = ""
+    dropped: int = 0
+    """Rows left out for a missing cell."""
+    simulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,28 +199,77 @@ def _check_sums(sums: Array, filled: Array, rows: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One schema and one standardisation for all accepted sites."""
+    """What the sites agreed on: schema and standardisation, of which training rows."""
 
     arrays: NamedArrays
     """What later messages carry: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
     schema: str
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
-    num_examples: dict[Site, int]
-    """Training rows of the accepted sites."""
-    refused: dict[Site, str]
-    """Sites whose columns differ from those of most sites, and in what."""
-    constant: tuple[str, ...]
-    """Feature columns with one value over all accepted sites; they become zero inputs."""
-    columns: list[Json]
-    """What is known of every feature column, see :class:`_Pooled`."""
-    training_target: dict[str, float]
+    rows: dict[Site, int]
+    """Training rows of each site, as it introduced itself."""
+    labels: dict[Site, str]
+    simulated: bool
+    training_target: dict[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
+    columns: list[Json] = field(default_factory=list)
+    """What is known of every feature column, see :class:`_Pooled`."""
+    dropped: int = 0
+    """Rows that sites left out for a missing cell."""
+    sums: dict[Site, Array] = field(default_factory=dict)
+    """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
+    refused: dict[Site, str] = field(default_factory=dict)
+    """Sites whose columns differ from those of most sites, and in what."""
+    constant: tuple[str, ...] = ()
+    """Feature columns with one value over all accepted sites; they become zero inputs."""
 
     @property
-    def total(self) -> int:
-        """N, the training rows of all accepted sites."""
-        return sum(self.num_examples.values())
+    def modelled_target(self) -> Mapping[str, float]:
+        """``training_target`` of what is modelled: of the transformed target where there is one."""
+        if not self._transformed:
+            return self.training_target
+        return {"mean": float(self.arrays["target.mean"]), "sd": float(self.arrays["target.scale"])}
+
+    @property
+    def target_scale(self) -> float:
+        """Units of the target per unit of the standardised target; of a transformed one, its standard deviation."""
+        return self.training_target["sd"] if self._transformed else float(self.arrays["target.scale"])
+
+    @property
+    def _transformed(self) -> bool:
+        return "transform" in json.loads(self.schema)["target"]
+
+    @property
+    def num_inputs(self) -> int:
+        """D, the number of encoded inputs."""
+        return len(self.arrays["input.mean"])
+
+    def sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Lengths of an answer's dimensions: those that every answer may name, and those of a question."""
+        return {"D": self.num_inputs, "P": 1 + self.num_inputs, **known}
+
+    @property
+    def data(self) -> Facts:
+        """What ``metrics.json`` says of the training rows."""
+        counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
+        called = [
+            {**column, "differs": [self.labels.get(site, site) for site in column["differs"]]}
+            if "differs" in column
+            else column
+            for column in self.columns
+        ]
+        return {**counted, "dropped": self.dropped, "columns": called}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the results should know of the data."""
+        rows = sum(self.rows.values())
+        if self.num_inputs * ROWS_PER_INPUT <= rows:
+            return []
+        return [
+            f"{self.num_inputs} encoded inputs for {rows} training rows are more than a third: expect predictions near"
+            " the mean. Name fewer columns in `features`, above all fewer of text, whose every level is an input."
+        ]
 
 
 def agree(
@@ -225,13 +280,11 @@ def agree(
     max_levels: int = 50,
     missing: str = "error",
 ) -> Agreement:
-    """Settle columns, levels, means and scales from the sites' sums.
+    """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
-    The columns are those that most sites have (on a tie, those of the first site in sorted order); other sites, and
-    those whose description is malformed, are refused by name. Means and population standard deviations are those of
-    the pooled rows, of a column with missing cells those of the filled ones; indicators of levels have mean p and scale
-    √(p(1−p)). With ``missing`` = impute or indicator the means also stand for missing cells. A target that is a class
-    or a count is left as it is. DataError where nothing can be agreed on.
+    The columns are those that most sites have, on a tie those of the first site; sites that differ, and those whose
+    description is malformed, are refused by name. Indicators of levels have mean p and scale √(p(1−p)). With
+    ``missing`` = impute or indicator the means also stand for missing cells. Classes and counts are left as they are.
     """
     sites, refused = _accepted(descriptions, max_levels)
     *features, target = next(iter(sites.values()))
@@ -248,23 +301,28 @@ def agree(
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
     centre, spread = float(goal.mean[0]), float(goal.scale[0])
     raw_target = classes or likelihood == "poisson" or not standardise
+    arrays = {
+        "input.mean": mean if standardise else np.zeros_like(mean),
+        "input.scale": scale if standardise else np.ones_like(scale),
+        "target.mean": np.array(0.0 if raw_target else centre),
+        "target.scale": np.array(1.0 if raw_target else spread),
+    }
+    known = {"features": [column.as_json() for column in columns], "target": goal.column.as_json()}
+    schema = json.dumps(known if missing == "error" else known | {"missing": missing})
+    accepted = {site: descriptions[site] for site in sites}
     return Agreement(
-        arrays={
-            "input.mean": mean if standardise else np.zeros_like(mean),
-            "input.scale": scale if standardise else np.ones_like(scale),
-            "target.mean": np.array(0.0 if raw_target else centre),
-            "target.scale": np.array(1.0 if raw_target else spread),
-        },
-        schema=json.dumps(
-            {"features": [column.as_json() for column in columns], "target": goal.column.as_json()}
-            | ({} if missing == "error" else {"missing": missing})
-        ),
+        arrays,
+        schema,
         names=tuple(name for column in columns for name in column.names),
-        num_examples={site: told[target].rows for site, told in sites.items()},
+        rows={site: told.num_examples for site, told in accepted.items()},
+        labels={site: told.label for site, told in accepted.items()},
+        simulated=any(told.simulated for told in accepted.values()),
+        training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
+        columns=[pooled.facts for pooled in found],
+        dropped=sum(told.dropped for told in accepted.values()),
+        sums={site: encoded_sums(told, schema) for site, told in accepted.items()},
         refused=refused,
         constant=tuple(pooled.column.name for pooled in found if pooled.constant),
-        columns=[pooled.facts for pooled in found],
-        training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
     )
 
 
@@ -352,10 +410,7 @@ def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
-    """Sum, residual and squares about the mean of each encoded input, then of the target, [D + 1, 3].
-
-    NaN for a column with missing cells; ProtocolError where the description is malformed.
-    """
+    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells."""
     told, (features, target) = _parse(description), _parse_schema(schema)
     sums: list[list[float]] = []
     for column in (*features, target):

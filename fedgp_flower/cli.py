@@ -251,10 +251,9 @@ def forget_site(
     name: Annotated[str, typer.Option(help="name of the new run's folder; default RUN-without-SITE")] = "",
 ) -> None:
     """Remove a site from a finished run, evaluate again, and write a new run; for methods that can."""
-    going_on = forget.prepare(run, site, rounds=rounds, name=name or f"{run.name}-without-{site}")
     with terminal.progress_bar() as progress:
-        folder = engine.run_in_process(going_on.flat, nodes=going_on.nodes, progress=progress)
-    forget.record(run, folder, site, rounds)
+        new = name or f"{run.name}-without-{site}"
+        folder = forget.forget(run, site, rounds=rounds, name=new, progress=progress)
     terminal.show_result(folder)
 
 

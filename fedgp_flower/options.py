@@ -187,6 +187,10 @@ class MethodOptions(BaseModel):
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50
 
+    def numbers_classes(self, section: ModelSection) -> bool:
+        """Whether the target holds the numbers of several classes."""
+        return False
+
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError where the method cannot work with these core keys."""
 

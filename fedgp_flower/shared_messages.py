@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -10,11 +11,12 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.scores import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
-from fedgp_flower.typing import AnyShape
+from fedgp_flower.typing import AnyShape, Facts, NamedArrays
 
 A = TypeVar("A")
 
@@ -98,10 +100,7 @@ def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
 
 
 def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
-    """Unit vectors v [M, V], some drawn anew each time and those given, and vᵀ A v along each of them [V].
-
-    Where A is positive semi-definite none is negative; who sends another A does not know beforehand where they will be.
-    """
+    """Unit vectors v [M, V], some drawn anew, which nobody knows before, and those given, and vᵀ A v along each [V]."""
     drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
     every = np.vstack([drawn, *vectors])
     units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)
@@ -260,11 +259,33 @@ class ScoreSums:
     reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
     ranks: Float[ndarray, "80 2"] = leaves("rows of each class by predicted log odds")
 
+    @property
+    def classes(self) -> bool:
+        """Whether these are scores of classes."""
+        return bool(self.classification[0] > 0)
+
+    @property
+    def rows(self) -> float:
+        """Held-out rows."""
+        return float(self.regression[0] + self.classification[0])
+
+    @property
+    def histograms(self) -> NamedArrays:
+        """Those of the other kind of task are zero."""
+        return dict(zip(HISTOGRAM_SHAPES, (self.pit, self.reliability, self.ranks), strict=True))
+
     def coarse(self, least: int) -> ScoreSums:
         """The same without cells of fewer rows."""
-        arrays = {"pit": self.pit, "reliability": self.reliability, "ranks": self.ranks}
-        merged = Scores({}, {f"evaluation.{name}": array for name, array in arrays.items()}).coarse(least).arrays
+        merged = Scores({}, self.histograms).coarse(least).arrays
         return replace(self, **{name.removeprefix("evaluation."): array for name, array in merged.items()})
+
+    def refusal(self, described: Described) -> str | None:
+        """Why these cannot be scores of some rows, or None."""
+        _, correct, _, brier = self.classification
+        if min(*np.delete(self.regression, 3), correct, brier, self.rows) < 0:  # a density may be above one
+            return "a score that cannot be negative is"
+        too_many = max(*self.regression[5:], correct) > self.rows
+        return "scores count more rows than there are" if too_many else None
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
@@ -277,14 +298,20 @@ class ScoreSums:
             parts.append(np.asarray(scores.arrays.get(name, np.zeros(shape)), np.float64).reshape(shape))
         return cls(*parts)
 
-    def scores(self) -> Scores:
-        """The scores that a total is of."""
-        if self.classification[0] > 0:
-            arrays = {"evaluation.reliability": self.reliability, "evaluation.ranks": self.ranks}
-            known = {name: array for name, array in arrays.items() if array.any()}
-            return Scores(dict(zip(CLASSIFICATION_SUMS, self.classification.tolist(), strict=True)), known)
-        counts = {"evaluation.pit": np.rint(self.pit).astype(np.int64)}
-        return Scores(dict(zip(REGRESSION_SUMS, self.regression.tolist(), strict=True)), counts)
+    @classmethod
+    def told(cls, metrics: Facts) -> Self:
+        """From the metrics of a reply to ``evaluate``; ProtocolError where these are no scores."""
+        names = CLASSIFICATION_SUMS if set(CLASSIFICATION_SUMS) <= metrics.keys() else REGRESSION_SUMS
+        if missing := [name for name in names if np.ndim(metrics.get(name, ()))]:
+            raise ProtocolError(f"scores missing: {', '.join(missing)}")
+        sent = {name: np.array(metrics[name]) for name in HISTOGRAM_SHAPES if name in metrics}
+        for name, array in sent.items():
+            if array.shape != (size := math.prod(HISTOGRAM_SHAPES[name]),):
+                raise ProtocolError(f"`{name}`: expected {size} numbers")
+        found = cls.of(Scores({name: float(metrics[name]) for name in names}, sent))
+        if reason := found.refusal(Described(0)):
+            raise ProtocolError(reason)
+        return found
 
 
 @message("query.local_scores", summand=True)

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, HeadPosterior, HeadRequest, Heads, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import OptimizerSection
-from fedgp_flower.outcome import Observer, Posterior, Snapshot
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
@@ -49,15 +47,6 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
     watched = "objective"
     options: DeepKernelOptions
 
-    def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
-        super()._set(config, observer, snapshot)
-        self.predicts = not self.numbers_classes
-
-    @property
-    def numbers_classes(self) -> bool:
-        """Whether the target holds the numbers of several classes."""
-        return self.options.classes > 0 and self.config.model.likelihood != "bernoulli"
-
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """A network drawn from the seed."""
         del roster
@@ -67,7 +56,8 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Steps of Adam, whose learning rate does not decay."""
-        local = OptimizerSection(learning_rate=self.options.learning_rate, steps=self.options.local_steps)
+        keys = {"learning-rate": self.options.learning_rate, "steps": self.options.local_steps}
+        local = OptimizerSection.model_validate(keys)
         return (yield from averaged(state, roster, self.config, local))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
@@ -84,11 +74,3 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
         model["likelihood"] = self.config.model.likelihood
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
         return Predicted(head, saved, {"share": head.share, "shares": list(SHARES), "evidence": evidence})
-
-    def final(self, state: AveragingState, roster: Roster) -> Asking[dict[str, object]]:
-        """Which class was taken for which, where the target holds classes."""
-        del state, roster
-        if not self.numbers_classes:
-            return {}
-        summed: Summed[Confusion] = yield Total(Confusion, self.scoring.predicted.request)
-        return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from fedgp_flower import outcome
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
@@ -25,7 +26,6 @@ from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Kno
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -142,7 +142,7 @@ MEANINGS = {
 }
 
 
-def scaled_targets(strategy: FederatedStrategy[Any], preparation: Enrolment) -> Enrolment:
+def scaled_targets(strategy: FederatedStrategy[Any], preparation: Agreement) -> Agreement:
     """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
     arrays = preparation.arrays
     if strategy.config.model.likelihood not in ("gaussian", "student-t"):

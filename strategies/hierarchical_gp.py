@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
@@ -45,7 +46,6 @@ from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -305,7 +305,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     state_class = NewtonState
     options: HierarchicalOptions
 
-    def adjusted(self, preparation: Enrolment) -> Enrolment:
+    def adjusted(self, preparation: Agreement) -> Agreement:
         """Targets of units are divided by their root mean square and not centred: a curve of zeros is no curve."""
         if not (self.options.rough and self.config.standardise):
             return preparation

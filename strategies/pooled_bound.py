@@ -16,7 +16,7 @@ from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import outlook, pack, unpack
-from fedgp_flower.gp.sparse import inducing_gradient
+from fedgp_flower.gp.sparse import Whitener, inducing_gradient
 from fedgp_flower.gp.sums import (
     PENALTY,
     SparseSums,
@@ -230,11 +230,11 @@ def thinned(
     places = values[LOCATIONS]
     if not 0 < count < len(places):
         return dict(values), totals
-    factor = SparseGP.from_arrays(section, values).factor()
+    factor = Whitener(SparseGP.from_arrays(section, values)).factor
     products = symmetric(factor @ torch.as_tensor(totals.gram) @ factor.mT)  # G = L A Lᵀ
     taken = explaining((factor @ factor.mT).numpy(), products.numpy(), count)
     few = {**values, LOCATIONS: places[taken]}
-    return few, restricted(totals, factor, taken, SparseGP.from_arrays(section, few).factor())
+    return few, restricted(totals, factor, taken, Whitener(SparseGP.from_arrays(section, few)).factor)
 
 
 def known_lengthscales(

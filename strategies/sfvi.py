@@ -14,29 +14,33 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedgp_flower.methods.family import GlobalPosterior, expected_global_term, sampled_global_term
+from fedgp_flower.methods.family import GlobalPosterior, global_term
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
+from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, FLAT_SHARE, SFVIOptions
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import sfvi_avg
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
-from strategies.sfvi_avg import Prior, SFVIPlan, SFVIState, StructuredVI
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
+from strategies.sfvi_avg import Prior, SFVIState, first_state, predicted
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 
 
-def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[SFVIState, Figures]]:
+def one_round(
+    state: SFVIState, roster: Roster, options: SFVIOptions, seed: int, rate: float
+) -> Asking[tuple[SFVIState, Figures]]:
     """Algorithm 1 of the paper. The server asks for a :class:`Total`: it needs the sum of the gradients alone."""
     noise = None
-    if not plan.options.row.known_expectations:  # 1. ε_G ~ N(0, I)
-        noise = global_noise(plan.seed, roster.round, plan.options.samples, len(state.prior.fixed))
-    request = GradientRequest(state.parameters, plan.rate, noise)  # 2. ∇ of the sites' terms, summed
+    if not options.row.known_expectations:  # 1. ε_G ~ N(0, I)
+        noise = global_noise(seed, roster.round, options.samples, len(state.prior.fixed))
+    request = GradientRequest(state.parameters, rate, noise)  # 2. ∇ of the sites' terms, summed
     summed: Summed[GradientShare] = yield Total(GradientShare, request, retries=0)
     if summed.total is None or summed.silent:  # the rows behind the sum are not known then
         return state, {}
     rows = sum(roster.rows.values())
     scale = rows / sum(roster.rows[site] for site in summed.sites)  # the sum stands in for sites that are absent
     value, gradient = server_term(state.parameters, state.prior, noise)  # 3. and of log p_θ(Z_G) − log q(Z_G)
-    moves, adam = state.adam.update(plus(gradient, summed.total.values, scale=scale), plan.rate)  # 4. a step of Adam
+    moves, adam = state.adam.update(plus(gradient, summed.total.values, scale=scale), rate)  # 4. a step of Adam
     parameters = {name: np.asarray(array + moves[name]) for name, array in state.parameters.items()}
     bound = value + scale * summed.total.objective
     state = replace(state.joined(summed.sites, summed.total.fresh), parameters=parameters, bound=bound)
@@ -56,10 +60,7 @@ def server_term(parameters: Mapping[str, np.ndarray], prior: Prior, noise: Array
     log_scale, q_global = torch.tensor(prior.fixed), GlobalPosterior.of(leaves)
     if len(prior.block):
         log_scale = log_scale + leaves[LEARNED_PRIOR][torch.tensor(prior.block)]
-    if noise is None:
-        value = expected_global_term(log_scale, q_global)
-    else:
-        value = sampled_global_term(log_scale, q_global, torch.from_numpy(noise))
+    value = global_term(log_scale, q_global, None if noise is None else torch.from_numpy(noise))
     slopes = torch.autograd.grad(value, list(leaves.values()))
     return float(value.detach()), {name: slope.numpy() for name, slope in zip(leaves, slopes, strict=True)}
 
@@ -73,13 +74,31 @@ def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, s
     return total | {name: np.asarray(value + total.get(name, 0.0)) for name, value in server.items()}
 
 
-class SFVI(StructuredVI):
+class SFVI(FederatedStrategy[SFVIState]):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method = "sfvi"
+    options_class = SFVIOptions
+    state_class = SFVIState
+    watched, anneals = "objective", (CONSTANT_SHARE, FLAT_SHARE)
+    options: SFVIOptions
+
+    def initialise(self, roster: Roster) -> Asking[SFVIState]:
+        """As configured."""
+        return (yield from first_state(self.config, self.options, self.preparation.names, roster))
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""
-        plan = SFVIPlan(self.options, self.config.seed, self.rate(roster.round))
-        algorithm = sfvi_avg.one_round if roster.round <= self.options.warm_start_rounds else one_round
-        return (yield from algorithm(state, roster, plan))
+        rate = self.options.rate(roster.round - 1, self.horizon(), flat=self.course.flat_from is not None)
+        if roster.round <= self.options.warm_start_rounds:
+            return (yield from sfvi_avg.one_round(state, roster, self.options, rate))
+        return (yield from one_round(state, roster, self.options, self.config.seed, rate))
+
+    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
+        """θ and q(Z_G)."""
+        yield from ()
+        return predicted(state, self.config, self.options)
+
+    def constants(self, state: SFVIState) -> NamedArrays:
+        """The shared inducing inputs."""
+        return dict(state.shared)

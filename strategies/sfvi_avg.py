@@ -8,9 +8,8 @@ Algorithm 2. A site takes many steps on a bound that stands in for all sites, an
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,9 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
-from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
+from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, FLAT_SHARE, SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import configured
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import MOVE, Parameters
@@ -46,10 +44,8 @@ from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
-DECAYS = (0.9, 0.999)
-"""Of Adam's moments."""
-FLAT_SHARE = 0.8
-"""Share of the rounds at the full rate where the bound was found flat: averaging out the noise takes fewer."""
+LONGEST = 7.3
+"""Learning rates in a step of Adam at the most: (1 − β₁) / √((1 − β₂) (1 − β₁²/β₂)), by Cauchy-Schwarz."""
 
 
 @message()
@@ -95,24 +91,14 @@ class SFVIState:
         return replace(self, trained=tuple(sorted(together)), fresh=self.fresh + again)
 
 
-@dataclass(frozen=True, slots=True)
-class SFVIPlan:
-    """How a round goes."""
-
-    options: SFVIOptions
-    seed: int
-    rate: float
-    """Of the steps in this round."""
-
-
-def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[SFVIState, Figures]]:
+def one_round(state: SFVIState, roster: Roster, options: SFVIOptions, rate: float) -> Asking[tuple[SFVIState, Figures]]:
     """Algorithm 2 of the paper. The server asks :class:`Each` site: a barycentre is not made of a sum.
 
     That of diagonal Gaussians is, so that where there are totals only, it asks for Σ w, Σ w θ, Σ w μ and Σ w σ; how far
     sites are from one another is not known then.
     """
-    rows, reach = sum(roster.rows.values()), min(MOVE, move_limit(plan.rate, plan.options.local_steps))
-    request = LocalStepsRequest(state.parameters, plan.rate, float(rows), reach)  # 1. sites take m steps from {θ, η_G}
+    rows, reach = sum(roster.rows.values()), min(MOVE, LONGEST * rate * options.local_steps)
+    request = LocalStepsRequest(state.parameters, rate, float(rows), reach)  # 1. sites take m steps from {θ, η_G}
     if roster.totals_only:
         summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
         if summed.total is None or summed.silent:
@@ -126,7 +112,7 @@ def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[
     weights = np.array([float(roster.rows[site]) for site in answers])
     try:  # 2. mean of θ, barycentre of q(Z_G)
         parameters, spread = average([end.values for end in answers.values()], weights)
-    except NumericsError as error:
+    except (NumericsError, np.linalg.LinAlgError) as error:
         logger.warning("round %d: parameters stay as they were: %s", roster.round, error)
         return state, {}
     estimate = float(np.average([end.objective for end in answers.values()], weights=weights))
@@ -137,44 +123,22 @@ def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[
 def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array) -> tuple[NamedArrays, list[float]]:
     """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), weights divided by their sum.
 
-    Returns:
-        Both, and W₂ from each site's q(Z_G) to the barycentre.
-
-    Raises:
-        NumericsError: there is no barycentre, or the iteration does not converge.
+    Returns both, and W₂ from each site's q(Z_G) to the barycentre.
     """
-    shares = weights / weights.sum()
-    means = np.stack([site["q.mean"] for site in sites])
-    factors = np.stack([factor(site) for site in sites])
-    centre = barycentre(means, factors, weights)
+    shares, posteriors = weights / weights.sum(), [GlobalPosterior.of(site) for site in sites]
+    means = np.stack([q.mean.numpy() for q in posteriors])
+    factors = np.stack([(q.log_scale.exp() if q.lower is None else q.factor()).numpy() for q in posteriors])
+    mean, factor = barycentre(means, factors, weights)
     merged: NamedArrays = {
         name: np.asarray(np.tensordot(shares, np.stack([site[name] for site in sites]), 1))
         for name in sites[0]
         if name.startswith("theta.")
     }
-    scale = centre.factor if centre.factor.ndim == 1 else np.diagonal(centre.factor)
-    merged |= {"q.mean": centre.mean, "q.log_scale": np.log(scale)}
-    if centre.factor.ndim == 2:
-        lower = centre.factor / scale[:, None]
-        merged["q.lower"] = lower[np.tril_indices(len(lower), -1)]
-    spread = [wasserstein_distance(centre.mean, centre.factor, m, f) for m, f in zip(means, factors, strict=True)]
-    return merged, spread
-
-
-def factor(parameters: Mapping[str, np.ndarray]) -> Array:
-    """diag(σ) L [M, M], a factor of the covariance of q(Z_G); σ [M] itself when q is diagonal."""
-    q_global = GlobalPosterior.of(parameters)
-    return (q_global.log_scale.exp() if q_global.lower is None else q_global.factor()).numpy()
-
-
-def move_limit(rate: float, steps: int) -> float:
-    """The farthest that ``steps`` steps of Adam can carry any parameter.
-
-    By Cauchy-Schwarz |m| ≤ (1 − β₁) / √((1 − β₂) (1 − β₁²/β₂)) √v, whatever the gradients; the corrections for the
-    start of the moments only make a step smaller.
-    """
-    one, two = DECAYS
-    return rate * steps * (1 - one) / math.sqrt((1 - two) * (1 - one**2 / two))
+    scale = factor if factor.ndim == 1 else np.diagonal(factor)
+    merged |= {"q.mean": mean, "q.log_scale": np.log(scale)}
+    if factor.ndim == 2:
+        merged["q.lower"] = (factor / scale[:, None])[np.tril_indices(len(factor), -1)]
+    return merged, [wasserstein_distance(mean, factor, m, f) for m, f in zip(means, factors, strict=True)]
 
 
 EQUATION = (
@@ -191,74 +155,27 @@ MEANINGS = {
 }
 
 
-class StructuredVI(FederatedStrategy[SFVIState]):
-    """What SFVI and SFVI-Avg share: steps on θ and η_G, how the posterior predicts and is saved."""
+def first_state(config: RunConfig, options: SFVIOptions, names: Sequence[str], roster: Roster) -> Asking[SFVIState]:
+    """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
+    section, shared = config.model, dict[str, ndarray]()
+    if options.row.inducing:
+        shared[SHARED] = initial_locations((yield from shapes_of_inputs(roster)), section, config.seed)
+    points = torch.from_numpy(shared[SHARED]) if shared else None
+    model = configured(options, section, len(options.columns(names)), points)
+    q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=options.structure == "full")
+    prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
+    return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
 
-    options_class = SFVIOptions
-    state_class = SFVIState
-    watched = "objective"
-    options: SFVIOptions
 
-    def _set(self, config: RunConfig, *kept: Any) -> None:
-        super()._set(config, *kept)
-        self.predicts = not self.options.numbers_classes(self.config.model)
-
-    def initialise(self, roster: Roster) -> Asking[SFVIState]:
-        """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
-        options, section, shared = self.options, self.config.model, dict[str, ndarray]()
-        if options.row.inducing:
-            shared[SHARED] = initial_locations((yield from shapes_of_inputs(roster)), section, self.config.seed)
-        points = torch.from_numpy(shared[SHARED]) if shared else None
-        model = configured(options, section, len(options.columns(self.preparation.names)), points)
-        full = options.structure == "full"
-        q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=full)
-        prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
-        return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
-
-    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
-        """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
-        yield from ()
-        section = self.config.model.model_dump(by_alias=True)
-        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
-        posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
-        facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
-        known = {name: fact for name, fact in facts.items() if fact is not None}
-        shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
-        return Predicted(Parameters(state.parameters), posterior, shared | known)
-
-    def constants(self, state: SFVIState) -> NamedArrays:
-        """The shared inducing inputs."""
-        return dict(state.shared)
-
-    def horizon(self) -> int:
-        """The round in which the learning rate ends: as planned, or soon after the bound was flat."""
-        flat = self.course.flat_from
-        return self.planned_rounds if flat is None else min(self.planned_rounds, math.ceil(flat / FLAT_SHARE))
-
-    def rate(self, server_round: int) -> float:
-        """The learning rate of a round."""
-        share = CONSTANT_SHARE if self.course.flat_from is None else FLAT_SHARE
-        return self.options.rate(server_round - 1, self.horizon(), share)
-
-    def watching(self) -> bool:
-        """As long as the learning rate is constant."""
-        return self.round <= CONSTANT_SHARE * self.planned_rounds
-
-    def finished(self, state: SFVIState) -> bool:
-        """Whether the bound was flat and the learning rate has come down since."""
-        return self.course.flat_from is not None and self.round >= self.horizon()
-
-    def converged(self, state: SFVIState) -> bool:
-        """Whether the bound was flat while the learning rate was constant."""
-        return self.course.flat_from is not None
-
-    def final(self, state: SFVIState, roster: Roster) -> Asking[dict[str, Any]]:
-        """Which class was taken for which, where the target holds classes."""
-        if not self.options.numbers_classes(self.config.model):
-            return {}
-        predicted = yield from self.predictive(state, roster)
-        summed = yield Total(Confusion, predicted.request)
-        return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
+def predicted(state: SFVIState, config: RunConfig, options: SFVIOptions) -> Predicted:
+    """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
+    section, structure = config.model.model_dump(by_alias=True), options.model_dump(by_alias=True)
+    model = {"family": "structured", "model": section, "structure": structure}
+    posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
+    facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+    return Predicted(Parameters(state.parameters), posterior, shared | known)
 
 
 def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanings: str) -> Posterior:
@@ -268,13 +185,29 @@ def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanin
     return Posterior(arrays, known, coordinates, equation, model)
 
 
-class SFVIAvg(StructuredVI):
+class SFVIAvg(FederatedStrategy[SFVIState]):
     """Rounds of local steps and averages."""
 
     method = "sfvi-avg"
-    watched = "site_estimate"
-    options_class = SFVIAvgOptions
+    options_class = SFVIOptions
+    state_class = SFVIState
+    watched, anneals = "site_estimate", (CONSTANT_SHARE, FLAT_SHARE)
+    options: SFVIOptions
+
+    def initialise(self, roster: Roster) -> Asking[SFVIState]:
+        """As configured."""
+        return (yield from first_state(self.config, self.options, self.preparation.names, roster))
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
-        return (yield from one_round(state, roster, SFVIPlan(self.options, self.config.seed, self.rate(roster.round))))
+        rate = self.options.rate(roster.round - 1, self.horizon(), flat=self.course.flat_from is not None)
+        return (yield from one_round(state, roster, self.options, rate))
+
+    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
+        """θ and q(Z_G)."""
+        yield from ()
+        return predicted(state, self.config, self.options)
+
+    def constants(self, state: SFVIState) -> NamedArrays:
+        """The shared inducing inputs."""
+        return dict(state.shared)

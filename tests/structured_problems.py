@@ -23,7 +23,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster
-from strategies.sfvi_avg import Prior, SFVIPlan, SFVIState
+from strategies.sfvi_avg import Prior, SFVIState
 
 
 def randomised(posterior, generator, spread=0.3):
@@ -194,11 +194,13 @@ def state_of(model, q_global):
     return SFVIState(on_the_wire(model.theta() | named(q_global)), prior_of(model), {})
 
 
+SEED, RATE = 5, 0.05
+
+
 def plan_of(**options):
-    """How a round goes: seed 5, rate 0.05."""
-    return SFVIPlan(
-        SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()}), 5, 0.05
-    )
+    """How a round goes: options, seed, rate."""
+    found = SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()})
+    return found, SEED, RATE
 
 
 def gradient_of(state):

@@ -10,7 +10,8 @@ from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import RunFolder, RunMetrics
 from fedgp_flower.scores import bernoulli_scores, gaussian_scores
-from strategies.server.scoring import as_baseline, combine, combine_histograms
+from fedgp_flower.shared_messages import ScoreSums
+from strategies.server.scoring import as_baseline, combine
 
 
 def truth(x):
@@ -57,8 +58,8 @@ def make_run(
     rng = np.random.default_rng(seed)
     make = classification_site if classes else regression_site
     made = {str(k): make(rng, int(rows * (0.5 + k / max(sites - 1, 1))), inputs, 1.0 + k % 4) for k in range(sites)}
-    own = combine({k: v[0].sums for k, v in made.items()}, 1.0 if classes else 10.0)
-    local = combine({k: v[1].sums for k, v in made.items()}, 1.0)
+    own = combine({k: ScoreSums.of(v[0]) for k, v in made.items()}, 1.0 if classes else 10.0)
+    local = combine({k: ScoreSums.of(v[1]) for k, v in made.items()}, 1.0)
     names = [f"x{d + 1}" for d in range(inputs)]
     flat = {"output-dir": str(folder), "name": f"run-{inputs}d-{seed}", "dataset": "synthetic", "seed": seed}
     run = RunFolder.open(parse({"method": "fsgp"} | flat, {"fsgp": MethodOptions}))
@@ -86,7 +87,7 @@ def make_run(
             **{"method": "fsgp", "dataset": "synthetic", "sites": sites, "rounds": 20, "communications": 21},
             seconds={"total": 14.2, "setup": 1.1, "training": 12.0, "evaluation": 1.1},
             bytes={"up": 9000 * sites * 21, "down": 12000 * sites * 21},
-            **{**own, "per_site": shown, "calibration": combine_histograms(v[0].arrays for v in made.values())},
+            **{**own, "per_site": shown},
             local_only=as_baseline(local) if baselines else None,
             pooled=as_baseline(own) if baselines else None,
             failures=failures,

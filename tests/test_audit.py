@@ -17,7 +17,7 @@ def written(tmp_path_factory) -> Path:
     """The log of a site after a run of two rounds."""
     folder = tmp_path_factory.mktemp("audit")
     nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
-    nodes[0]["state-dir"] = str(folder / "state")
+    nodes[0] |= {"state-dir": str(folder / "state"), "audit-copy": str(folder / "copy.jsonl")}
     run(FaultyGrid(configured(sites=2, num_server_rounds=2, sgpr__exchanges=4), nodes))
     return folder / "state" / "audit.jsonl"
 
@@ -28,6 +28,10 @@ def log(written, tmp_path) -> Path:
     for suffix in ("", ".head"):
         (tmp_path / f"audit.jsonl{suffix}").write_bytes(written.with_name(f"audit.jsonl{suffix}").read_bytes())
     return tmp_path / "audit.jsonl"
+
+
+def test_the_second_place_has_the_same_lines(written):
+    assert (written.parents[1] / "copy.jsonl").read_bytes() == written.read_bytes()
 
 
 def test_a_line_says_what_left(log):
@@ -87,9 +91,10 @@ def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys
     assert "was changed: no line has the hash" in capsys.readouterr().err
 
 
-def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
+@pytest.mark.parametrize("key", ["audit", "audit-copy"])
+def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path, key):
     nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
-    nodes[2]["audit"] = str(tmp_path)
+    nodes[2] |= {"audit": str(tmp_path / "log.jsonl"), key: str(tmp_path)}
     strategy = run(FaultyGrid(configured(method="fsgp", sites=3, num_server_rounds=1), nodes))
     assert {entry.reason for entry in strategy.network.failures if entry.site == "c"} == {
         "the audit log of this site cannot be written (Is a directory)"

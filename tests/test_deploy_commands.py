@@ -1,6 +1,8 @@
 """A federation set up by the commands of docs/deploy.md, as they stand there."""
 
 import contextlib
+import hashlib
+import json
 import re
 import shlex
 import shutil
@@ -20,6 +22,7 @@ from fedgp_flower.deploy.credentials import Authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.submission import Flower
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.privacy import audit
 
 HOST, APP = "superlink.example.org", "ab" * 32
 PAGE = Path(__file__).parents[1] / "docs" / "deploy.md"
@@ -169,11 +172,16 @@ def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder]) ->
     _, site = both
     (site.folder / "site-key").chmod(0o644)
     Path("north.csv").write_text("x1,y\n1,\n")
+    line = {"line": 1, "refused": "`methods` forbids it", "time": "9999-01-01", "before": audit.BEGINNING}
+    text = json.dumps(line)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (site.folder / "state" / "audit.jsonl").write_text(f'{text[:-1]}, "hash": "{digest}"}}\n')
     found = {finding.what: finding for finding in doctor.of_site(site.approve("cd" * 32))}
     assert "chmod 600" in found["keys"].words
     assert "north.csv" in found["table"].words
     assert "fedgp site approve" in found["app"].words
-    assert not any(found[what].good for what in ("keys", "table", "app", "SuperLink"))
+    assert "1 messages of the last 7 days were refused, the latest because `methods` forbids it" in found["log"].words
+    assert not any(found[what].good for what in ("keys", "table", "app", "SuperLink", "log"))
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor", "north"])
     assert end.value.code == 2

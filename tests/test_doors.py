@@ -2,22 +2,27 @@
 
 import asyncio
 import hashlib
+import socket
+import ssl
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
+from cryptography.hazmat.primitives import serialization
 from faults import waves
 from flwr.common.config import parse_config_args
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 
 from fedgp_flower.deploy import doctor, machines
+from fedgp_flower.deploy.credentials import Authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
-from fedgp_flower.deploy.wrapped import approving, for_sites
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.deploy.wrapped import approving, for_sites, reason_of
+from fedgp_flower.errors import ConfigError, RunError
 
 APP = "ab" * 32
 
@@ -146,3 +151,33 @@ def test_the_authority_lies_beside_the_superlink_not_in_it(invitation: Path) -> 
     keys = [path.relative_to(Path.cwd()).as_posix() for path in Path.cwd().rglob("ca.key")]
     assert keys == ["coordinator-authority/ca.key"]
     assert Path("coordinator-authority").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("another", "days", "words"),
+    [(False, -1, "fedgp deploy rotate"), (True, 9, "is not of the authority"), (False, 9, "")],
+)
+def test_a_certificate_that_is_no_good_ends_a_supernode_with_what_to_do(
+    another: bool, days: int, words: str, tmp_path: Path
+) -> None:
+    """The reason in the last line of a SuperNode, and what its doctor says."""
+    authority = Authority.new(10)
+    authority.write(tmp_path)
+    (Authority.new(10) if another else authority).certify(tmp_path, "localhost", days)
+    (tmp_path / "ca.crt").write_bytes(authority.certificate.public_bytes(serialization.Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(lambda: context.wrap_socket(server.accept()[0], server_side=True).close())
+        address = f"localhost:{server.getsockname()[1]}"
+        if words:
+            with pytest.raises(RunError, match=words):
+                doctor._reachable(address, tmp_path / "ca.crt")
+        else:
+            assert "a certificate of the authority" in doctor._reachable(address, tmp_path / "ca.crt")
+        served.exception()
+
+
+def test_a_supernode_that_is_not_admitted_says_what_to_do() -> None:
+    assert "fedgp deploy register" in reason_of("no connection\n[code: 2004] Failed to activate SuperNode.")
+    assert reason_of("no connection\nConnection refused") == "Connection refused"

@@ -245,7 +245,7 @@ def test_an_improper_factor_is_allowed_until_moments_are_asked(make):
     factor = make(1) / make(1) ** 2.0
     assert not factor.is_proper()
     assert (factor * make(1) ** 2.0).is_proper()
-    for ask in (factor.moments, factor.log_determinant, factor.mean):
+    for ask in (factor.moments, factor.described, factor.mean):
         with pytest.raises(NumericsError, match=r"precision of a .*Gaussian"):
             ask()
     assert not make(1).flat().is_proper()

@@ -14,7 +14,7 @@ from fedgp_flower.clients.numpy_client import logistic, moments
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
-from fedgp_flower.shared_messages import LinearPredictor, Moments, with_ones
+from fedgp_flower.shared_messages import LinearPredictor, Moments, ScoreSums, with_ones
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
 from strategies.server.scoring import combine
@@ -133,7 +133,7 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
     """Log odds in the middles of bins: the histograms lose nothing."""
     odds, y = log_odds_and_labels(500)
     scores = {str(k): bernoulli_scores(1 / (1 + np.exp(-odds[k::3])), y[k::3]) for k in range(3)}
-    test = combine({k: v.sums for k, v in scores.items()}, 1.0, [v.arrays for v in scores.values()])["test"]
+    test = combine({k: ScoreSums.of(v) for k, v in scores.items()}, 1.0)["test"]
     pairs = np.sign(odds[y == 1][:, None] - odds[y == 0])
     assert test["auc"] == pytest.approx((1 + pairs.mean()) / 2, abs=1e-12)
     assert test["base_rate"] == pytest.approx(y.mean())

@@ -1,5 +1,9 @@
 """What is let in: names, shapes, types, finiteness, identity; what is counted, and how often."""
 
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -7,8 +11,10 @@ import pytest
 from faults import Fault, FaultyGrid, configured, crashed, each, lost, no_waiting, numbers, texts
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
-from strategies.server.network import ANYTHING, Answer, Network, answers
-from strategies.server.scoring import scores_refusal, usable_scores
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.shared_messages import ScoreSums
+from strategies.server.network import ANYTHING, Network, answers
+from strategies.server.scoring import Scoring
 
 DESCRIBE = "query.describe"
 
@@ -198,14 +204,15 @@ SCORES = dict.fromkeys(
     ],
 )
 def test_scores_that_cannot_be_are_refused(change: dict[str, Any], words: str | None) -> None:
-    reason = scores_refusal(Answer("1", {}, SCORES | change, {}), list(SCORES))
-    assert reason is None if words is None else words in str(reason)
+    with contextlib.nullcontext() if words is None else pytest.raises(ProtocolError, match=words):
+        ScoreSums.told(SCORES | change)
 
 
 def test_scores_of_another_task_are_their_sites_failure() -> None:
     _, net = met()
     other = dict.fromkeys(("count", "correct", "nll", "brier"), 1.0)
     none = dict.fromkeys(SCORES, 0.0)
-    answers = {str(k): Answer(str(k), {}, own, {}) for k, own in enumerate((SCORES, other, none))}
-    assert list(usable_scores(net, answers)) == ["0"]
+    scoring = Scoring(SimpleNamespace(network=net, preparation=SimpleNamespace(target_scale=1.0)))
+    found = scoring._figures({str(k): ScoreSums.told(own) for k, own in enumerate((SCORES, other, SCORES, none))})
+    assert [row["site"] for row in found["per_site"]] == ["0", "2"]
     assert [failure.site for failure in net.failures] == ["1"]

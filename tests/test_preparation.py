@@ -78,7 +78,7 @@ def test_levels_are_the_sorted_union_and_counts_add_up():
     p = np.array([5, 4, 1]) / 10
     assert found.arrays["input.mean"][1:] == pytest.approx(p)
     assert found.arrays["input.scale"][1:] == pytest.approx(np.sqrt(p * (1 - p)))
-    assert (found.num_examples, found.total) == ({"1": 4, "2": 6}, 10)
+    assert (found.rows, sum(found.rows.values())) == ({"1": 4, "2": 6}, 10)
 
 
 def test_without_standardisation_and_for_counts_units_stay():
@@ -108,7 +108,7 @@ def test_a_site_with_a_third_class_is_refused():
     assert list(found.refused) == ["a"]
     assert "`y`" in found.refused["a"]
     assert "Yes" not in found.refused["a"]
-    assert found.total == 16
+    assert sum(found.rows.values()) == 16
 
 
 def test_sites_that_differ_from_most_are_refused_by_column():
@@ -150,7 +150,7 @@ def test_a_malformed_description_is_refused_and_the_others_go_on(changed, schema
     found = agree({"bad": bad, "good": good})
     assert list(found.refused) == ["bad"]
     assert message in found.refused["bad"]
-    assert found.total == 10
+    assert sum(found.rows.values()) == 10
 
 
 SCHEMA = json.dumps(

@@ -1,4 +1,4 @@
-"""The page docs/deploy.md to the letter, over loopback; one kill of each kind."""
+"""The page docs/deploy.md to the letter, over a host name and between network namespaces; one kill of each kind."""
 
 import contextlib
 import json
@@ -35,6 +35,8 @@ class Federation:
 
     def __init__(self, root: Path, host: str, port: int) -> None:
         self.root, self.host, self.port = root, host, port
+        self.inside: dict[str, list[str]] = {}
+        """The words that run a command in the network of a machine."""
         self.background: list[subprocess.Popen[bytes]] = []
         for machine in ("coordinator", *SITES):
             (root / machine).mkdir()
@@ -42,7 +44,7 @@ class Federation:
     def words(self, machine: str, line: str) -> list[str]:
         """A line of the page as this machine types it."""
         line = line.replace(HOST, self.host).replace("north", machine if machine in SITES else "north")
-        return ["bash", "-c", line]
+        return [*self.inside.get(machine, []), "bash", "-c", line]
 
     def asked(self, machine: str, line: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
@@ -134,8 +136,42 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fede
     found.end()
 
 
-def test_the_page_to_the_letter(federation: Federation) -> None:
-    """A site that is revoked stays out."""
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
+    """The coordinator in one network namespace and the sites in another, which knows it by name."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("making network namespaces needs root and iproute2")
+    names = [f"fedgp-{word}-{os.getpid()}" for word in ("coordinator", "sites")]
+    hosts = [Path("/etc/netns") / name / "hosts" for name in names]
+    for name, path in zip(names, hosts, strict=True):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"127.0.0.1 localhost\n10.77.0.1 {HOST}\n")
+        ip(f"netns add {name}")
+    ip(f"link add fedgp0 netns {names[0]} type veth peer name fedgp1 netns {names[1]}")
+    for number, name in enumerate(names):
+        ip(f"-n {name} address add 10.77.0.{number + 1}/24 dev fedgp{number}")
+        for device in ("lo", f"fedgp{number}"):
+            ip(f"-n {name} link set {device} up")
+    found = Federation(tmp_path, HOST, 8000)
+    for machine in ("coordinator", *SITES):
+        found.inside[machine] = ["ip", "netns", "exec", names[machine in SITES]]
+    yield found
+    found.end()
+    for name, path in zip(names, hosts, strict=True):
+        ip(f"netns del {name}")
+        shutil.rmtree(path.parent)
+
+
+def ip(line: str) -> None:
+    """A command of iproute2."""
+    subprocess.run(["ip", *line.split()], check=True)
+
+
+@pytest.mark.parametrize("where", ["federation", "apart"])
+def test_the_page_to_the_letter(where: str, request: pytest.FixtureRequest) -> None:
+    """A site that is revoked stays out; a SuperNode that is not admitted says why in its last line."""
+    federation: Federation = request.getfixturevalue(where)
     federation.set_up({})
     run = " ".join([RUN[1], "num-server-rounds=1 method=fsgp", *TINY])
     assert "report.html" in federation.typed("coordinator", run)
@@ -145,6 +181,9 @@ def test_the_page_to_the_letter(federation: Federation) -> None:
     federation.typed("south", "fedgp doctor south")
     federation.typed("coordinator", "fedgp deploy revoke south")
     assert "south" not in federation.typed("coordinator", "fedgp deploy status")
+    refused = federation.asked("south", SITE[1])
+    assert refused.returncode == 1
+    assert "its key is not registered" in refused.stdout.splitlines()[-1]
 
 
 DYING = """

@@ -50,11 +50,11 @@ def asked(name: str, parts: int) -> tuple[dict[str, np.ndarray], float, dict[str
     rows = sites_of(model, x, y, parts)
     q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), whole=False, triangular=False)
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), plan), plain)
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), *plan), plain)
     assert all(not site.local for site in plain.values())  # nothing is learned at a site alone
     eta = named(q_global)
     assert state.bound is not None
-    return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan.seed, 1, 2, model.global_size))
+    return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -63,7 +63,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
         for k in range(sites)
     ]
     q_global, local = start_posteriors(model, rows, generator, whole=False, triangular=False)
-    noise = torch.tensor(global_noise(plan.seed, 1, 2, model.global_size))
+    noise = torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
     leaves = [{n: v.clone().requires_grad_() for n, v in named(q).items()} for q in (q_global, *local)]
     bound = torch.zeros((), dtype=torch.float64)
     for s in range(2):
@@ -81,7 +81,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
             bound = bound + (likelihood.sum() + prior.sum()) / 2
     expected = torch.autograd.grad(bound, [value for group in leaves for value in group.values()])
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), plan), plain)
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), *plan), plain)
     assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
     found = [gradient_of(state)[name] for name in leaves[0]]
     found += [site.local[name] for site in plain.values() for name in leaves[1]]

@@ -29,10 +29,11 @@ def test_a_flat_bound_ends_the_run_in_proportion():
         return strategy
 
     early, flat = at(20, Course()), Course([0.0] * 20, 20)
-    assert [early.horizon(), early.rate(41), early.finished(start())] == [100, 0.2, False]
+    assert [early.horizon(), early.finished(start())] == [100, False]
     assert early.converged(start()) is False
-    assert [at(20, flat).horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
-    assert strategy.rate(26) == pytest.approx(0.002)
+    assert [at(20, flat).horizon(), strategy.finished(start())] == [25, False]
+    rates = [strategy.options.rate(step, 25, flat=True) for step in (20, 25)]
+    assert rates == pytest.approx([0.2, 0.002])
     assert at(25, flat).finished(start())
     assert strategy.converged(start())
     assert at(90, Course([0.0] * 90, 90)).horizon() == 100
@@ -62,25 +63,34 @@ class Site:
 ROSTER = Roster({"a": 3, "b": 1, "c": 2}, ("a", "b", "c"), (), 4)
 
 
-@pytest.mark.parametrize("algorithm", [sfvi, sfvi_avg])
+def by_gradients(state):
+    return sfvi.one_round(state, ROSTER, *plan_of())
+
+
+def by_averages(state):
+    options, _, rate = plan_of()
+    return sfvi_avg.one_round(state, ROSTER, options, rate)
+
+
+@pytest.mark.parametrize("algorithm", [by_gradients, by_averages])
 def test_who_began_anew_is_counted_where_it_had_taken_part(algorithm):
     """b is new, and c comes back without its state."""
     sites = {"a": Site(), "b": Site(fresh=True), "c": Site(fresh=True)}
-    state, _ = drive(algorithm.one_round(start(trained=("a", "c")), ROSTER, plan_of()), sites)
+    state, _ = drive(algorithm(start(trained=("a", "c"))), sites)
     assert state.trained == ("a", "b", "c")
     assert state.fresh == 1
 
 
 def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
     sites = {name: Site(move=0.01) for name in "abc"}
-    stepped, figures = drive(sfvi.one_round(start(), ROSTER, plan_of()), sites)
+    stepped, figures = drive(by_gradients(start()), sites)
     np.testing.assert_allclose(stepped.parameters["q.mean"], [0.05, 0.05], rtol=1e-6)  # the rate, whatever the slope
     assert stepped.steps == 1
     assert figures == {
         "objective": pytest.approx((-6.0 + sfvi.server_term(start().parameters, start().prior, None)[0]) / 6)
     }
     sites = {"a": Site(move=0.01), "b": Site(move=0.03), "c": Site(move=0.05)}
-    averaged, figures = drive(sfvi_avg.one_round(stepped, ROSTER, plan_of()), sites)
+    averaged, figures = drive(by_averages(stepped), sites)
     mean = (3 * 0.01 + 0.03 + 2 * 0.05) / 6  # weighted by rows
     np.testing.assert_allclose(averaged.parameters["theta.noise"], 1.05 + mean, rtol=1e-6)
     assert (averaged.steps, averaged.bound) == (1, stepped.bound)

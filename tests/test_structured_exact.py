@@ -21,10 +21,10 @@ from structured_problems import (
 )
 
 from fedgp_flower.methods.family import (
-    expected_global_term,
+    GlobalPosterior,
+    global_term,
     named,
     on_the_wire,
-    sampled_global_term,
     unit_noise,
     with_named,
 )
@@ -33,7 +33,7 @@ from fedgp_flower.methods.sfvi.learner import gradients
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round, plus, server_term
-from strategies.sfvi_avg import average, factor
+from strategies.sfvi_avg import average
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
     features, targets, groups = children(generator)
     pooled = model.prepare(features, targets, groups)
     q_global, (q_local,) = start_posteriors(model, [pooled], generator)
-    noise = torch.tensor(global_noise(plan.seed, 1, 3, model.global_size))
+    noise = torch.tensor(global_noise(plan[1], 1, 3, model.global_size))
     noise_local = unit_noise(11, 0, pooled.keys, (draws, 3), 1)
 
     def bound(eta, own):
         local = model.site_term(pooled, eta, own, (noise, noise_local))
-        return sampled_global_term(model.prior_log_scale(), eta, noise) + local
+        return global_term(model.prior_log_scale(), eta, noise) + local
 
     value, slopes = gradients(model, q_global, q_local, bound)
     sent, kept = dealt(slopes)
@@ -83,7 +83,7 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
             chosen = torch.isin(groups, keys)
             rows = model.prepare(features[chosen], targets[chosen], groups[chosen])
             sites[str(len(sites))] = PlainSite(model, rows, split(own, [order])[0], draws=draws)
-        state, figures = drive(one_round(state_of(model, q_global), roster_of(sites), plan), sites)
+        state, figures = drive(one_round(state_of(model, q_global), roster_of(sites), *plan), sites)
         assert_close(gradient_of(state), sent)
         assert state.bound == pytest.approx(value, rel=1e-13)
         assert figures == {"objective": state.bound / len(targets)}
@@ -108,8 +108,8 @@ def test_the_server_s_term_needs_the_prior_s_arrays_alone(generator, triangular)
     noise = torch.randn(5, model.global_size, generator=generator, dtype=torch.float64)
     parameters = on_the_wire(model.theta() | named(q_global))
     for term, draws in (
-        (lambda eta, own: sampled_global_term(model.prior_log_scale(), eta, noise), noise.numpy()),
-        (lambda eta, own: expected_global_term(model.prior_log_scale(), eta), None),
+        (lambda eta, own: global_term(model.prior_log_scale(), eta, noise), noise.numpy()),
+        (lambda eta, own: global_term(model.prior_log_scale(), eta, None), None),
     ):
         value, found = server_term(parameters, prior_of(model), draws)
         expected, slopes = gradients(model, q_global, q_local, term)
@@ -153,7 +153,7 @@ def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generat
     """The conjugate model: the bound is log p(y) less what the inducing values leave open, and nothing pulls."""
     model, rows, q_global, q_local, exact_bound = conjugate_problem(generator)
     sites = {str(k): PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(sites), plan_of()), sites)
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(sites), *plan_of()), sites)
     assert state.bound == pytest.approx(exact_bound, abs=1e-9)
     assert max(np.abs(v).max() for n, v in gradient_of(state).items() if n.startswith("q.")) < 1e-9
     assert max(float(v.abs().max()) for site in sites.values() for v in site.local.values()) < 1e-9
@@ -187,7 +187,7 @@ def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_ba
     assert both["theta.noise"] == pytest.approx(2.5)
     np.testing.assert_allclose(both["q.mean"], (first.mean + 3 * second.mean) / 4, rtol=1e-13)
     s1, s2 = ((q.factor() @ q.factor().mT).numpy() for q in (first, second))
-    root = factor(both)
+    root = GlobalPosterior.of(both).factor().numpy()
     halves = []
     for s in (s1, s2):
         values, vectors = np.linalg.eigh(root.T @ s @ root)

@@ -154,7 +154,8 @@ class Guard:
         """Write the reply into the site's log, before it leaves."""
         path = audit.log_of(self.context.node_config)
         if path is not None:
-            audit.record(path, self.message, reply, self.rules.decisions, self.masked)
+            copy = str(self.context.node_config.get("audit-copy", ""))
+            audit.record(path, self.message, reply, self.rules.decisions, self.masked, copy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,8 @@ def register(
     with coordinator.flower() as flower:
         for path in keys:
             key, name = str(path.resolve()), path.stem
+            if name in coordinator.sites:
+                raise ConfigError(f"{name} is registered already; first: fedgp deploy revoke {name}")
             answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
             coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
             fingerprint = machines.fingerprint_of(path)
@@ -164,12 +166,15 @@ def join(
     test: Annotated[Path | None, typer.Option(help="rows to hold out; otherwise a share of the table")] = None,
     policy: Annotated[Path | None, typer.Option(help="what the site refuses; otherwise the default")] = None,
     folder: Annotated[Path | None, typer.Option(help="folder to make; otherwise the id of the site")] = None,
+    audit_copy: Annotated[str, typer.Option(help="second place of the audit log: `syslog`, or a file")] = "",
 ) -> None:
     """Make the keys, folder and service unit of this site, and check them."""
     given = {"data": data, "test-path": test, "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
-    site = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path})
+    place = str(Path(audit_copy).resolve()) if audit_copy not in ("", "syslog") else audit_copy
+    facts = {"audit-copy": place} if place else {}
+    site = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path}, facts)
     authority = machines.fingerprint_of(site.folder / "ca.crt")
     print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
     print(f"and runs the one app {site.facts['app']}: compare both with what the coordinator reads out")

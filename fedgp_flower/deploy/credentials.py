@@ -93,6 +93,7 @@ def _builder(
 ) -> x509.CertificateBuilder:
     """What the certificates of an authority and of a server have in common."""
     now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
     names = ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
     names += ["key_cert_sign", "crl_sign", "encipher_only", "decipher_only"]
     used = {"key_cert_sign", "crl_sign"} if authority else {"digital_signature"}
@@ -103,8 +104,8 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(min(now, end) - datetime.timedelta(minutes=5))
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
         .add_extension(usage, critical=True)

@@ -14,14 +14,16 @@ from pathlib import Path
 from cryptography import x509
 
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprint
+from fedgp_flower.deploy.wrapped import reason_of
 from fedgp_flower.errors import FedGPError, RunError
+from fedgp_flower.privacy import audit
 from fedgp_flower.run.check import check
 from fedgp_flower.run.registry import parse_config
 
 PACKAGES = ("fedgp-flower", "flwr", "torch")
 LEAST_SPACE = 1 << 30
 """Bytes of disk that a run needs."""
-SOON = datetime.timedelta(days=30)
+SOON, LATELY = datetime.timedelta(days=30), datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ def of_site(site: SiteFolder) -> list[Finding]:
         _checked("table", lambda: _table(Path(str(site.facts["data"])))),
         *_machine(site.folder, str(site.facts["superlink"]), secrets),
         _checked("app", lambda: _app(str(site.facts["app"]))),
+        _checked("log", lambda: _log(site.folder / "state" / "audit.jsonl")),
     ]
 
 
@@ -101,7 +104,7 @@ def _reachable(address: str, authority: Path) -> str:
         ):
             return f"{address} answers with {secure.version()} and a certificate of the authority"
     except ssl.SSLCertVerificationError as error:
-        raise RunError(f"{address}: {error.verify_message}; ask the coordinator for a new invitation") from None
+        raise RunError(f"{address}: {reason_of(str(error))}") from None
     except OSError as error:
         reason = error.strerror or error
         raise RunError(
@@ -114,6 +117,23 @@ def _valid(path: Path) -> str:
     if end - datetime.datetime.now(datetime.UTC) < SOON:
         raise RunError(f"{path} ends on {end:%Y-%m-%d}: fedgp deploy rotate, then start the SuperLink again")
     return f"good until {end:%Y-%m-%d}"
+
+
+def _log(path: Path) -> str:
+    """Whether the log is whole, and whether what the site was asked lately was refused."""
+    if not path.exists():
+        return "nothing has left this site yet"
+    log = audit.read(path)
+    if log.problems:
+        raise RunError(f"{path}: {log.problems[0]}")
+    since = (datetime.datetime.now(datetime.UTC) - LATELY).isoformat()
+    refused = [line for line in log.lines if line["refused"] and line["time"] > since]
+    if refused:
+        raise RunError(
+            f"{len(refused)} messages of the last {LATELY.days} days were refused, the latest because"
+            f" {refused[-1]['refused']}; all of them: fedgp audit {path}"
+        )
+    return f"{len(log.lines)} answers have left this site; none was refused in the last {LATELY.days} days"
 
 
 def _app(pinned: str) -> str:

@@ -70,7 +70,18 @@ ProtectSystem=strict
 ProtectHome=tmpfs
 ProtectKernelTunables=true
 ProtectControlGroups=true
+ProtectKernelModules=true
+ProtectKernelLogs=true
+ProtectClock=true
+ProtectHostname=true
+ProtectProc=invisible
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+RestrictNamespaces=true
+RestrictSUIDSGID=true
+RestrictRealtime=true
+LockPersonality=true
+SystemCallArchitectures=native
+UMask=0077
 BindPaths={folder}
 BindReadOnlyPaths={readable}
 
@@ -179,12 +190,14 @@ class SiteFolder:
     """``site``, ``superlink``, ``app``, ``data`` and further keys of the node configuration."""
 
     @staticmethod
-    def join(invitation: Path, folder: Path | None, given: Mapping[str, Path]) -> SiteFolder:
-        """Make keys and a folder from an invitation and the site's files."""
+    def join(
+        invitation: Path, folder: Path | None, given: Mapping[str, Path], facts: Mapping[str, str] | None = None
+    ) -> SiteFolder:
+        """Make keys and a folder from an invitation, the site's files and further keys of its node configuration."""
         content = _of_known_shapes(_read(invitation, "fedgp deploy invite"), str(invitation))
         site = content["site"]
         place = (folder or Path(site)).resolve()
-        for path in (place, *given.values()):
+        for path in (place, *given.values(), *(facts or {}).values()):
             if re.search(r"[\"'\\\n\r]", str(path)):
                 raise ConfigError(f"{path}: a SuperNode takes no path with a quotation mark or a backslash; rename it")
         _new(place, "state", "bin")
@@ -194,7 +207,7 @@ class SiteFolder:
         script = place / "bin" / "flower-superexec"
         script.write_text(f'#!/bin/sh\nexec {shlex.join([*WRAPPED, "superexec"])} "$@"\n')
         script.chmod(0o700)
-        facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
+        facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}, **(facts or {})}
         _write(place / "site.toml", facts)
         write_units(place, f"site-{site}", ["site", "serve", str(place)], list(given.values()))
         return SiteFolder(place, facts)
@@ -227,7 +240,9 @@ class SiteFolder:
             "data-path": str(self.facts["data"]),
             "state-dir": str(self.folder / "state"),
         }
-        values |= {key: str(self.facts[key]) for key in ("test-path", "policy", "label") if key in self.facts}
+        values |= {
+            key: str(self.facts[key]) for key in ("test-path", "policy", "label", "audit-copy") if key in self.facts
+        }
         trust = self.folder / "trust.toml"
         return values | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
 

@@ -40,6 +40,14 @@ PIN = "FEDGP_APP"
 """Variable with the fingerprint of the approved app, or the word ``any``."""
 CONTROL = "FEDGP_CONTROL"
 """Variable with the port of the loopback interface that operators use."""
+REASONS = {
+    "Failed to activate": "its key is not registered (the coordinator: fedgp deploy register NAME.pub), or another"
+    " SuperNode with the same key is running",
+    "certificate has expired": "the SuperLink's certificate has expired (the coordinator: fedgp deploy rotate, then"
+    " start the SuperLink again)",
+    "certificate verify failed": "the SuperLink's certificate is not of the authority in the invitation, or is for"
+    " another host name; ask the coordinator for a new invitation",
+}
 LIBRARIES = ("flwr.clientapp", "flwr.supernode.cli", "flwr.supernode.runtime.run_clientapp", "pandas", "gpytorch")
 OURS = ("fedgp_flower", "strategies")
 
@@ -85,7 +93,7 @@ def for_sites(app: Callable[..., Any], port: int) -> Callable[..., Any]:
 
 
 def supernode() -> None:
-    """Run Flower's ``flower-supernode`` for one app."""
+    """Run Flower's ``flower-supernode`` for one app; where it ends by itself, its last line says why."""
     from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
@@ -97,7 +105,22 @@ def supernode() -> None:
         _verify_fab=lambda fab, trusted: True,  # approving() has judged it
         time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK))),
     )
-    flower_supernode()
+    leave, reasons = vars(fleet_http_connection)["flwr_exit"], list[str]()
+
+    def leaving(code: int, message: str, **rest: Any) -> None:
+        reasons.append(f"this SuperNode has ended: {reason_of(message)}")
+        leave(code, message, **rest)
+
+    vars(fleet_http_connection)["flwr_exit"] = leaving
+    try:
+        flower_supernode()
+    finally:
+        print(*reasons, sep="\n", flush=True)
+
+
+def reason_of(message: str) -> str:
+    """Why a SuperNode has no connection, and what to do: from Flower's message."""
+    return next((words for shown, words in REASONS.items() if shown in message), message.splitlines()[-1])
 
 
 def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | None]:

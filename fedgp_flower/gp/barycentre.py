@@ -14,27 +14,16 @@ import scipy.linalg
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.typing import Array
 
+TOLERANCE = 1e-10
+"""Of the whitened gap."""
 NEAR = 0.7
 """Whitened gap below which Newton steps are tried."""
 MOST_INNER = 100
 """Conjugate gradients in a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Barycentre:
-    """A Gaussian and how it was found."""
-
-    mean: Array  # [M]
-    factor: Array  # [M, M] lower triangular with a positive diagonal, or [M] scales
-    iterations: int
-    residual: float
-    """Whitened gap ‖F⁻¹(F' − F)‖ to the fixed point; 0 for the closed form."""
-
-
-def barycentre(
-    means: Array, factors: Array, weights: Array, *, tolerance: float = 1e-10, max_iterations: int = 100
-) -> Barycentre:
-    """The Gaussian that minimises Σₖ wₖ W₂²(·, N(mₖ, Sₖ)), weights [K] divided by their sum.
+def barycentre(means: Array, factors: Array, weights: Array, *, max_iterations: int = 100) -> tuple[Array, Array]:
+    """Mean and factor of the Gaussian that minimises Σₖ wₖ W₂²(·, N(mₖ, Sₖ)), weights [K] divided by their sum.
 
     Its mean is Σ wₖ mₖ and its covariance S = F Fᵀ solves S = Σ wₖ (S^½ Sₖ S^½)^½. Scales [K, M] have the closed form
     σ = Σ wₖ σₖ. For factors [K, M, M] the fixed point of Álvarez-Esteban et al. (2016),
@@ -42,22 +31,23 @@ def barycentre(
         F' = Σ wₖ Lₖ polar(LₖᵀF) = F,   polar(U p Vᵀ) = U Vᵀ,
 
     is sought from F = chol(Σ wₖ Sₖ) by the steps of :func:`_newton`, and by F ← F' where such a step leads farther
-    away. The iteration ends at ‖F⁻¹(F' − F)‖ ≤ ``tolerance``, which sees every direction alike.
+    away. The iteration ends at ‖F⁻¹(F' − F)‖ ≤ :data:`TOLERANCE`, which sees every direction alike. F is lower
+    triangular with a positive diagonal then.
     """
-    weights = _normalised(means, factors, weights)
+    weights = weights / weights.sum()
     mean = weights @ means
     if factors.ndim == 2:
-        return Barycentre(mean, weights @ factors, 1, 0.0)
+        return mean, weights @ factors
     stacked = (np.sqrt(weights)[:, None, None] * factors.mT).reshape(-1, means.shape[1])
     now = _at(_lower(stacked.T), factors, weights)  # a factor of Σ wₖ Sₖ
-    for iteration in range(1, max_iterations + 1):
-        if now.residual <= tolerance:
-            return Barycentre(mean, _lower(now.factor), iteration, now.residual)
+    for _ in range(max_iterations):
+        if now.residual <= TOLERANCE:
+            return mean, _lower(now.factor)
         tried = _at(now.factor + _newton(now, weights), factors, weights) if now.residual < NEAR else None
         if tried is None or not tried.residual < now.residual:
             tried = _at(now.mapped, factors, weights)
         now = tried
-    gap = f"whitened gap {now.residual:.1e} after {max_iterations} steps, wanted {tolerance:.1e}"
+    gap = f"whitened gap {now.residual:.1e} after {max_iterations} steps, wanted {TOLERANCE:.1e}"
     raise NumericsError(f"barycentre of {len(means)} Gaussians did not converge: {gap}. Use diagonal factors.")
 
 
@@ -128,18 +118,3 @@ def _lower(factor: Array) -> Array:
     lower = upper[: len(factor)].T
     signs = np.sign(np.diagonal(lower))
     return np.asarray(lower * signs, dtype=np.float64)
-
-
-def _normalised(means: Array, factors: Array, weights: Array) -> Array:
-    expected = (means.shape, (*means.shape, means.shape[-1]))
-    if means.ndim != 2 or factors.shape not in expected or weights.shape != means.shape[:1]:
-        shapes = f"found {means.shape}, {factors.shape} and {weights.shape}."
-        raise NumericsError(f"barycentre wants means [K, M], factors [K, M] or [K, M, M] and weights [K]; {shapes}")
-    if not all(np.isfinite(values).all() for values in (means, factors, weights)):
-        raise NumericsError(f"barycentre of {len(means)} Gaussians: a value is not finite. Leave out that site.")
-    if (weights < 0).any() or weights.sum() <= 0:
-        raise NumericsError(f"barycentre wants nonnegative weights with a positive sum, shape {weights.shape}.")
-    scales = factors if factors.ndim == 2 else np.linalg.svd(factors, compute_uv=False)
-    if (scales.min(-1) <= 0).any():
-        raise NumericsError(f"barycentre of {len(means)} Gaussians: a covariance factor is singular.")
-    return np.asarray(weights / weights.sum(), dtype=np.float64)

@@ -25,7 +25,6 @@ from fedgp_flower.typing import Array
 
 LOG_RANGE = 14.0
 """Optimisers keep logarithms of hyperparameters within ± this, where kernel matrices have a factor in float64."""
-
 LEAST_CURVATURE = 0.25
 """Of a log posterior along any direction, that of the widest prior: where rows leave a logarithm open, its sd is 2."""
 
@@ -51,7 +50,7 @@ def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
             [1., 2.]])
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if not bool((info == 0).all()):
+    if bool(info.any()):
         raise NumericsError(_indefinite(matrix, of, hint))
     return factor
 
@@ -61,10 +60,10 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
 
     K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
     """
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    stabilised = matrix + (jitter * variance)[..., None, None] * eye
+    stabilised = matrix.clone()
+    stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
     factor, info = torch.linalg.cholesky_ex(stabilised)
-    if bool((info == 0).all()):
+    if not bool(info.any()):
         return factor
     if (counter := _repairs.get()) is not None:
         counter[of] += 1
@@ -93,7 +92,7 @@ def symmetric(matrix: Tensor) -> Tensor:
 def laplace_deviations(curvature: Array, *, prior: float) -> Array:
     """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter.
 
-    Along a direction in which H [P, P] is negative only the prior counts.
+    Along a direction in which H is negative only the prior counts.
 
     >>> laplace_deviations(np.diag([3.0, -5.0]), prior=1.0)
     array([0.5, 1. ])

@@ -51,8 +51,8 @@ class SparseSums:
 
     def factor(self, noise: float) -> Square:
         """The Cholesky factor of B = I + A/σ²."""
-        eye = torch.eye(len(self.projection), dtype=torch.float64)
-        b = eye + symmetric(torch.as_tensor(self.gram)) / noise
+        b = torch.as_tensor(self.gram) / noise
+        b.diagonal().add_(1)
         return cholesky(b, of="B = I + A/σ²", hint="The sums are not those of real rows.")
 
 
@@ -99,19 +99,17 @@ def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
     Sites finish the chain rule, dF/dw = Σ_k [⟨∂F/∂A, dA_k/dw⟩ + ⟨∂F/∂b, db_k/dw⟩ + ∂F/∂c dc_k/dw].
     """
     noise = math.exp(log_noise)
-    factor = sums.factor(noise)
-    gram, projection, squares, prior_variance, count = map(torch.as_tensor, vars(sums).values())
+    factor, projection = sums.factor(noise), torch.as_tensor(sums.projection)
     inverse = torch.cholesky_inverse(factor)  # it is part of the answer
-    direction = torch.cholesky_solve(projection[:, None], factor)[:, 0] / noise
-    explained, trace = projection @ direction, inverse.diagonal().sum()
-    left = (squares - explained + prior_variance - gram.diagonal().sum()) / noise
+    direction = torch.cholesky_solve(projection[:, None], factor)[:, 0].numpy() / noise
+    unexplained = sums.target_squares - sums.projection @ direction + sums.prior_variance - np.trace(sums.gram)
+    left, trace = float(unexplained) / noise, float(inverse.diagonal().sum())
     determinant = 2 * factor.diagonal().log().sum()
-    value = -0.5 * (count * math.log(2 * math.pi * noise) + determinant + left)
-    by_noise = -0.5 * (count - len(factor) + trace - left + direction.square().sum())
-    by_gram = torch.outer(direction, direction).add_(inverse).neg_()
+    value = -0.5 * (float(sums.count) * math.log(2 * math.pi * noise) + float(determinant) + left)
+    by_noise = -0.5 * (float(sums.count) - len(factor) + trace - left + float(direction @ direction))
+    by_gram = inverse.addr_(*[torch.from_numpy(direction)] * 2).neg_()
     by_gram.diagonal().add_(1)
-    by_sums = (by_gram / (2 * noise)).numpy(), (direction / noise).numpy(), np.array(-0.5 / noise)
-    return BoundGradient(*by_sums, float(value), float(by_noise))
+    return BoundGradient((by_gram / (2 * noise)).numpy(), direction / noise, np.array(-0.5 / noise), value, by_noise)
 
 
 def exact_posterior(sums: SparseSums, noise: float) -> WhitenedPosterior:

@@ -129,19 +129,17 @@ class LocalPosterior:
         return replace(self, mean=self.mean + self.coupling @ (new_mean - old_mean))
 
 
-def sampled_global_term(
-    log_scale: Float[Tensor, " M"], q_global: GlobalPosterior, noise_global: Float[Tensor, "S M"]
+def global_term(
+    log_scale: Float[Tensor, " M"], q_global: GlobalPosterior, noise: Float[Tensor, "S M"] | None
 ) -> Scalar:
-    """The server's bracket log p_θ(Z_G) − log q(Z_G), p_θ = N(0, diag s²), averaged over draws.
+    """The server's bracket E[log p_θ(Z_G) − log q(Z_G)], p_θ = N(0, diag s²), in closed form or averaged over draws.
 
-    The parameters inside log q are held constant (sticking the landing, Roeder et al. 2017).
+    It is H(q) − ½ Σ [(Σ_ii + μ_i²) / s_i² + 2 log s_i + log 2π]. Where draws stand in for it, the parameters inside
+    log q are held constant (sticking the landing, Roeder et al. 2017).
     """
-    z_global = q_global.transform(noise_global)
-    return (normal_log_density(z_global, log_scale, None) - held(q_global).log_density(z_global)).mean()
-
-
-def expected_global_term(log_scale: Float[Tensor, " M"], q_global: GlobalPosterior) -> Scalar:
-    """−KL(q(Z_G) ‖ N(0, diag s²)) = H(q) − ½ Σ [(Σ_ii + μ_i²) / s_i² + 2 log s_i + log 2π]."""
+    if noise is not None:
+        z_global = q_global.transform(noise)
+        return (normal_log_density(z_global, log_scale, None) - held(q_global).log_density(z_global)).mean()
     second = q_global.factor().square().sum(-1) + q_global.mean.square()
     cross = 0.5 * (second * (-2 * log_scale).exp() + 2 * log_scale + math.log(2 * math.pi)).sum()
     return q_global.entropy() - cross

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import syslog
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -38,8 +39,10 @@ def log_of(node_config: Facts) -> Path | None:
     return None
 
 
-def record(path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool) -> None:
-    """Write down a reply before it leaves."""
+def record(
+    path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool, copy: str = ""
+) -> None:
+    """Write down a reply before it leaves; ``copy`` is a second place, ``syslog`` or a file."""
     content, asked = reply.content, message.content.config_records["config"]
     said = content.config_records.get("config", ConfigRecord())
     arrays = numpy_arrays(content.array_records.get("arrays", ArrayRecord()))
@@ -66,7 +69,12 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            _append(file, path, line)
+            text = _append(file, path, line)
+            if copy == "syslog":
+                syslog.syslog(syslog.LOG_INFO | syslog.LOG_AUTH, f"fedgp {text}")
+            elif copy:
+                with Path(copy).open("a", encoding="utf-8") as second:
+                    second.write(text)
     except OSError as error:
         raise RunError(f"the audit log of this site cannot be written ({error.strerror})") from error
     except (ValueError, KeyError, FedGPError) as error:
@@ -80,8 +88,8 @@ def _shape_and_norm(array: np.ndarray) -> dict[str, object]:
     return {"shape": list(array.shape), "norm": norm if np.isfinite(norm) else None}
 
 
-def _append(file: FileIO, path: Path, line: Facts) -> None:
-    """Add a line as a whole or not at all; what a full disk or a kill left of one said nothing, since no reply left."""
+def _append(file: FileIO, path: Path, line: Facts) -> str:
+    """Add a line as a whole or not at all, and return it. Half a line of a full disk or a kill stood for no reply."""
     last = _last_line(file)
     before: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
     number = before["line"] + 1
@@ -89,7 +97,8 @@ def _append(file: FileIO, path: Path, line: Facts) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     end = file.seek(0, os.SEEK_END)
     try:
-        rest = f'{text[:-1]}, "hash": "{digest}"}}\n'.encode()
+        whole = f'{text[:-1]}, "hash": "{digest}"}}\n'
+        rest = whole.encode()
         while rest:
             rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
@@ -97,6 +106,7 @@ def _append(file: FileIO, path: Path, line: Facts) -> None:
     except BaseException:
         file.truncate(end)
         raise
+    return whole
 
 
 def _last_line(file: FileIO) -> bytes:

@@ -6,7 +6,6 @@ A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every 
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import hashlib
 import io
@@ -20,7 +19,7 @@ import secrets
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
@@ -185,15 +184,13 @@ class RunFolder:
 
     def write_posterior(self, posterior: Posterior) -> None:
         """Write ``posterior.safetensors`` and its description ``posterior.json``."""
-        of_arrays = {"coordinates": posterior.coordinates, "meaning": posterior.meanings}
-        arrays = {
-            name: {"shape": list(array.shape), **{part: words[name] for part, words in of_arrays.items()}}
-            for name, array in posterior.arrays.items()
-        }
-        apart = {"arrays", "coordinates", "meanings"}
-        rest = {f.name: getattr(posterior, f.name) for f in fields(posterior) if f.name not in apart}
+        content = asdict(replace(posterior, arrays={}))
+        coordinates, meanings = content.pop("coordinates"), content.pop("meanings")
+        for name, array in posterior.arrays.items():
+            described = {"shape": list(array.shape), "coordinates": coordinates[name], "meaning": meanings[name]}
+            content["arrays"][name] = described
         write_arrays(self.path / "posterior.safetensors", posterior.arrays)
-        write_json(self.path / "posterior.json", {"arrays": arrays, **rest})
+        write_json(self.path / "posterior.json", content)
 
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
         """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
@@ -259,12 +256,9 @@ class RunFolder:
 
     def _write_history(self) -> None:
         """Cells that a row lacks, and NaN, are empty."""
-        text = io.StringIO()
         columns = dict.fromkeys((*HISTORY_COLUMNS, *itertools.chain.from_iterable(self._history)))
-        writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: "" if math.isnan(v) else v for k, v in row.items()} for row in self._history)
-        write_bytes(self.path / "history.csv", text.getvalue().encode())
+        table = pd.DataFrame(self._history, columns=list(columns), dtype=object)
+        write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())
 
 
 def read_run(path: Path) -> RunData:
@@ -360,20 +354,10 @@ def _require_resumable(path: Path, config: RunConfig) -> None:
     if not (path / "config.toml").exists():
         raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
     before, now = _read_config(path), config.flat()
-    differing = [key for key in sorted(before.keys() | now.keys()) if _matters(config, key, before.get(key))]
-    if differing:
+    keys = sorted((before.keys() | now.keys()) - config.passing)
+    if differing := [key for key in keys if before.get(key) != now.get(key)]:
         changes = "; ".join(f"`{key}` was {before.get(key)!r}, now {now.get(key)!r}" for key in differing)
         raise RunError(f"cannot resume {path} with another configuration: {changes}. Start afresh under another `name`")
-
-
-def _matters(config: RunConfig, key: str, before: Value | None) -> bool:
-    """Whether the value the key had makes another run of it; keys like ``num-server-rounds`` may change."""
-    if config.flat().get(key) == before:
-        return False
-    name = key.replace("-", "_")
-    if before is None or name not in type(config).model_fields:
-        return True
-    return config.model_copy(update={name: before}).digest() != config.digest()
 
 
 def _read_config(path: Path) -> dict[str, Value]:

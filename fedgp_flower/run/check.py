@@ -72,5 +72,5 @@ def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> C
         return Checked({}, (*problems, *([str(error)] if described else [])))
     problems += [f"{site}: {reason}" for site, reason in agreement.refused.items()]
     problems += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
-    counted = {"sites": len(agreement.num_examples), "rows": agreement.total, "inputs": len(agreement.names)}
+    counted = {"sites": len(agreement.rows), "rows": sum(agreement.rows.values()), "inputs": len(agreement.names)}
     return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems), tuple(suspected))

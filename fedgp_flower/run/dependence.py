@@ -145,6 +145,4 @@ def _outcome(posterior: Predictor, f: Array) -> Array:
     """The outcome at values of f, elementwise."""
     if posterior.saved.likelihood in {"bernoulli", "poisson"}:
         return ndtr(f) if posterior.saved.likelihood == "bernoulli" else np.exp(f)
-    agreed = posterior.preparation
-    values = f * agreed.target_scale + agreed.target_mean
-    return values if agreed.transform is None else agreed.transform.inverse(values)
+    return posterior.units.values(f)

@@ -19,7 +19,6 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.models import GP
 from pydantic import ValidationError
-from scipy.special import ndtri
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.dates import source
@@ -40,7 +39,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import RunData, read_run
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
-from fedgp_flower.scores import count_quantiles, transformed_moments, transformed_quantiles
+from fedgp_flower.scores import TargetUnits, count_quantiles
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Predictor:
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
-        """The posterior in a run's folder; see :meth:`of`."""
+        """The posterior in a run's folder."""
         return Predictor.of(read_run(run))
 
     @staticmethod
@@ -161,7 +160,7 @@ class Predictor:
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
-        return self._moments(*self._standardised_at(inputs))
+        return self.units.moments(*self._standardised_at(inputs))
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
@@ -170,22 +169,16 @@ class Predictor:
     def _standardised_at(self, inputs: Array) -> tuple[Array, Array]:
         return self.standardised((inputs - self.preparation.input_mean) / self.preparation.input_scale)
 
-    def _modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
-        """Moments of the target, or of what a transformation makes of it, without standardisation."""
+    @property
+    def units(self) -> TargetUnits:
+        """From the standardised target to the units of the data."""
         agreed = self.preparation
-        return mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
-
-    def _moments(self, mean: Array, sd: Array) -> tuple[Array, Array]:
-        moments, transform = self._modelled(mean, sd), self.preparation.transform
-        return moments if transform is None else transformed_moments(*moments, transform)
+        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
     def _quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-        mean, sd = self._modelled(mean, sd)
         if self.saved.likelihood == "poisson":
-            return count_quantiles(mean, sd, levels)
-        if self.preparation.transform is not None:
-            return transformed_quantiles(mean, sd, levels, self.preparation.transform)
-        return mean + sd * ndtri(np.array(levels))[:, None]
+            return count_quantiles(*self.units.modelled(mean, sd), levels)
+        return self.units.quantiles(mean, sd, levels)
 
     def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
@@ -210,7 +203,7 @@ class Predictor:
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
-        values = (*self._moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
+        values = (*self.units.moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
         return pd.DataFrame(dict(zip(names, values, strict=True)))
 
     def inputs(self, frame: pd.DataFrame) -> Rows:
@@ -227,12 +220,12 @@ class Predictor:
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
             raise RunError(f"with `transform.target` = '{name}' nothing is normal in units of the target: use `sample`")
-        draws, inputs = self.draws(), self.inputs(frame)
-        if noise and not isinstance(draws[0][1], GaussianLikelihood):
+        draws, inputs = self.to_gpytorch_draws(), self.inputs(frame)
+        if noise and not isinstance(draws[0].likelihood, GaussianLikelihood):
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
         found = evenly([likelihood(model(inputs)) if noise else model(inputs) for model, likelihood in draws])
-        return Transforms.of(self.saved.arrays).original(found)
+        return draws[0].transforms.original(found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
@@ -240,7 +233,7 @@ class Predictor:
         With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
         The same seed gives the same draws.
         """
-        draws, inputs, found = self.draws(), self.inputs(frame), []
+        draws, inputs, found = self.to_gpytorch_draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randint(len(draws), (count,), generator=generator).bincount(minlength=len(draws)).tolist()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -250,8 +243,7 @@ class Predictor:
                 found.append(likelihood(latent).sample() if noise else latent)
         values = torch.cat(found)[torch.randperm(count, generator=generator)].double().numpy()
         gaussian = not noise or self.saved.likelihood in {"gaussian", "student-t"}
-        original = self._modelled(values, values)[0] if gaussian else values
-        return original if self.preparation.transform is None else self.preparation.transform.inverse(original)
+        return self.units.values(values) if gaussian else values
 
     def to_gpytorch(self) -> Exported:
         """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
@@ -274,17 +266,13 @@ class Predictor:
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """The components of the mixture that predicts, all of the same weight; one where nothing is drawn."""
-        transforms = Transforms.of(self.saved.arrays)
-        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
-
-    def draws(self) -> Sequence[tuple[GP, Likelihood]]:
-        """What :meth:`to_gpytorch_draws` is made of."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
                 " process that can be exported to GPyTorch. Use `predict`"
             )
-        return self.standardised.export()
+        transforms = Transforms.of(self.saved.arrays)
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.standardised.export())
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):

@@ -77,9 +77,9 @@ def federated(model: SparseGP, parts: Parts) -> tuple[float, Array]:
     """Bound per row and its gradient in Z, as sites and server compute them."""
     whitener = Whitener(model)
     total = reduce(operator.add, (pooled_sums(model, x, y, whitener) for x, y in parts))
-    bound = bound_gradient(total, float(model.noise.detach().log()))
+    bound = bound_gradient(total, model.log_noise)
     shares = [rows_gradient(model, x, y, bound, whitener) for x, y in parts]
-    shares.append(inducing_gradient(model, total, bound))
+    shares.append(inducing_gradient(model, total, bound, whitener))
     count = sum(len(y) for _, y in parts)
     gradient: Array = sum(own["inducing.locations"] for own in shares) / count
     return bound.value / count, gradient

@@ -54,7 +54,7 @@ def evaluated(rows: int) -> Iterator[Row]:
         x, y = site_rows(number, count)
         summand = timed("sums", lambda x=x, y=y: pooled_sums(model, x, y, sums_at))
         total = summand if total is None else total + summand
-    bound = timed("server", lambda: bound_gradient(total, float(model.noise.detach().log())))
+    bound = timed("server", lambda: bound_gradient(total, model.log_noise))
     assert total is not None
     timed("server", lambda: inducing_gradient(model, total, bound))
     for number in range(SITES):

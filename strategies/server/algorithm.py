@@ -10,14 +10,15 @@ from typing import Any, ClassVar, Generic, cast
 
 import numpy as np
 
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
+from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.shared_messages import Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
-from strategies.server.enrolment import Enrolment
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Figures, Predicted, Roster, S
+from strategies.server.questions import Asking, Figures, Predicted, Roster, S, Total
 from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
 from strategies.server.totals import Masking
@@ -48,11 +49,7 @@ class Rise:
 
 
 def rise(values: Sequence[float]) -> Rise | None:
-    """The line through the latest half of ``values``; None before there are enough.
-
-    >>> rise([0.1 * k for k in range(30)]).flat, rise([1.0] * 30).flat
-    (False, True)
-    """
+    """The line through the latest half of ``values``, ten at least; None before there are enough."""
     rounds = max(LEAST, len(values) // 2)
     if len(values) < rounds:
         return None
@@ -69,9 +66,9 @@ def rise(values: Sequence[float]) -> Rise | None:
 class Course:
     """The values of a noisy bound so far, and the round after which they were flat for the first time.
 
-    Over the latest half of the rounds, ten at least, a straight line is fitted. The bound counts as flat once its rise
-    along that window, and three standard errors more, is below two standard deviations of a single value around the
-    line, or below :data:`NOTHING`. Of series that rise by two deviations in ten rounds one in fifty is taken for flat.
+    The bound counts as flat once its rise along the latest half of the rounds, and three standard errors more, is below
+    two standard deviations of a value around the line, or below :data:`NOTHING`. Of series that rise by two deviations
+    in ten rounds one in fifty is taken for flat.
     """
 
     values: list[float] = field(default_factory=list)
@@ -91,11 +88,7 @@ class Course:
 
 
 class Algorithm(ABC, Generic[S]):
-    """A method: how its state begins, what a round asks, and what a state predicts with.
-
-    A subclass names its ``method``, its ``options_class`` and its ``state_class``, and supplies :meth:`initialise`,
-    :meth:`one_round` and :meth:`predictive`. All else has a default.
-    """
+    """A method: how its state begins, what a round asks, and what a state predicts with; all else has a default."""
 
     method: ClassVar[str]
     options_class: ClassVar[type[MethodOptions]] = MethodOptions
@@ -106,6 +99,9 @@ class Algorithm(ABC, Generic[S]):
     """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
     """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
+    anneals: ClassVar[tuple[float, float] | None] = None
+    """Of a rate that falls at the end: the share of the planned rounds in which steps are long enough for the watched
+    figure to say something, and that of all rounds which those before it was flat make up."""
     predicts = True
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
@@ -150,7 +146,7 @@ class Algorithm(ABC, Generic[S]):
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         return replace(cast(Any, state), parameters=given)
 
-    def adjusted(self, preparation: Enrolment) -> Enrolment:
+    def adjusted(self, preparation: Agreement) -> Agreement:
         """The agreed standardisation, changed where the model needs another one."""
         return preparation
 
@@ -159,15 +155,26 @@ class Algorithm(ABC, Generic[S]):
         return {}
 
     def finished(self, state: S) -> bool:
-        """Whether more rounds change nothing."""
+        """Whether more rounds change nothing: none train, or the rate has come down since the figure was flat."""
+        if self.anneals and self.course.flat_from is not None:
+            return self.round >= self.horizon()
         return not self.trains and self.round > 0
+
+    def horizon(self) -> int:
+        """The round in which the rate ends: as planned, or soon after the watched figure was flat."""
+        flat = self.course.flat_from
+        if flat is None or self.anneals is None:
+            return self.planned_rounds
+        return min(self.planned_rounds, math.ceil(flat / self.anneals[1]))
 
     def watching(self) -> bool:
         """Whether this round's figure says anything: not where steps are made small on purpose."""
-        return True
+        return self.anneals is None or self.round <= self.anneals[0] * self.planned_rounds
 
     def converged(self, state: S) -> bool | None:
         """Whether training had come to its end by itself; None where the method cannot tell."""
+        if self.anneals:
+            return self.course.flat_from is not None
         return self.course.flat if self.watched else None
 
     def exchanges_to_come(self, state: S) -> int | None:
@@ -179,9 +186,11 @@ class Algorithm(ABC, Generic[S]):
         return []
 
     def final(self, state: S, roster: Roster) -> Asking[Json]:
-        """Facts for ``metrics.json`` that sites are asked for after training."""
-        yield from ()
-        return {}
+        """Facts for ``metrics.json`` that sites are asked for after training; here which class was taken for which."""
+        if not self.options.numbers_classes(self.config.model):
+            return {}
+        summed = yield Total(Confusion, self.scoring.predicted.request)
+        return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
 
     def details(self) -> Json:
         """Facts of the method as ``metrics.json`` has them, those that sites are asked for among them."""
@@ -203,7 +212,7 @@ class Algorithm(ABC, Generic[S]):
         return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
 
     @property
-    def preparation(self) -> Enrolment:
+    def preparation(self) -> Agreement:
         """The columns and scales that the sites agreed on."""
         return self.session.preparation
 

@@ -11,6 +11,7 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums
 from fedgp_flower.typing import Json
+from strategies.server import enrolment
 from strategies.server.algorithm import Algorithm
 from strategies.server.network import Failure, Traffic
 from strategies.server.questions import S
@@ -65,7 +66,7 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
         "round": network.round,
         "seconds": clock.seconds,
         "merged": merged,
-        "preparation": preparation.facts(),
+        "preparation": enrolment.facts_of(preparation),
     }
     return Snapshot({**preparation.arrays, **arrays}, facts)
 
@@ -95,13 +96,11 @@ def dataset_of(session: Session) -> str:
 
 
 def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
-    """Ask for the comparisons and rows that the configuration wants, and put the figures of the run together.
-
-    ``scored_by`` is how many sites answered the closing evaluation.
-    """
+    """Ask for what the configuration wants besides, and put the figures of the run together."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, wanted = algorithm.preparation, session.config.baselines
-    predictions, posterior = scoring.predictions(algorithm.predicts), scoring.predicted.posterior
+    predicts = algorithm.predicts and not algorithm.options.numbers_classes(session.config.model)
+    predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
     scoring.local_only = scoring.baseline(LocalScoreSums, Nothing()) if wanted.local_only else None
     pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and preparation.simulated else None
     first, line = scoring.simple_baselines() if wanted.linear else (None, None)

@@ -6,11 +6,19 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
-from fedgp_flower.agreement import SiteDescription, agree, encoded_sums, overview_lines, squares_about, summed_arrays
+from fedgp_flower.agreement import (
+    Agreement,
+    SiteDescription,
+    agree,
+    encoded_sums,
+    overview_lines,
+    squares_about,
+    summed_arrays,
+)
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.outcome import Snapshot
@@ -24,167 +32,76 @@ from fedgp_flower.shared_messages import (
     TargetPowers,
 )
 from fedgp_flower.transforms import TRANSFORMS, Transform
-from fedgp_flower.typing import Array, Facts, Json, NamedArrays
+from fedgp_flower.typing import Json
 from strategies.server.network import Answer, Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
 
 logger = logging.getLogger("fedgp")
-DATA = "fedgp.data"
-"""Logger of what is known of the data before training."""
-
-ROWS_PER_INPUT = 3
-"""Fewer training rows than this for an encoded input are worth a warning."""
 BARE = "bare"
 """Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
-ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 
-@dataclass(frozen=True, slots=True)
-class Enrolment:
-    """What the sites agreed on: schema and standardisation, of which training rows."""
+def described(met: Agreement, site: str) -> Described:
+    """A site's rows, and what follows of them, standardised, from how the site described them, if it did."""
+    rows = met.rows[site]
+    if site not in met.sums:
+        return Described(rows)
+    mean, scale = (np.append(met.arrays[f"input.{part}"], met.arrays[f"target.{part}"]) for part in ("mean", "scale"))
+    sums = met.sums[site]
+    squares = squares_about(rows, sums, mean) / scale**2
+    middles = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
+    spread = np.maximum(squares[:-1] / rows - middles**2, 0.0)
+    return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
 
-    arrays: NamedArrays
-    schema: str
-    labels: dict[str, str]
-    rows: dict[str, int]
-    """Training rows of each site, as it introduced itself."""
-    simulated: bool
-    names: tuple[str, ...]
-    """Names of the D encoded inputs."""
-    training_target: dict[str, float] = field(default_factory=dict)
-    """What a prediction that looks at no input would say; see :class:`fedgp_flower.agreement.Agreement`."""
-    columns: list[Json] = field(default_factory=list)
-    """What is known of every feature column, for people."""
-    dropped: int = 0
-    """Rows that sites left out for a missing cell."""
-    sums: dict[str, Array] = field(default_factory=dict)
-    """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
 
-    def described(self, site: str) -> Described:
-        """A site's rows, and what follows of them, standardised, from how the site described them, if it did."""
-        if site not in self.sums:
-            return Described(self.rows[site])
-        mean, scale = (
-            np.append(self.arrays[f"input.{part}"], self.arrays[f"target.{part}"]) for part in ("mean", "scale")
+def facts_of(met: Agreement) -> Json:
+    """What a checkpoint keeps besides the arrays."""
+    gone = {"arrays", "sums", "refused", "constant"}
+    return {name: value for name, value in asdict(met).items() if name not in gone}
+
+
+def restored(snapshot: Snapshot) -> Agreement:
+    """The inverse of :func:`facts_of` and of the arrays in a checkpoint."""
+    facts = snapshot.facts["preparation"]
+    arrays = {name: snapshot.arrays[name] for name in ("input.mean", "input.scale", "target.mean", "target.scale")}
+    return Agreement(arrays, **{**facts, "names": tuple(facts["names"])})
+
+
+def agreed(network: Network, config: RunConfig, described: Mapping[str, Answer]) -> Agreement:
+    """What sites agree on from what each says of its columns; one that the others cannot agree with is dismissed."""
+    found = _agree({site: _description(answer) for site, answer in described.items() if site in network.nodes}, config)
+    if found.constant and not found.simulated:
+        raise DataError(
+            f"constant column {', '.join(f'`{name}`' for name in found.constant)}: one value at all sites;"
+            " leave it out of `features`"
         )
-        rows, sums = self.rows[site], self.sums[site]
-        squares = squares_about(rows, sums, mean) / scale**2
-        middles = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
-        spread = np.maximum(squares[:-1] / rows - middles**2, 0.0)
-        return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
-
-    @property
-    def modelled_target(self) -> Mapping[str, float]:
-        """``training_target`` of what is modelled: of the transformed target where there is one."""
-        if not self._transformed:
-            return self.training_target
-        return {"mean": float(self.arrays["target.mean"]), "sd": float(self.arrays["target.scale"])}
-
-    @property
-    def target_scale(self) -> float:
-        """Units of the target per unit of the standardised target; of a transformed one, its standard deviation."""
-        return self.training_target["sd"] if self._transformed else float(self.arrays["target.scale"])
-
-    @property
-    def _transformed(self) -> bool:
-        return "transform" in json.loads(self.schema)["target"]
-
-    @property
-    def num_inputs(self) -> int:
-        """D, the number of encoded inputs."""
-        return len(self.arrays["input.mean"])
-
-    def sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Lengths of an answer's dimensions: those that every answer may name, and those of a question."""
-        return {"D": self.num_inputs, "P": 1 + self.num_inputs, **known}
-
-    @property
-    def data(self) -> Facts:
-        """What ``metrics.json`` says of the training rows."""
-        counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
-        called = [
-            {**column, "differs": [self.labels.get(site, site) for site in column["differs"]]}
-            if "differs" in column
-            else column
-            for column in self.columns
-        ]
-        return {**counted, "dropped": self.dropped, "columns": called}
-
-    @property
-    def warnings(self) -> list[str]:
-        """What a reader of the results should know of the data."""
-        rows = sum(self.rows.values())
-        if self.num_inputs * ROWS_PER_INPUT <= rows:
-            return []
-        return [
-            f"{self.num_inputs} encoded inputs for {rows} training rows are more than a third: expect predictions near"
-            " the mean. Name fewer columns in `features`, above all fewer of text, whose every level is an input."
-        ]
-
-    def facts(self) -> Json:
-        """What a checkpoint keeps besides the arrays."""
-        return {name: value for name, value in asdict(self).items() if name not in ("arrays", "sums")}
-
-    @staticmethod
-    def from_snapshot(snapshot: Snapshot) -> Enrolment:
-        """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
-        facts = snapshot.facts["preparation"]
-        arrays = {name: snapshot.arrays[name] for name in ARRAYS}
-        return Enrolment(arrays, **{**facts, "names": tuple(facts["names"])})
+    for site, reason in found.refused.items():
+        network.dismiss(site, reason)
+    network.require(config.min_sites)
+    if not any(described[site].number(BARE) for site in found.rows):
+        _tell(found)
+    return found
 
 
-def agreed(
-    network: Network,
-    config: RunConfig,
-    described: Mapping[str, Answer],
-    summed: SiteDescription | None = None,
-    dropped: int = 0,
-) -> Enrolment:
-    """Schema and standardisation, from what each site says of its columns, or from sums over all sites.
-
-    A site that the others cannot agree with is dismissed. What is known of the data is logged, unless sites said
-    nothing and their totals will.
-    """
-    described = {site: answer for site, answer in described.items() if site in network.nodes}
-    told = {site: _description(answer) for site, answer in described.items()}
-    agreement = agree(
-        told if summed is None else {"all sites": summed},
+def _agree(told: Mapping[str, SiteDescription], config: RunConfig) -> Agreement:
+    return agree(
+        told,
         standardise=config.standardise,
         likelihood=config.model.likelihood,
         max_levels=config.max_levels,
         missing=config.missing,
     )
-    kept = {site: answer for site, answer in described.items() if site not in agreement.refused}
-    simulated = any(answer.number("partitions") > 0 for answer in kept.values())
-    if agreement.constant and summed is None and not simulated:
-        raise DataError(
-            f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
-            " leave it out of `features`"
-        )
-    found = Enrolment(
-        arrays=dict(agreement.arrays),
-        schema=agreement.schema,
-        labels={site: answer.texts["label"] for site, answer in kept.items()},
-        rows={site: told[site].num_examples for site in sorted(kept)},
-        simulated=simulated,
-        names=agreement.names,
-        training_target=agreement.training_target,
-        columns=agreement.columns,
-        dropped=dropped + sum(int(answer.number("dropped")) for answer in kept.values()),
-        sums={site: encoded_sums(told[site], agreement.schema) for site in kept} if summed is None else {},
-    )
-    for site, reason in agreement.refused.items():
-        dismiss(network, site, reason)
-    network.require(config.min_sites)
-    if summed is not None or not any(answer.number(BARE) for answer in kept.values()):
-        if agreement.constant:
-            logger.warning("constant at every site, of no use to a model: %s", ", ".join(agreement.constant))
-        for line in overview_lines(found.data):
-            logging.getLogger(DATA).info("%s", line)
-        for warning in found.warnings:
-            logger.warning("%s", warning)
-    return found
+
+
+def _tell(found: Agreement) -> None:
+    """Log what is known of the data."""
+    if found.constant:
+        logger.warning("constant at every site, of no use to a model: %s", ", ".join(found.constant))
+    for line in overview_lines(found.data):
+        logging.getLogger("fedgp.data").info("%s", line)
+    for warning in found.warnings:
+        logger.warning("%s", warning)
 
 
 def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
@@ -194,18 +111,13 @@ def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
     if not open_sites:
         return described
     for site in sorted(described.keys() - open_sites.keys()):
-        dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
+        network.dismiss(site, "it describes its columns under masks alone, and other sites have no trust file")
     network.require(config.min_sites)
     return open_sites
 
 
-def from_totals(
-    network: Network, config: RunConfig, described: Mapping[str, Answer], met: Enrolment
-) -> Asking[Enrolment]:
-    """Means, spreads and levels from two totals, agreed on as if they came from one site.
-
-    A column is measured in its mean size, so that squares of large numbers stay within what masks can carry.
-    """
+def from_totals(network: Network, config: RunConfig, met: Agreement) -> Asking[Agreement]:
+    """What sites agree on from two totals, of columns in their mean size: masks have room for the squares."""
     first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
     sums = _of_all(first, network)
     rows = sum(met.rows[site] for site in first.sites)
@@ -215,7 +127,12 @@ def from_totals(
     squares = _of_all(second, network, first.sites)
     parts = sums.sums, squares.residual * size, squares.squares * size**2
     arrays = summed_arrays(met.schema, parts, sums.missing, sums.levels, rows)
-    return agreed(network, config, described, SiteDescription(arrays, met.schema, rows), int(sums.dropped))
+    found = _agree({"all sites": SiteDescription(arrays, met.schema, rows, dropped=int(sums.dropped))}, config)
+    here = {site: count for site, count in met.rows.items() if site in network.nodes}
+    found = replace(found, rows=here, labels=met.labels, simulated=met.simulated, sums={})
+    network.require(config.min_sites)
+    _tell(found)
+    return found
 
 
 def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None = None) -> A:
@@ -225,10 +142,10 @@ def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None =
     return summed.total
 
 
-def meet_again(network: Network, config: RunConfig, saved: Enrolment) -> None:
+def meet_again(network: Network, config: RunConfig, saved: Agreement) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
-    changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.num_examples]
+    changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.number("num-examples")]
     if saved.simulated and changed:
         raise RunError(
             f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
@@ -242,7 +159,7 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
     deadline = time.monotonic() + config.wait_seconds
     while True:
         described |= _introduced(network)
-        partitions = max((int(answer.number("partitions")) for answer in described.values()), default=0)
+        partitions = max((answer.number("partitions") for answer in described.values()), default=0)
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # else more sites may be on their way
         if len(network.heard if known else described) >= wanted:
@@ -263,23 +180,20 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
 def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
-    whole = {site: answer for site, answer in described.items() if {"schema", "label"} <= set(answer.texts)}
-    for site in sorted(described.keys() - whole.keys()):
-        dismiss(network, site, "its description lacks a schema or a label: other version of the app")
-    return whole
+    for site in [site for site, answer in described.items() if not {"schema", "label"} <= answer.texts.keys()]:
+        network.dismiss(site, "its description lacks a schema or a label: other version of the app")
+        del described[site]
+    return described
 
 
-def greet(network: Network, met: Enrolment) -> None:
+def greet(network: Network, met: Agreement) -> None:
     """Hear nodes that are new since the last round: a site that restarted, or one that joins late."""
     if set(network.grid.get_node_ids()) - network.heard:
         _welcome(network, met, _introduced(network))
 
 
-def reunite(network: Network, met: Enrolment, sites: Iterable[str]) -> None:
-    """Wait until sites that missed a round are there again, at most the timeout.
-
-    A question to a node that is offline fails at once. A site that restarted may have another node: it is heard here.
-    """
+def reunite(network: Network, met: Agreement, sites: Iterable[str]) -> None:
+    """Wait until sites that missed a round are there again, at most the timeout, under another node or the same."""
     begun, missing = time.monotonic(), set(sites)
     while True:
         greet(network, met)
@@ -291,24 +205,18 @@ def reunite(network: Network, met: Enrolment, sites: Iterable[str]) -> None:
         time.sleep(pause_after(waited))
 
 
-def _welcome(network: Network, met: Enrolment, described: Mapping[str, Answer]) -> None:
+def _welcome(network: Network, met: Agreement, described: Mapping[str, Answer]) -> None:
     for site, answer in described.items():
         try:
             if _columns(answer.texts["schema"]) != _columns(met.schema):
                 raise ProtocolError("its columns are not those the other sites agreed on")
             met.sums[site] = encoded_sums(_description(answer), met.schema)
         except ProtocolError as error:
-            dismiss(network, site, str(error))
+            network.dismiss(site, str(error))
             continue
         logger.info("site %s %s", site, "is back" if site in met.rows else "joined")
         met.labels[site] = answer.texts["label"]
-        met.rows[site] = answer.num_examples
-
-
-def dismiss(network: Network, site: str, reason: str) -> None:
-    """Leave a site out for good and say why."""
-    network.fail(site, reason)
-    network.nodes.pop(site, None)
+        met.rows[site] = answer.number("num-examples")
 
 
 def _columns(schema: str) -> set[tuple[str, str]] | None:
@@ -321,10 +229,13 @@ def _columns(schema: str) -> set[tuple[str, str]] | None:
 
 
 def _description(answer: Answer) -> SiteDescription:
-    return SiteDescription(arrays=answer.arrays, schema=answer.texts["schema"], num_examples=answer.num_examples)
+    texts, dropped, simulated = answer.texts, answer.number("dropped"), answer.number("partitions") > 0
+    return SiteDescription(
+        answer.arrays, texts["schema"], answer.number("num-examples"), texts["label"], dropped, simulated
+    )
 
 
-def transformed(met: Enrolment, name: str, sites: tuple[str, ...]) -> Asking[Enrolment]:
+def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agreement]:
     """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
 
     The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.

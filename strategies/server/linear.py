@@ -34,8 +34,6 @@ def constant(
     """What looks at no input: the mean and spread of the training targets, or the share of the second class.
 
     Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
-
-    ``target`` is ``mean`` and ``sd``, or ``share``, over all N training rows; ``scale`` standardises it.
     """
     if likelihood == "bernoulli":
         at, variance = math.log(target["share"] / (1 - target["share"])), 0.0

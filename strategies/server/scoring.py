@@ -14,16 +14,15 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from flwr.app import Message
-from numpy.typing import NDArray
 
-from fedgp_flower.messages import kind_of
-from fedgp_flower.scores import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.messages import add, kind_of
+from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH
 from fedgp_flower.shared_messages import (
-    HISTOGRAM_SHAPES,
     HeldOutRows,
     LinearScoreSums,
     Nothing,
@@ -32,13 +31,12 @@ from fedgp_flower.shared_messages import (
 )
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 from strategies.server import linear
-from strategies.server.network import ANYTHING, Answer, Expected, Network, answers, natural_order
+from strategies.server.network import ANYTHING, Expected, answers, natural_order
 from strategies.server.questions import Each, Figures, Predicted, Several, Summed, Total
 from strategies.server.session import Asked, Session
 
 logger = logging.getLogger("fedgp")
 
-Histograms: TypeAlias = Mapping[str, NDArray[Any]]
 ALL = ""
 """In place of a site: all of them, under masks."""
 
@@ -90,41 +88,42 @@ class Scoring:
 
     def take(self, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
-        if self.asked is None:
-            found = self._figures(usable_scores(self.session.network, answers(replies)))
-        else:
-            found = self._figures(self._split(self.session.read(self.asked, replies)))
+        found = self._figures(self._told(replies) if self.asked is None else self.session.read(self.asked, replies))
         self.evaluation = found or self.evaluation
         return found
 
     def baseline(self, total: type[ScoreSums], request: object) -> Json | None:
         """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
         logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
-        return as_baseline(self._figures(self._split(self.session.ask(self._question(total, request)))))
+        return as_baseline(self._figures(self.session.ask(self._question(total, request))))
 
-    def _split(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> dict[str, Scores]:
-        """The scores of every site, or their sum under masks."""
-        if isinstance(found, Summed):
-            return {} if found.total is None else {ALL: found.total.scores()}
-        flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in found.items()}
-        some = {site: answer for site, answer in flat.items() if answer.number("count")}
-        return usable_scores(self.session.network, some)
-
-    def _figures(self, scores: Mapping[str, Scores]) -> Evaluation | None:
-        """The figures of sites, or of the total under masks, which has no row for each site; None if there are none."""
-        if not any(one.sums["count"] for one in scores.values()):
-            return None
-        sums, arrays = {site: one.sums for site, one in scores.items()}, [one.arrays for one in scores.values()]
-        found = combine(sums, self.session.preparation.target_scale, arrays)
-        if ALL in scores:
-            found["per_site"] = []
+    def _told(self, replies: Iterable[Message]) -> dict[str, ScoreSums]:
+        """The scores in Flower's metrics of sites; what cannot be scores is its site's failure."""
+        found: dict[str, ScoreSums] = {}
+        for site, answer in answers(replies).items():
+            try:
+                found[site] = ScoreSums.told(answer.metrics)
+            except ProtocolError as error:
+                self.session.network.fail(site, str(error))
         return found
 
-    def simple_baselines(self) -> tuple[Json | None, Json | None]:
-        """The scores of the mean of the target, and of linear or logistic regression.
+    def _figures(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> Evaluation | None:
+        """The figures of sites, or of their total under masks, which has no row for each site; None if of no row."""
+        scores = {ALL: found.total} if isinstance(found, Summed) else found
+        scores = {site: sums for site, sums in scores.items() if sums is not None and sums.rows}
+        kinds = Counter(sums.classes for sums in scores.values()).most_common(1)
+        for site in [site for site, sums in scores.items() if sums.classes != kinds[0][0]]:
+            self.session.network.fail(site, "its scores are not of the task that those of most sites are of")
+            del scores[site]
+        if not scores:
+            return None
+        combined = combine(scores, self.session.preparation.target_scale)
+        if ALL in scores:
+            combined["per_site"] = []
+        return combined
 
-        None where the method scores another kind of task than they.
-        """
+    def simple_baselines(self) -> tuple[Json | None, Json | None]:
+        """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
@@ -147,59 +146,22 @@ class Scoring:
         return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
-def usable_scores(network: Network, found: Mapping[str, Answer]) -> dict[str, Scores]:
-    """Scores of at least one row from each answer; one that cannot be scores is its site's failure."""
-    kinds = Counter(_names_of(answer.metrics) for answer in found.values()).most_common(1)
-    usable: dict[str, Scores] = {}
-    for site, answer in found.items():
-        names = kinds[0][0]
-        if reason := scores_refusal(answer, names):
-            network.fail(site, reason)
-        elif answer.number("count") > 0:
-            sent = {name: answer.metrics[name] for name in HISTOGRAM_SHAPES if name in answer.metrics}
-            histograms = {name: np.reshape(values, HISTOGRAM_SHAPES[name]) for name, values in sent.items()}
-            usable[site] = Scores({name: answer.number(name) for name in names}, histograms)
-    return usable
-
-
-def scores_refusal(answer: Answer, names: Iterable[str]) -> str | None:
-    """Why numbers cannot be the sums ``names`` of scores of some rows, or None."""
-    missing = [name for name in names if name not in answer.metrics or math.isnan(answer.number(name))]
-    if missing:
-        return f"scores missing: {', '.join(missing)}"
-    bounded = [name for name in names if name.startswith("inside-") or name == "correct"]
-    if any(answer.number(name) < 0 for name in names if name != "nll"):
-        return "a score that cannot be negative is"
-    if any(answer.number(name) > answer.number("count") for name in bounded):
-        return "scores count more rows than there are"
-    for name, shape in HISTOGRAM_SHAPES.items():
-        size = math.prod(shape)
-        if name in answer.metrics and np.shape(answer.metrics[name]) != (size,):
-            return f"`{name}`: expected {size} numbers"
-    return None
-
-
 # Figures from sums.
 
 
-def combine(
-    sums: Mapping[str, Mapping[str, float]], target_scale: float, arrays: Iterable[Histograms] = ()
-) -> Evaluation:
-    """Figures of one evaluation from each site's sums of scores and histograms; a figure over no rows is NaN.
-
-    ``target_scale`` is what the target was divided by; 1 for classes. Figures of ranks exist for all sites alone.
-    """
-    sites = sorted(sums, key=natural_order)
-    names = _names_of(sums[sites[0]])
-    total = {name: math.fsum(float(sums[site][name]) for site in sites) for name in names}
-    histograms = combine_histograms(arrays)
-    test = _figures(total) | ranked(histograms.get("ranks"))
+def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
+    """Figures from each site's scores of some rows; ``target_scale`` is what the target was divided by."""
+    sites = sorted(scores, key=natural_order)
+    total = add(scores[site] for site in sites)
+    histograms = {name.removeprefix("evaluation."): array for name, array in total.histograms.items()}
+    known = {name: array.tolist() for name, array in histograms.items() if array.any()}
+    test = _figures(total) | ranked(known.get("ranks"))
     standardised = dict(test)
-    if "rmse" in test:  # probabilities of classes have no units
+    if not total.classes:  # probabilities of classes have no units
         standardised |= {name: test[name] / target_scale for name in ("rmse", "mae", "crps")}
         standardised["nll"] -= math.log(target_scale)
-    rows = [{"site": site, "num_examples": int(sums[site]["count"]), **_figures(sums[site])} for site in sites]
-    return Evaluation(test=test, test_standardised=standardised, per_site=rows, calibration=histograms)
+    rows = [{"site": site, "num_examples": int(scores[site].rows), **_figures(scores[site])} for site in sites]
+    return Evaluation(test=test, test_standardised=standardised, per_site=rows, calibration=known)
 
 
 def as_baseline(evaluation: Evaluation | None) -> Json | None:
@@ -207,19 +169,11 @@ def as_baseline(evaluation: Evaluation | None) -> Json | None:
     return None if evaluation is None else {**evaluation["test"], "per_site": evaluation["per_site"]}
 
 
-def combine_histograms(arrays: Iterable[Histograms]) -> dict[str, list[Any]]:
-    """Histograms of the sites' evaluation replies, added: the entry ``calibration`` of ``metrics.json``."""
-    replies = list(arrays)
-    found = {name: [reply[name] for reply in replies if name in reply] for name in HISTOGRAM_SHAPES}
-    return {name.removeprefix("evaluation."): np.sum(sent, axis=0).tolist() for name, sent in found.items() if sent}
-
-
 def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
-    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2] summed over all sites.
+    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2]; NaN where a class is missing.
 
     ``auc`` is P(a row of class 1 has higher odds than one of class 0), ties counting half. ``calibration_slope`` is the
-    b of logit P(y = 1) = a + b · log odds, at the middles of the bins, with its standard error; below 1, predictions
-    are too extreme. ``base_rate`` is the share of class 1. NaN where a class is missing.
+    b of logit P(y = 1) = a + b · log odds, at the middles of the bins; below 1, predictions are too extreme.
     """
     if counts is None:
         return {}
@@ -253,10 +207,7 @@ def _slope(zeros: Array, ones: Array) -> tuple[float, float]:
 
 
 def with_skill(figures: Figures, mean: Facts) -> Figures:
-    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score.
-
-    ``r2`` thus compares with the training mean on the same held-out rows, and can be below zero.
-    """
+    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score."""
     powers = {"r2": ("rmse", 2), "crps_skill": ("crps", 1), "brier_skill": ("brier", 1)}
     gains = {
         name: 1 - (figures[score] / mean[score]) ** power if mean[score] else math.nan
@@ -266,15 +217,10 @@ def with_skill(figures: Figures, mean: Facts) -> Figures:
     return figures | gains
 
 
-def _names_of(sums: Facts) -> tuple[str, ...]:
-    return CLASSIFICATION_SUMS if "brier" in sums else REGRESSION_SUMS
-
-
-def _figures(total: Mapping[str, float]) -> Figures:
-    rows = float(total["count"])
-    mean = {name: float(value) / rows if rows else math.nan for name, value in total.items()}
-    if "brier" in total:
-        return {"accuracy": mean["correct"], "nll": mean["nll"], "brier": mean["brier"]}
-    coverage = {f"coverage_{level}": mean[f"inside-{level}"] for level in (50, 90, 95)}
-    rmse = math.sqrt(mean["squared-error"])
-    return {"rmse": rmse, "mae": mean["absolute-error"], "nll": mean["nll"], "crps": mean["crps"], **coverage}
+def _figures(scores: ScoreSums) -> Figures:
+    if scores.classes:
+        _, correct, nll, brier = (scores.classification / scores.rows).tolist()
+        return {"accuracy": correct, "nll": nll, "brier": brier}
+    _, squared, absolute, nll, crps, *inside = (scores.regression / scores.rows).tolist()
+    coverage = {f"coverage_{level}": share for level, share in zip(LEVELS, inside, strict=True)}
+    return {"rmse": math.sqrt(squared), "mae": absolute, "nll": nll, "crps": crps, **coverage}

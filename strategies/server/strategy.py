@@ -1,9 +1,8 @@
 """Flower's face of an algorithm: a Flower round is a round of the paper.
 
-An algorithm (:mod:`strategies.server.algorithm`) supplies computations that ask (:mod:`strategies.server.questions`).
-The session (:mod:`strategies.server.session`) puts their questions to the sites and judges what comes back. The class
-here turns both into a Flower Strategy, and is the only place where the state changes: once a round, when the round is
-complete. So a killed round is repeated from the last state, and Flower's ``start``, its wrappers and its mods work.
+An algorithm supplies computations that ask; the session puts their questions to the sites and judges what comes back.
+The class here turns both into a Flower Strategy, and is the only place where the state changes: once a round, when the
+round is complete. So a killed round is repeated from the last state, and Flower's ``start`` and wrappers work.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import Count, MethodOptions, ModelSection, Positive, PositiveInt
 
 
 class DeepKernelOptions(MethodOptions):
@@ -24,6 +24,10 @@ class DeepKernelOptions(MethodOptions):
     """Steps of Adam on the evidence of a site's rows in a round."""
     learning_rate: Positive = 0.003
     """Learning rate of Adam."""
+
+    def numbers_classes(self, section: ModelSection) -> bool:
+        """Whether the target holds the numbers of several classes."""
+        return self.classes > 0 and section.likelihood != "bernoulli"
 
     def check(self, core: CoreConfig) -> None:
         """Class numbers as they are, and no key that is not read."""

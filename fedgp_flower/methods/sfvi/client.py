@@ -28,7 +28,6 @@ from fedgp_flower.methods.sfvi.learner import (
     initial_local,
     model_at,
     rows_of,
-    scaled,
     site_number,
     step_local,
 )
@@ -45,8 +44,7 @@ class SFVIClient(SiteClient):
 
     def gradient(self, request: GradientRequest) -> GradientShare:
         """SFVI: the gradient by θ and η_G, and a step on η_Lk (paper, Algorithm 1)."""
-        learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
-        q_local, moments, fresh = self.begin(learner, q_global)
+        learner, (q_global, q_local, moments), fresh = self.begin(request.values)
         noise = None if request.noise is None else torch.from_numpy(request.noise)
         value, slopes = learner.gradient(q_global, q_local, noise, self.setting.round)
         q_local, moments = step_local(q_local, slopes, moments, request.learning_rate)
@@ -57,14 +55,12 @@ class SFVIClient(SiteClient):
 
     def average(self, request: LocalStepsRequest) -> LocalEnd:
         """SFVI-Avg: steps on θ, η_G and η_Lk; the first two are sent (paper, Algorithm 2)."""
-        learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
-        q_local, moments, fresh = self.begin(learner, q_global)
+        learner, start, fresh = self.begin(request.values)
         ratio, steps = request.total_rows / self.num_examples, self.options.local_steps
-        start, rates = (q_global, q_local, scaled(moments, ratio)), [request.learning_rate] * steps
+        rates = [request.learning_rate] * steps
         end, value = learner.local_steps(start, ratio, first_step=self.setting.round * steps, rates=rates)
-        q_global, q_local, moments = end
-        answer = LocalEnd(on_the_wire(learner.model.theta() | named(q_global)), value, fresh)
-        self.remember(learner, (q_global, q_local, scaled(moments, 1 / ratio)), answer, averaged=True)
+        answer = LocalEnd(on_the_wire(learner.model.theta() | named(end[0])), value, fresh)
+        self.remember(learner, end, answer, averaged=True)
         return answer
 
     def average_sum(self, request: LocalStepsRequest) -> LocalEndSum:
@@ -74,14 +70,11 @@ class SFVIClient(SiteClient):
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Personal prediction: shared latents of the request, local ones of this site."""
         learner, q_global, q_local = self.posterior(request.values)
-        rows = rows_of(self.preparation, inputs, self.options)
-        mean, variance = learner.model.moments(learner.site, q_global, q_local, rows, link=False)
-        return Prediction(mean.numpy(), variance.numpy())
+        return learner.predict(q_global, q_local, rows_of(self.preparation, inputs, self.options))
 
     def score(self, request: Parameters) -> Scores:
         """Scores by the kind of the target."""
-        learner, q_global, q_local = self.posterior(request.values)
-        return self.scores(learner, q_global, q_local, self.rows)
+        return self.scores(*self.posterior(request.values), self.rows)
 
     def confusion(self, request: Parameters) -> Confusion:
         """Which class was taken for which; only models of classes are asked."""
@@ -91,9 +84,7 @@ class SFVIClient(SiteClient):
         """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
         learner, q_global, q_local = self.posterior(request.values)
         rows = rows_of(self.preparation, self.rows.x_test, self.options)
-        trend, whole = (
-            learner.model.moments(learner.site, q_global, q, rows, link=True).mean.numpy() for q in (None, q_local)
-        )
+        trend, whole = (learner.predict(q_global, q, rows, link=True).mean for q in (None, q_local))
         return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
 
     # What the handlers work with.
@@ -131,23 +122,22 @@ class SFVIClient(SiteClient):
         samples = 0 if options.row.known_expectations else options.samples
         return Learner(model, site, seed, key, samples, 1 if options.row.mean_field else options.importance_samples)
 
-    def begin(
-        self, learner: Learner, q_global: GlobalPosterior
-    ) -> tuple[LocalPosterior, AdamState[torch.Tensor], bool]:
+    def begin(self, values: Mapping[str, ndarray]) -> tuple[Learner, LocalState, bool]:
         """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
 
         A round that is asked for again starts where it started. A site without a memory that fits its rows begins
         anew, and catches up if the others are ahead and its model learns anything that stays at a site.
         """
-        server_round = self.setting.round
+        learner, q_global, server_round = self.learner(values), GlobalPosterior.of(values), self.setting.round
         start = initial_local(learner.model, learner.site, self.options)
         memory = self.memory.at(server_round)
-        if memory is not None and memory.fits(learner.site, start):
-            return memory.read_around(start, q_global.mean, server_round), memory.moments, False
+        kept = None if memory is None else memory.read(learner.site, start, q_global.mean, server_round)
+        if memory is not None and kept is not None:
+            return learner, (q_global, kept, memory.moments), False
         if server_round == 1 or not any(array.numel() for array in named(start).values()):
-            return start, AdamState(), False
+            return learner, (q_global, start, AdamState()), False
         rates = [self.options.rate(step, CATCH_UP_STEPS) for step in range(CATCH_UP_STEPS)]
-        return *learner.caught_up(q_global, start, rates), True
+        return learner, (q_global, *learner.caught_up(q_global, start, rates)), True
 
     def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
         """Keep where the steps of this round led; a repeated round replaces what its first attempt left."""
@@ -163,9 +153,9 @@ class SFVIClient(SiteClient):
         """The learner, q(Z_G), and q(Z_Lk | Z_G): None if the site has not trained, or has other rows now."""
         learner, q_global, memory = self.learner(values), GlobalPosterior.of(values), self.memory.latest
         start = initial_local(learner.model, learner.site, self.options)
-        if memory is None or not memory.fits(learner.site, start):
+        if memory is None:
             return learner, q_global, None
-        return learner, q_global, memory.read_around(start, q_global.mean, self.setting.round)
+        return learner, q_global, memory.read(learner.site, start, q_global.mean, self.setting.round)
 
     def scores(
         self, learner: Learner, q_global: GlobalPosterior, q_local: LocalPosterior | None, data: SiteData
@@ -173,15 +163,15 @@ class SFVIClient(SiteClient):
         """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
         rows, target = rows_of(self.preparation, data.x_test, self.options), data.y_test
         likelihood = self.config.model.likelihood
-        found = learner.model.moments(learner.site, q_global, q_local, rows, link=likelihood == "poisson")
-        mean, variance = found.mean.numpy(), found.variance.numpy()
+        found = learner.predict(q_global, q_local, rows, link=likelihood == "poisson")
+        mean, variance = found.mean, found.variance
         if likelihood == "poisson":
             return count_scores(mean, variance, target)
         if mean.ndim == 2:
             return class_scores(mean, target)
         if likelihood == "bernoulli":
             return bernoulli_scores(mean, target)
-        return self.units.gaussian_scores(Prediction(mean, variance), target)
+        return self.units.gaussian_scores(found, target)
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
@@ -194,7 +184,10 @@ class SFVIClient(SiteClient):
         learner, full = self.learner_of(model, rows, data.y, self.config.seed), options.structure == "full"
         q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=full)
         start = (q_global, initial_local(model, learner.site, options), AdamState[torch.Tensor]())
-        rates = options.rates(self.config.num_server_rounds)
+        rounds = self.config.num_server_rounds
+        averaging = rounds if self.config.method == "sfvi-avg" else min(rounds, options.warm_start_rounds)
+        steps = [options.local_steps] * averaging + [1] * (rounds - averaging)
+        rates = [options.rate(step, rounds) for step, many in enumerate(steps) for _ in range(many)]
         (q_global, q_local, _), _ = learner.local_steps(start, 1.0, first_step=0, rates=rates)
         return self.scores(learner, q_global, q_local, data)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -27,16 +28,16 @@ from fedgp_flower.methods.family import (
     LOCAL,
     GlobalPosterior,
     LocalPosterior,
-    expected_global_term,
+    global_term,
     named,
     on_the_wire,
-    sampled_global_term,
     unit_noise,
     with_named,
 )
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel, configured
 from fedgp_flower.options import ModelSection
+from fedgp_flower.scores import Prediction
 from fedgp_flower.typing import AnyShape, Array, Scalar
 
 LocalState: TypeAlias = tuple[GlobalPosterior, LocalPosterior, AdamState[Tensor]]
@@ -91,18 +92,18 @@ class Learner:
         noise_local = unit_noise(self.seed, step, self.site.keys, shape, width)
         return self.model.site_term(self.site, q_global, q_local, (noise, noise_local))
 
-    def global_term(self, q_global: GlobalPosterior, noise: Tensor | None) -> Scalar:
-        """The server's bracket, for a site that stands in for all."""
-        log_scale = self.model.prior_log_scale()
-        if noise is None:
-            return expected_global_term(log_scale, q_global)
-        return sampled_global_term(log_scale, q_global, noise)
+    def whole_term(
+        self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int, ratio: float
+    ) -> Scalar:
+        """The server's bracket, and the site's term ``ratio`` = N / N_k times: for a site that stands in for all."""
+        bracket = global_term(self.model.prior_log_scale(), q_global, noise)
+        return bracket + ratio * self.site_term(q_global, q_local, noise, step)
 
     def gradient(
         self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int
     ) -> tuple[float, Slopes]:
         """Value and gradient of the site's term: one message of SFVI, and what the site keeps."""
-        return gradients(self.model, q_global, q_local, lambda eta, local: self.site_term(eta, local, noise, step))
+        return gradients(self.model, q_global, q_local, partial(self.site_term, noise=noise, step=step))
 
     def caught_up(
         self, q_global: GlobalPosterior, q_local: LocalPosterior, rates: Sequence[float]
@@ -119,22 +120,15 @@ class Learner:
     ) -> tuple[LocalState, float]:
         """SFVI-Avg: a step on θ, η_G and η_Lk alike at every rate; the model is moved in place.
 
-        The site stands in for all: its whole term, log p and −log q alike, counts ``ratio`` = N / N_k times.
-
-        Returns:
-            Where the steps led, and the scaled bound, averaged over the steps.
+        Returns where the steps led, and :meth:`whole_term` averaged over the steps. Moments of η_Lk are those of the
+        site's term itself: under others the gradients of a later round would move nothing.
         """
         q_global, q_local, moments = start
         total = 0.0
         for step, rate in enumerate(rates, first_step):
-            noise = self.noise_global(step)
-
-            def term(
-                eta: GlobalPosterior, local: LocalPosterior, noise: Tensor | None = noise, step: int = step
-            ) -> Scalar:
-                return self.global_term(eta, noise) + ratio * self.site_term(eta, local, noise, step)
-
+            term = partial(self.whole_term, noise=self.noise_global(step), step=step, ratio=ratio)
             value, slopes = gradients(self.model, q_global, q_local, term)
+            slopes = {name: slope / ratio if name.startswith(LOCAL) else slope for name, slope in slopes.items()}
             moves, moments = moments.update(slopes, rate)
             point = self.model.theta() | named(q_global) | named(q_local)
             moved = {name: value.detach() + moves[name] for name, value in point.items()}
@@ -142,6 +136,13 @@ class Learner:
             q_global, q_local = with_named(q_global, moved), with_named(q_local, moved)
             total += value / len(rates)
         return (q_global, q_local, moments), total
+
+    def predict(
+        self, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, *, link: bool = False
+    ) -> Prediction:
+        """At rows of the site, which is new without ``q_local``; with ``link`` where trend and deviation add up."""
+        mean, variance = self.model.moments(self.site, q_global, q_local, rows, link)
+        return Prediction(mean.numpy(), variance.numpy())
 
 
 def initial_local(model: StructuredModel, site: SiteRows, options: SFVIOptions) -> LocalPosterior:
@@ -191,21 +192,19 @@ class RoundMemory:
         )
         return AdamState(self.steps, first, second)
 
-    def fits(self, site: SiteRows, start: LocalPosterior) -> bool:
-        """Whether it is about latents like these of the same units: a site may come back with other rows."""
-        shapes = {LOCAL + name: array.shape for name, array in self.local.items()}
-        return self.about == subject(site) and shapes == {n: tuple(v.shape) for n, v in named(start).items()}
+    def read(self, site: SiteRows, start: LocalPosterior, centre: Tensor, server_round: int) -> LocalPosterior | None:
+        """q(Z_Lk | Z_G) around μ_G as it is now; None if it is about other latents: a site may come back with new rows.
 
-    def read_around(self, start: LocalPosterior, centre: Tensor, server_round: int) -> LocalPosterior:
-        """q(Z_Lk | Z_G) around another μ_G, for a site whose q(Z_G) was averaged or that missed rounds.
-
-        A site that sends gradients every round owes no shift: the step of μ̄_k was taken together with that of μ_G.
-        ``start`` is a q of the same family and shapes, ``centre`` μ_G as it is now.
+        It is shifted where q(Z_G) was averaged or the site missed rounds. A site that sends gradients every round owes
+        no shift: the step of μ̄_k was taken together with that of μ_G. ``start`` is what the site would begin with.
         """
-        q_local = with_named(start, {LOCAL + name: torch.tensor(array) for name, array in self.local.items()})
-        if self.averaged or server_round > self.round + 1:
-            return q_local.shifted(torch.tensor(self.centre), centre)
-        return q_local
+        local = {LOCAL + name: torch.tensor(array) for name, array in self.local.items()}
+        shapes, expected = ({n: v.shape for n, v in part.items()} for part in (local, named(start)))
+        if self.about != subject(site) or shapes != expected:
+            return None
+        q_local = with_named(start, local)
+        late = self.averaged or server_round > self.round + 1
+        return q_local.shifted(torch.tensor(self.centre), centre) if late else q_local
 
 
 @message()
@@ -228,19 +227,6 @@ def subject(site: SiteRows) -> str:
     """A digest of the units whose latents q is about, and of the inputs they refer to."""
     parts = (site.keys, site.anchors)
     return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
-
-
-def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
-    """Moments as if the gradients by η_Lk had been ``factor`` times what they were.
-
-    A site keeps those of its latents for its term of the bound. Local steps on a bound that stands in for all sites
-    follow N / N_k times that, and would leave moments under which later gradients move nothing.
-    """
-
-    def times(part: Mapping[str, Tensor], by: float) -> Slopes:
-        return {name: value * by if name.startswith(LOCAL) else value for name, value in part.items()}
-
-    return replace(moments, first=times(moments.first, factor), second=times(moments.second, factor**2))
 
 
 # The model of a configuration, and rows as a model reads them.

@@ -19,6 +19,8 @@ MODELS: Mapping[str, ModelRow] = BUILT_IN | installed(BUILT_IN)
 CONSTANT_SHARE, FINAL_RATE = 0.5, 0.01
 """Share of the rounds before the learning rate falls, unless the bound is flat sooner, and where it ends, as a share of
 the first rate: half of the rounds find the place, the other half average out the noise."""
+FLAT_SHARE = 0.8
+"""Share of the rounds at the full rate where the bound was found flat: averaging out the noise takes fewer."""
 CATCH_UP_STEPS = 400
 """Steps on its latents alone by a site that comes late or has lost its state: as many as a usual run takes."""
 
@@ -29,8 +31,6 @@ class CommonKeys(MethodOptions):
     table: ClassVar[str] = "sfvi"
     variant_key: ClassVar[str] = "model"
     variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
-    averages: ClassVar[bool] = False
-    """Whether all rounds are averages of local steps."""
 
     model: Annotated[str, BASIC] = "gp"
     """By name, as in Hassan et al. (2023) where a section is given."""
@@ -80,7 +80,7 @@ class CommonKeys(MethodOptions):
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
         self._check_model(core)
-        averages = self.averages or self.warm_start_rounds
+        averages = core.method == "sfvi-avg" or self.warm_start_rounds
         if core.privacy.secure_aggregation and averages and self.structure == "full":
             raise ConfigError(
                 "`sfvi.structure` = 'full': the barycentre of full covariances is no sum over sites, so it cannot be"
@@ -125,19 +125,14 @@ class CommonKeys(MethodOptions):
         fixed = [index for index, name in enumerate(names) if name != self.unit_column]
         return fixed + [list(names).index(name) for name in self.slopes]
 
-    def rate(self, step: int, steps: int, constant: float = CONSTANT_SHARE) -> float:
+    def rate(self, step: int, steps: int, *, flat: bool = False) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
 
-        It ends at :data:`FINAL_RATE` · ``learning-rate``; ``constant`` is the share of steps at the full rate.
+        It ends at :data:`FINAL_RATE` · ``learning-rate``; ``flat``: after so many steps the bound was found flat.
         """
+        constant = FLAT_SHARE if flat else CONSTANT_SHARE
         progress = (step / steps - constant) / (1 - constant)
         return float(self.learning_rate * FINAL_RATE ** min(max(progress, 0.0), 1.0))
-
-    def rates(self, rounds: int) -> list[float]:
-        """The rate of every step on θ in a whole run."""
-        averaging = rounds if self.averages else self.warm_start_rounds
-        steps = [self.local_steps if step < averaging else 1 for step in range(rounds)]
-        return [self.rate(step, rounds) for step in range(rounds) for _ in range(steps[step])]
 
 
 SECTIONS = sections_of(MODELS.values(), CommonKeys.model_fields)
@@ -147,9 +142,3 @@ class SFVIOptions(*SECTIONS, CommonKeys):  # type: ignore[misc]
     """The table ``sfvi.*``, with the keys of installed models."""
 
     foreign: ClassVar[frozenset[str]] = frozenset(name for section in SECTIONS for name in section.model_fields)
-
-
-class SFVIAvgOptions(SFVIOptions):
-    """The same table, for ``sfvi-avg``."""
-
-    averages: ClassVar[bool] = True
