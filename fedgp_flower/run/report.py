@@ -87,7 +87,7 @@ def write_report(run_folder: Path) -> Path:
     """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path."""
     run = read_run(run_folder)
     special = load(run.method.panels)(run) if run.method.panels else ()
-    return write_page(run, run.saved, [*_dependence(run), *_relevance(run), *special])
+    return write_page(run, run.posterior, [*_dependence(run), *_relevance(run), *special])
 
 
 def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
@@ -138,7 +138,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
 
 def _dependence(run: Run) -> list[Panel]:
     """Along the columns that matter most, where the posterior tells."""
-    predictor = run.saved
+    predictor = run.posterior
     if predictor is None or not (found := effects(predictor)):
         return []
     caption = (
