@@ -108,14 +108,9 @@ class SGPRState:
     converged: bool = False
 
     @property
-    def evaluated(self) -> bool:
-        """Whether the totals of every chain are known."""
-        return all(chain.totals is not None for chain in self.chains)
-
-    @property
     def rows(self) -> float:
-        """N, of the totals."""
-        totals = self.chains[0].totals
+        """N, of the totals; 0 where they are not known."""
+        totals = self.best.totals
         return 0.0 if totals is None else float(totals.count)
 
     @property
@@ -186,13 +181,13 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
     """A gradient of every chain that has moved, and a line search of every chain."""
-    if set(state.sites) != set(roster.sites) or not state.evaluated:
+    if set(state.sites) != set(roster.sites) or not state.rows:
         state = yield from evaluate(problem, state, roster.sites)
-    if state.evaluated:
+    if state.rows:
         state = yield from differentiate(problem, state)
-    if state.evaluated:
+    if state.rows:
         state = yield from search(state)
-    if state.best.totals is None or not state.evaluated:
+    if state.best.totals is None:
         return state, {}
     values, totals = folded(state.best.values, state.best.totals, problem.model)
     bound = pooled_bound.facts(values, totals)["bound"]

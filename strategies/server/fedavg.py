@@ -1,4 +1,4 @@
-"""Federated averaging of named parameters: Flower's FedAvg, FedAdam and FedYogi, as a pure update of a state.
+"""Federated averaging (McMahan et al. 2017, Algorithm 1) with Flower's rules, as a pure update of a state.
 
 What Flower's rules lack is here: sites sampled by their stable ids from a seed, and moments that are part of the state.
 """
@@ -56,10 +56,7 @@ def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
 def averaged(
     state: AveragingState, roster: Roster, config: RunConfig, local: OptimizerSection
 ) -> Asking[tuple[AveragingState, Figures]]:
-    """Sampled sites take local steps, and the rule combines them (McMahan et al. 2017, Algorithm 1).
-
-    Under masks the mean follows from Σ N_k w_k and Σ N_k; the rule takes it as if from one site.
-    """
+    """Sampled sites take local steps, and the rule combines them; a total's mean counts as from one site."""
     rate = local.learning_rate * local.decay ** (roster.round - 1)
     most = ADAM * local.steps if local.name == "adam" else math.inf  # SGD and L-BFGS go any number of rates
     step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows

@@ -1,8 +1,8 @@
 """The first parameters of a sparse model: Z from sums of where inputs lie, hyperparameters as configured.
 
-Sites send counts of each standardised input in fixed bins, and the matrix of products XᵀX. Inducing points then follow
-the pooled marginal distributions, joined by a Gaussian copula with the pooled correlations: they lie on the few values
-of a discrete column and inside the box of a uniform one. Scrambled Sobol points leave fewer holes than random draws.
+Sites send counts of each standardised input in fixed bins, and XᵀX. Inducing points follow the pooled marginal
+distributions, joined by a Gaussian copula with the pooled correlations: they lie on the few values of a discrete column
+and inside the box of a uniform one. Scrambled Sobol points leave fewer holes than random draws.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, To
 
 
 def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
-    """What sites say of where their inputs lie, with the initial hyperparameters of the configured model.
-
-    Where there are totals only, it is one answer of all sites together.
-    """
+    """What sites say of where their inputs lie, and the initial hyperparameters; of totals, one answer of all sites."""
     if roster.totals_only:
         summed: Summed[Shape] = yield Total(Shape, Nothing())
         if summed.total is None:
@@ -49,11 +46,7 @@ def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
 
 
 def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
-    """If an answer is of shapes, note from it the standardised ``range`` of each numeric column.
-
-    It is where about 95 % of rows lie: from the upper edge of the bin with the 2.5 % quantile to the lower edge of that
-    with the 97.5 % quantile, so that some rows lie at both ends or beyond them.
-    """
+    """Note from an answer of shapes the standardised ``range`` of about 95 % of the rows of each column."""
     if answer is not Shape:
         return
     shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
