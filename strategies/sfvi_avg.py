@@ -39,7 +39,7 @@ from strategies.server.questions import (
     Total,
     lengthscale_facts,
 )
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -159,7 +159,7 @@ def first_state(config: RunConfig, options: SFVIOptions, names: Sequence[str], r
     """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
     section, shared = config.model, dict[str, ndarray]()
     if options.row.inducing:
-        shared[SHARED] = initial_locations((yield from shapes_of_inputs(roster)), section, config.seed)
+        shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, config.seed)
     points = torch.from_numpy(shared[SHARED]) if shared else None
     model = configured(options, section, len(options.columns(names)), points)
     q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=options.structure == "full")
