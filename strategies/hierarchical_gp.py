@@ -44,10 +44,10 @@ from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, shaped_gp
 from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.shared_messages import Parameters, Shape
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 from strategies.sfvi_avg import saved
 
@@ -245,9 +245,8 @@ def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
     return first_state({n: array + wider * n.endswith("lengthscale") for n, array in theta.items()}, points, size)
 
 
-def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
+def pseudo_inputs(histogram: Array, count: int) -> Array:
     """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
-    histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
     if len(histogram) > 1:
         here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
         raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
@@ -311,12 +310,12 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def initialise(self, roster: Roster) -> Asking[NewtonState]:
         """The mode of the prior of θ, and inducing inputs from where inputs lie."""
         section = self.config.model
-        shapes = yield from shapes_of_inputs(roster)
+        shape = yield from shape_of_inputs(roster)
         if self.options.rough:
-            points = pseudo_inputs(shapes, section.num_inducing)
+            points = pseudo_inputs(shape.histogram, section.num_inducing)
             theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
             return first_state(theta, points, len(points), rough_units=True)
-        points = initial_locations(shapes, section, self.config.seed)
+        points = initial_locations(shape, section, self.config.seed)
         model = shaped_gp(section, points)
         return smooth_start(on_the_wire(model.theta()), points, model.global_size)
 
