@@ -62,7 +62,7 @@ from strategies.server.questions import (
     Total,
     lengthscale_facts,
 )
-from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
@@ -236,9 +236,9 @@ class PVI(FederatedStrategy[PVIState]):
         """
         if self.agreement:
             return (yield from self.agreement.start(roster))
-        answers, options = (yield from shapes_of_inputs(roster)), self.options
-        locations = initial_locations(answers, self.config.model, self.config.seed)
-        first = {"inducing": locations, "hyper": initial_hyperparameters(answers)["hyper"]}
+        shape, options = (yield from shape_of_inputs(roster)), self.options
+        locations = initial_locations(shape, self.config.model, self.config.seed)
+        first = {"inducing": locations, "hyper": shape.start["hyper"]}
         blocks = {name: DiagonalGaussian.standard(first[name].size) for name in LATENTS if name in options.product}
         priors = {name: NaturalParameters.of(block) for name, block in blocks.items()}
         if options.linear:

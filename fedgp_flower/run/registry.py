@@ -40,7 +40,7 @@ class Method:
     why_no_posterior: str = ""
     """Where ``posterior`` is empty: why, as the end of a sentence about runs of the method."""
     panels: str = ""
-    """A function from a :class:`~fedgp_flower.run.artefacts.RunData` to further sections of its report."""
+    """A function from a :class:`~fedgp_flower.run.artefacts.Run` to further sections of its report."""
     at_site: str = ""
     """A :class:`~fedgp_flower.run.predict.SiteModel`, where a site keeps something to predict with."""
     forget: str = ""
@@ -107,7 +107,7 @@ BUILT_IN: Mapping[str, Method] = {
         paper="Honkela and Melkas, Gaussian processes with differential privacy (2021), by sums",
         options="fedgp_flower.methods.sgpr.options:PrivateSGPROptions",
         strategy="strategies.private_sgpr:PrivateSGPR",
-        client="fedgp_flower.methods.sgpr.private_client:PrivateSGPRClient",
+        client="fedgp_flower.methods.sgpr.client:PrivateSGPRClient",
     ),
     "pvi": Method(
         summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",
