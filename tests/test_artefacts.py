@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import Killed
 
 from fedgp_flower.config import parse
 from fedgp_flower.errors import ConfigError, DamagedError, RunError
@@ -123,10 +124,6 @@ def test_resume_with_other_keys_names_them_and_only_them(tmp_path):
         RunFolder(folder.path, other.digest()).restore()
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: once raised, every later file operation raises it too."""
-
-
 @pytest.mark.parametrize("step", range(9))
 def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch, step):
     folder = RunFolder.open(config(tmp_path))
@@ -230,12 +227,3 @@ def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_p
     folder.checkpoint(Snapshot({}, {"round": 1}))
     folder.give_name_free()
     assert folder.path.name == "a-run"  # it can be resumed
-
-
-def test_files_that_were_changed_after_the_run_are_named(tmp_path):
-    folder = finished(tmp_path)
-    folder.seal()
-    read_run(folder.path)
-    (folder.path / "history.csv").write_text("round\n1\n")
-    with pytest.raises(DamagedError, match=r"changed since the run wrote them, in .*: history\.csv"):
-        read_run(folder.path)

@@ -14,7 +14,6 @@ from fedgp_flower.run import leaves
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """The log of a site after a run of two rounds."""
     folder = tmp_path_factory.mktemp("audit")
     nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
     nodes[0] |= {"state-dir": str(folder / "state"), "audit-copy": str(folder / "copy.jsonl")}
@@ -24,7 +23,6 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def log(written, tmp_path) -> Path:
-    """A copy to change."""
     for suffix in ("", ".head"):
         (tmp_path / f"audit.jsonl{suffix}").write_bytes(written.with_name(f"audit.jsonl{suffix}").read_bytes())
     return tmp_path / "audit.jsonl"
@@ -70,7 +68,6 @@ def test_a_changed_log_is_named_by_line(log, change, problem):
 
 
 def again(line: str, other: str) -> str:
-    """A line with another hash that follows another one."""
     entry = json.loads(line) | {"before": json.loads(other)["hash"]}
     del entry["hash"]
     text = json.dumps(entry)

@@ -20,7 +20,6 @@ POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
 
 @pytest.fixture
 def problem():
-    """A hierarchical GP whose sites differ in shape, and three sites of different size."""
     generator = torch.Generator().manual_seed(3)
     model = shaped_gp(inputs=POINTS)
     with torch.no_grad():
@@ -68,7 +67,6 @@ def dense_bound(model, sites, offsets):
 
 
 def at(model, vector):
-    """Load θ from one vector, in the order of the names."""
     start = 0
     with torch.no_grad():
         for own in (own for name, own in sorted(model.theta().items()) if name != WIDTHS):

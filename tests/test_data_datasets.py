@@ -20,7 +20,6 @@ def table(dataset: str, **keys) -> Table:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data folder with a table in a folder, and two standard splits."""
     draw = np.random.default_rng(0)
     (tmp_path / "lab").mkdir()
     frame = pd.DataFrame({"a": draw.normal(size=12), "b": draw.normal(size=12), "y": draw.normal(size=12)})

@@ -1,6 +1,5 @@
 """The hierarchical GP as a federation runs it: the same for any partition, resumed, without a site, under masks."""
 
-import math
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,20 +28,17 @@ POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """A hierarchical GP of the sine set, or what the changes make of it."""
     return configured(**{"method": "hierarchical-gp", "num_server_rounds": 30, "model__num_inducing": 4, **changes})
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Sites a, b and c with 16 training rows each."""
     tables = {site: waves(20, seed) for seed, site in enumerate("abc")}
     return csv_nodes(tmp_path_factory.mktemp("three"), tables)
 
 
 @pytest.fixture(scope="module")
 def calm(three: list[dict[str, Any]]) -> tuple[Any, Recorder]:
-    """A run of all three, until it converges, and what was recorded of it."""
     recorder = Recorder()
     return run(FaultyGrid(tiny(), three), recorder), recorder
 
@@ -135,16 +131,6 @@ def test_a_lost_site_ends_a_step_not_the_run(three: list[dict[str, Any]], calm: 
     assert "b" in blamed(strategy)
     assert strategy.current.sites == ("a", "b", "c")
     assert strategy.details()["bound"] == pytest.approx(calm[0].details()["bound"], abs=0.3)
-
-
-def test_a_site_whose_target_is_constant_does_not_break_the_others(tmp_path: Path) -> None:
-    tables = {site: waves(20, seed) for seed, site in enumerate("abc")}
-    tables["c"] = tables["c"].assign(y=tables["c"]["y"].mean() + 1e-6 * tables["c"]["y"])
-    strategy = run(FaultyGrid(tiny(), csv_nodes(tmp_path, tables)))
-    assert not blamed(strategy)
-    assert strategy.outcome.metrics["converged"]
-    assert max(row["nll"] for row in strategy.outcome.metrics["per_site"][:2]) < 1.2
-    assert all(math.isfinite(row["nll"]) for row in strategy.outcome.metrics["per_site"])
 
 
 @pytest.mark.parametrize(

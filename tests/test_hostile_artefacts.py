@@ -30,7 +30,6 @@ ODD = (None, True, -1, 0, 10**30, -0.5, 1e308, np.nan, np.inf, "", "x" * 300, ".
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]:
-    """A run, and what it predicts."""
     folder = tmp_path_factory.mktemp("clean")
     run = run_in_process(FLAT | {"output-dir": str(folder), "name": "run"}, sites=2)
     (folder / "new.csv").write_text("x\n0.5\n-1.0\n")
@@ -38,7 +37,6 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]
 
 
 def asked(run: Path) -> pd.DataFrame:
-    """What the run predicts at two new rows."""
     output = run.parent / "out.csv"
     output.unlink(missing_ok=True)
     words = ["predict", str(run), "--input", str(run.parent / "new.csv"), "--output", str(output)]
@@ -61,7 +59,6 @@ def leaf(content: Any, draw: Callable[[Any], Any], odd: Sequence[Any] = ODD) -> 
 
 
 def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
-    """Change a file in a way that suits its kind, or its bytes."""
     kind = draw(st.sampled_from(["bytes", "cut", "gone", "content", "content", "content"]))
     content = path.read_bytes()
     if kind == "gone":
@@ -92,7 +89,6 @@ def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
 
 
 def trial(clean: tuple[Path, pd.DataFrame], folder: Path, draw: Callable[[Any], Any]) -> None:
-    """Spoil a file of a run and use the run."""
     original, right = clean
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original.parent, folder)

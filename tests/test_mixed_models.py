@@ -21,7 +21,6 @@ BETA, OMEGA, SIGMA = (0.4, -0.8, 0.5), (0.3, 0.9), -0.5
 
 
 def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "gaussian") -> pd.DataFrame:
-    """Rows of a mixed model with a random intercept and a random slope in ``a``."""
     rng = np.random.default_rng(seed)
     unit = np.repeat(np.arange(units), visits)
     a, b = rng.standard_normal((2, len(unit)))
@@ -37,7 +36,6 @@ def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "ga
 
 
 def columns(frame: pd.DataFrame) -> list[torch.Tensor]:
-    """Features (x, then z), targets and units."""
     return [torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b", "a"], "y", "unit")]
 
 

@@ -79,7 +79,6 @@ def hospital(seed: int, **columns: Any) -> pd.DataFrame:
 
 
 def left_behind(folder: Path, grid: Any) -> str:
-    """All files of a run folder and all that the sites sent, as text."""
     files = [path.read_bytes() for path in folder.rglob("*") if path.is_file() and "sites" not in path.parts]
     for record in (record for _, _, reply in grid.replies for record in reply.content.values()):
         files += [value.data if hasattr(value, "data") else repr(value).encode() for value in record.values()]
@@ -121,6 +120,7 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
         assert alone.predict(hospital(0)).notna().all(axis=None)
         schema = json.loads((tmp_path / "results" / "run" / "posterior.json").read_text())
         assert OTHER in json.dumps(schema)
+        assert "measles" in left_behind(tmp_path / "results" / "run", grids[0])  # the search would find what leaves
     text = left_behind(tmp_path / "results" / "run", grids[0])
     assert len(text) > 100
     assert [secret for secret in SECRETS if secret in text] == []

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, waves
-from flwr.app import Message
+from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 
 from fedgp_flower import server_app
 from fedgp_flower.agreement import SiteDescription, agree
@@ -17,71 +16,8 @@ from fedgp_flower.data.cells import identifier_problems
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.standardisation import describe
-from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.errors import DataError
 from fedgp_flower.run.terminal import show_result
-
-SECRET = b"SSN-7"
-
-
-def content(message: Message) -> bytes:
-    """Everything a message carries."""
-    if message.has_error():
-        return str(message.error.reason).encode()
-    records = message.content
-    arrays = b"".join(array.data for record in records.array_records.values() for array in record.values())
-    texts = [dict(record) for kind in (records.config_records, records.metric_records) for record in kind.values()]
-    return arrays + str(texts).encode()
-
-
-class RecordingGrid(FaultyGrid):
-    """Keeps what every message and every reply carries."""
-
-    def __init__(self, flat: Any, nodes: Any, *faults: Fault) -> None:
-        super().__init__(flat, nodes, *faults)
-        self.carried: list[bytes] = []
-
-    def arrival(self, message: Message) -> Message | None:
-        reply = super().arrival(message)
-        self.carried += [content(m) for m in (message, reply) if m is not None]
-        return reply
-
-
-def readmitted(rows: int, seed: int, visits: int = 2) -> pd.DataFrame:
-    """Rows of patients who came ``visits`` times each; most of their ids are at no other site."""
-    return waves(rows, seed).assign(patient=[f"SSN-7{seed}{i // visits:03d}" for i in range(rows)])
-
-
-def executed(flat: dict[str, Any], grid: RecordingGrid) -> None:
-    with no_waiting():
-        server_app.execute(grid, flat, lambda row, total: None)
-
-
-def test_ids_that_repeat_are_refused_at_the_site_and_nothing_of_them_leaves(
-    tmp_path: Path,
-) -> None:
-    nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed) for seed in range(3)})
-    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), target="y")
-    refused, allowed = flat | {"name": "refused"}, flat | {"name": "left-out", "features": "-patient"}
-    grids = [RecordingGrid(keys, nodes) for keys in (refused, allowed)]
-    with pytest.raises(RunError, match=r"`patient` has \d+ levels in 48 rows, as an identifier has; leave it out"):
-        executed(refused, grids[0])
-    executed(allowed, grids[1])
-    assert (tmp_path / "left-out" / "report.html").exists()
-    written = [path for name in ("refused", "left-out") for path in (tmp_path / name).rglob("*") if path.is_file()]
-    assert {"log.txt", "posterior.json", "report.html", "metrics.json"} <= {path.name for path in written}
-    assert len(grids[1].carried) > 20
-    assert not [text for grid in grids for text in grid.carried if SECRET in text]
-    assert not [path.name for path in written if SECRET in path.read_bytes()]
-
-
-def test_the_search_would_find_a_level_that_leaves(tmp_path: Path) -> None:
-    """Five ids at each site are levels that a column may have."""
-    nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed, visits=12) for seed in range(2)})
-    flat = configured(sites=2, num_server_rounds=1, output_dir=str(tmp_path), name="seen", target="y")
-    grid = RecordingGrid(flat, nodes)
-    executed(flat, grid)
-    assert [text for text in grid.carried if SECRET in text]
-    assert SECRET in (tmp_path / "seen" / "posterior.json").read_bytes()
 
 
 def words(levels: int, rows: int) -> pd.DataFrame:

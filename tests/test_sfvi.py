@@ -32,7 +32,6 @@ VALUES = "values."
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """A hierarchical GP of the sine set, by stochastic gradients, or what the changes make of it."""
     return configured(**{"method": "sfvi", "sfvi__learning_rate": 0.03, **changes})
 
 
@@ -61,7 +60,6 @@ def visits_csv(folder: Path, rows: int = 3) -> Path:
 
 
 def mixed(path: Path, column: str, **changes: Any) -> dict[str, Any]:
-    """A logistic mixed model of the visits."""
     own = {
         "dataset": str(path),
         "features": "unit,a,b",

@@ -29,7 +29,6 @@ MODELS = ("vae", "prodlda")
 
 
 def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
-    """A model with random weights, features and classes."""
     generator = torch.Generator().manual_seed(5)
     options = SFVIOptions.model_validate({"model": name, "hidden": H, "latents": W, "classes": C})
     model = AmortisedModel.configured(options, ModelSection(), V)

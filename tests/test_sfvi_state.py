@@ -40,14 +40,11 @@ def test_a_flat_bound_ends_the_run_in_proportion():
 
 
 def start(**known):
-    """Two shared latents and one parameter."""
     parameters = {"q.mean": np.zeros(2), "q.log_scale": np.zeros(2), "theta.noise": np.array(1.0)}
     return SFVIState(parameters, Prior(np.zeros(2), np.zeros(0, np.int64)), {}, **known)
 
 
 class Site:
-    """Answers by heart."""
-
     def __init__(self, *, fresh=False, move=0.0):
         self.fresh, self.move = fresh, move
 
@@ -108,5 +105,4 @@ def test_gradients_that_dwarf_the_others_are_outliers_where_three_can_be_compare
 
 
 def share(size):
-    """A gradient of a size."""
     return GradientShare({"q.mean": np.full(2, size)}, 0.0, 0)

@@ -50,7 +50,6 @@ def assert_close(found, expected, tolerance=1e-12):
 
 
 def split(values, parts):
-    """The local posterior of all units, dealt to sites."""
     return [with_named(values, {name: value[part] for name, value in named(values).items()}) for part in parts]
 
 

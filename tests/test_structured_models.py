@@ -17,7 +17,6 @@ from structured_problems import (
     start_posteriors,
 )
 
-from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.methods.family import (
     GlobalPosterior,
@@ -203,15 +202,6 @@ def test_farthest_points_spread_and_do_not_repeat():
     ]
     everything = farthest_points(rows, 10)
     assert sorted(float(v) for v in everything[:, 0]) == [-1.0, 0.0, 0.1, 0.45, 1.0]
-
-
-def test_theta_from_another_model_is_refused():
-    model = sparse_gp(inputs=torch.zeros(2, 1, dtype=torch.float64))
-    values = {name: value.detach() + 0.5 for name, value in model.theta().items()}
-    model.load_theta(values)
-    torch.testing.assert_close(model.log_noise.detach(), values["theta.log_noise"])
-    with pytest.raises(ProtocolError, match="model parameters"):
-        model.load_theta({name: value for name, value in values.items() if name != "theta.log_noise"})
 
 
 def test_local_steps_are_those_of_torchs_adam(generator):

@@ -71,21 +71,6 @@ def test_the_model_behind_another_likelihood_predicts_the_same(likelihood):
         torch.testing.assert_close(model.likelihood(latent).mean, model.predict(x, posterior)[0], **EQUAL)
 
 
-def test_the_joint_distribution_is_that_of_pooled_sparse_regression():
-    """Covariances between inputs too, by Titsias' formulas without whitening."""
-    model, posterior, (x, y) = sparse(jitter=0.0)
-    model.hold(posterior)
-    new = rand(5, 2, seed=7)
-    kernel, points, noise = model.kernel, model.inducing_points, model.noise
-    with torch.no_grad():
-        kzz, kzx, kzn = (kernel(points, other).to_dense() for other in (points, x, new))
-        inner = kzz + kzx @ kzx.mT / noise
-        expected = kernel(new).to_dense() - kzn.mT @ (torch.linalg.solve(kzz, kzn) - torch.linalg.solve(inner, kzn))
-        mean = kzn.mT @ torch.linalg.solve(inner, kzx @ y) / noise
-    torch.testing.assert_close(model(new).covariance_matrix, expected, rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(model(new).mean, mean, rtol=1e-7, atol=1e-8)
-
-
 def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs():
     model, posterior, _ = sparse()
     [(exported, likelihood)] = SavedSparseGP(model, posterior).export()
