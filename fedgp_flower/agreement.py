@@ -207,15 +207,12 @@ class Agreement:
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
     rows: dict[Site, int]
-    """Training rows of each site, as it introduced itself."""
     labels: dict[Site, str]
     simulated: bool
     training_target: dict[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
     columns: list[Json] = field(default_factory=list)
-    """What is known of every feature column, see :class:`_Pooled`."""
     dropped: int = 0
-    """Rows that sites left out for a missing cell."""
     sums: dict[Site, Array] = field(default_factory=dict)
     """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
     refused: dict[Site, str] = field(default_factory=dict)

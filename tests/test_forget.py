@@ -67,7 +67,7 @@ def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path: Path) -> None:
     left, record = forgotten(run, "2", rounds=0)
     moments = []
     for folder in (left, run):
-        arrays = read_run(folder).posterior.arrays  # type: ignore[union-attr]
+        arrays = read_run(folder).saved.arrays  # type: ignore[union-attr]
         moments.append((arrays["inducing.mean"], arrays["inducing.covariance"]))
     (m1, s1), (m0, s0) = moments
     log_determinants = np.linalg.slogdet(s0)[1] - np.linalg.slogdet(s1)[1]

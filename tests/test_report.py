@@ -265,7 +265,7 @@ SPREAD = {"kernel.log_lengthscale": np.array([[0.1, 0.2, 2.0]])}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     own = read_run(make_run(tmp_path_factory.mktemp("run"), inputs=3, sites=2, rows=5))
-    return replace(own, posterior=replace(own.posterior, inputs=("age", "dose", "ward")))
+    return replace(own, saved=replace(own.saved, inputs=("age", "dose", "ward")))
 
 
 def telling(run, facts):
@@ -285,8 +285,8 @@ def test_without_intervals_points_are_shown_and_none_is_made_up(run):
     [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test")))
     assert np.isnan(own.low).all()
     assert not own.how
-    saved = replace(run.posterior, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])})
-    [same] = relevances(replace(run, posterior=saved))
+    saved = replace(run.saved, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])})
+    [same] = relevances(replace(run, saved=saved))
     assert (same.names, same.part, same.how) == (own.names, "kernel", "")
     assert relevances(run) == []
 

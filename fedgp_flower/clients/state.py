@@ -41,7 +41,6 @@ from fedgp_flower.typing import NamedArrays
 SHARED, CONSTANTS = "context", "constants"
 """Records and config key of what all sites share, which travels to a site once."""
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
-"""Records of the Context."""
 STATE_FILE, ROWS_FILE, PREPARED_FILE = "site-state.safetensors", "site-rows.json", "site-prepared.safetensors"
 
 

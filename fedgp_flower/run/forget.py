@@ -15,9 +15,8 @@ import pandas as pd
 from fedgp_flower.errors import RunError
 from fedgp_flower.files import write_json
 from fedgp_flower.outcome import Progress, Snapshot, silent
-from fedgp_flower.run.artefacts import RunData, RunFolder, read_run
+from fedgp_flower.run.artefacts import Run, RunFolder, read_run
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.predict import row_of
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.run.report import write_report
 from fedgp_flower.typing import Facts
@@ -30,7 +29,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     ``site`` is an id or a label; ``rounds`` more of training let what the other sites said settle.
     """
     data = read_run(run)
-    if not row_of(data).forget:
+    if not data.method.forget:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
         raise RunError(f"{run} is a run of {data.metrics.method!r}; only a run of {able} can go on without a site")
     old = parse_config(data.config)
@@ -41,7 +40,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
         raise RunError("the sites of this run are real machines: start a run over those that remain")
     labels: Mapping[str, str] = saved.facts["preparation"]["labels"]
     chosen = next((key for key, label in labels.items() if site in {key, label}), site)
-    left: Snapshot = load(row_of(data).forget)(saved, chosen)
+    left: Snapshot = load(data.method.forget)(saved, chosen)
     remaining = sorted(left.facts["preparation"]["rows"], key=int)
     took_part = [one for one in left.facts.get("took_part", ()) if one != chosen]
     left = replace(left, facts={**left.facts, "took_part": took_part})
@@ -69,9 +68,9 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     return after
 
 
-def _changes(old: RunData, new: RunData, site: str, rounds: int) -> Facts:
+def _changes(old: Run, new: Run, site: str, rounds: int) -> Facts:
     """What was removed and what that changed, over the same held-out rows, those of the sites that remain."""
-    per_site, forgotten = old.metrics.per_site, row_of(old).forgotten
+    per_site, forgotten = old.metrics.per_site, old.method.forgotten
     row = next((row for row in per_site if site in {str(row["site"]), str(row.get("label"))}), {"site": site})
     kept = (old.metrics.labels.keys() & new.metrics.labels.keys()) - {str(row["site"])}
     return {
@@ -101,7 +100,7 @@ def _figures(rows: Iterable[Facts], sites: set[str]) -> dict[str, float]:
     }
 
 
-def _shift(old: RunData, new: RunData, sites: set[str]) -> dict[str, float]:
+def _shift(old: Run, new: Run, sites: set[str]) -> dict[str, float]:
     """How far predictions of the remaining sites' held-out rows moved; empty where a run kept none."""
     if old.predictions is None or new.predictions is None:
         return {}

@@ -37,8 +37,8 @@ from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.run.artefacts import RunData, read_run
-from fedgp_flower.run.registry import METHODS, Method, load, parse_config
+from fedgp_flower.run.artefacts import Run, read_run
+from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.scores import TargetUnits, count_quantiles
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
@@ -64,7 +64,7 @@ class Exportable(Protocol):
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
-SiteModel: TypeAlias = Callable[[RunData, RunConfig, RawSite, NamedArrays], Standardised | None]
+SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
 """Rebuilds the predictor at one site, from what everybody has and what that site keeps, if anything; None where its
 state is about other rows or another run."""
 
@@ -73,7 +73,7 @@ state is about other rows or another run."""
 class Predictor:
     """The posterior of a run, ready to predict noisy observations in original units."""
 
-    run: RunData
+    run: Run
     saved: Posterior
     preparation: Preparation
     standardised: Standardised
@@ -94,20 +94,20 @@ class Predictor:
         return Predictor.of(read_run(run))
 
     @staticmethod
-    def of(run: RunData) -> Predictor:
+    def of(run: Run) -> Predictor:
         """The posterior of a run that was read."""
-        reason = why_no_posterior(run)
-        if run.posterior is None or reason:
+        reason = run.why_no_posterior
+        if run.saved is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
         with reading(run.path):
-            preparation = preparation_of(run.posterior)
-        model: SavedModel = load(row_of(run).posterior)
+            preparation = preparation_of(run.saved)
+        model: SavedModel = load(run.method.posterior)
         try:
-            standardised = model(run.posterior, preparation.names)
+            standardised = model(run.saved, preparation.names)
         except ValidationError as error:
             said = "; ".join(f"{item['input']!r}: {item['msg']}" for item in error.errors())
             raise RunError(f"{run.path} was made with {said}. Install the package that brings it") from None
-        return Predictor(run, run.posterior, preparation, standardised)
+        return Predictor(run, run.saved, preparation, standardised)
 
     @staticmethod
     def at_site(
@@ -154,7 +154,7 @@ class Predictor:
         """What predicts without the name of a site: the posterior, else every simulated site by its label."""
         read = read_run(run)
         simulated = all(site.isdecimal() for site in read.metrics.labels)
-        if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
+        if not read.why_no_posterior or not read.method.at_site or not simulated:
             return {"": Predictor.of(read)}
         return {label: Predictor.at_site(run, site) for site, label in read.metrics.labels.items()}
 
@@ -283,25 +283,6 @@ class Predictor:
         return encoded
 
 
-def row_of(run: RunData) -> Method:
-    """The registry row of a run's method."""
-    name = run.metrics.method
-    if name not in METHODS:
-        raise RunError(f"{run.path} is a run of {name!r}, which is not installed; install the package that brings it")
-    return METHODS[name]
-
-
-def why_no_posterior(run: RunData) -> str:
-    """Why nothing predicts from a run's folder alone; empty where a saved posterior does."""
-    row = row_of(run)
-    reason = row.why_no_posterior or "this run saved none"
-    if row.posterior and run.posterior is not None:
-        if "why_no_posterior" not in run.posterior.model:
-            return ""
-        reason = str(run.posterior.model["why_no_posterior"])
-    return f"with `method` = {run.metrics.method!r} {reason}"
-
-
 def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:
     """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had.
 
@@ -324,15 +305,15 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
     return len(frame), count_unknown_levels(frame, preparation)
 
 
-def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
+def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
     """What predicts with a site's rows and what it keeps; None where that does not fit."""
-    reference = row_of(read).at_site
-    if read.posterior is None or not reference:
+    reference = read.method.at_site
+    if read.saved is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
         raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
     model: SiteModel = load(reference)
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.posterior, preparation_of(read.posterior), standardised, rows)
+    return standardised and Predictor(read, read.saved, preparation_of(read.saved), standardised, rows)
 
 
 def preparation_of(posterior: Posterior) -> Preparation:
@@ -340,7 +321,7 @@ def preparation_of(posterior: Posterior) -> Preparation:
     return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
 
 
-def _node(run: RunData, site: str, data: Path | None) -> dict[str, Value]:
+def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
     """The configuration of the node that the site was."""
     chosen = next((key for key, label in run.metrics.labels.items() if site in {key, label}), None)
     if data is not None:

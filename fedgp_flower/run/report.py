@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
 from fedgp_flower.run import figures
-from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
+from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
-from fedgp_flower.run.predict import Predictor, row_of, why_no_posterior
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
@@ -86,13 +86,11 @@ def html_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Marku
 def write_report(run_folder: Path) -> Path:
     """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path."""
     run = read_run(run_folder)
-    predictor = None if why_no_posterior(run) else Predictor.of(run)
-    panels = row_of(run).panels
-    special = load(panels)(run) if panels else ()
-    return write_page(run, predictor, [*_dependence(run, predictor), *_relevance(run), *special])
+    special = load(run.method.panels)(run) if run.method.panels else ()
+    return write_page(run, run.posterior, [*_dependence(run), *_relevance(run), *special])
 
 
-def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
+def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
     """Write the page and its pictures.
 
     The predictor draws the curve over one input, or the map over two; without it the held-out rows alone are shown.
@@ -138,8 +136,9 @@ def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequenc
     return path
 
 
-def _dependence(run: RunData, predictor: Predictor | None) -> list[Panel]:
+def _dependence(run: Run) -> list[Panel]:
     """Along the columns that matter most, where the posterior tells."""
+    predictor = run.posterior
     if predictor is None or not (found := effects(predictor)):
         return []
     caption = (
@@ -154,7 +153,7 @@ def _dependence(run: RunData, predictor: Predictor | None) -> list[Panel]:
     return [Panel("What predictions depend on", figures.effects(found, outcome), caption)]
 
 
-def _relevance(run: RunData) -> list[Panel]:
+def _relevance(run: Run) -> list[Panel]:
     """Lengthscales with intervals, where a posterior has several inputs."""
     found = relevances(run)
     if not found:
@@ -185,7 +184,7 @@ def _said(sentence: str) -> Markup:
     return Markup(re.sub(r"(?<=\d) %", "\u00a0%", text))  # noqa: S704
 
 
-def _facts(run: RunData) -> str:
+def _facts(run: Run) -> str:
     m = run.metrics
     sent = (m.bytes.get("up", 0) + m.bytes.get("down", 0)) / 1e6
     total = number(m.seconds.get("total"))
@@ -219,7 +218,7 @@ def _note(metrics: RunMetrics, units: str) -> str:
     return note
 
 
-def _predictions(run: RunData, predictor: Predictor | None, target: str) -> Iterator[Panel]:
+def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
     if is_classification(run.metrics):
         yield from _class_predictions(run)
@@ -240,9 +239,9 @@ def _predictions(run: RunData, predictor: Predictor | None, target: str) -> Iter
         yield Panel("Observed against predicted, and residuals", figure, caption, "parity")
 
 
-def _class_predictions(run: RunData) -> Iterator[Panel]:
+def _class_predictions(run: Run) -> Iterator[Panel]:
     if run.predictions is not None:
-        target = {} if run.posterior is None else run.posterior.schema["target"]
+        target = {} if run.saved is None else run.saved.schema["target"]
         levels = [str(level) for level in target.get("levels", ("class 0", "class 1"))]
         figure = figures.probabilities(run.predictions, levels)
         yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
@@ -251,7 +250,7 @@ def _class_predictions(run: RunData) -> Iterator[Panel]:
         yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
 
 
-def _inputs(run: RunData) -> tuple[list[str], Array]:
+def _inputs(run: Run) -> tuple[list[str], Array]:
     """Names of up to two encoded inputs and the range to draw [D, 2]; empty for more inputs.
 
     The range is that of the held-out rows, else mean ± 2.5 sd of the training inputs.
@@ -261,10 +260,10 @@ def _inputs(run: RunData) -> tuple[list[str], Array]:
         low, high = x.min().to_numpy(dtype=float), x.max().to_numpy(dtype=float)
         margin = np.where(high > low, 0.04 * (high - low), 0.5)
         return [name.removeprefix("input.") for name in x.columns], np.stack([low - margin, high + margin], axis=1)
-    features = run.posterior.schema["features"] if run.posterior is not None else ()
-    if run.posterior is None or not 1 <= len(features) <= 2 or any(item["kind"] != "numeric" for item in features):
+    features = run.saved.schema["features"] if run.saved is not None else ()
+    if run.saved is None or not 1 <= len(features) <= 2 or any(item["kind"] != "numeric" for item in features):
         return [], np.empty((0, 2))
-    mean, scale = (run.posterior.arrays[f"input.{name}"] for name in ("mean", "scale"))
+    mean, scale = (run.saved.arrays[f"input.{name}"] for name in ("mean", "scale"))
     return [str(item["name"]) for item in features], np.stack([mean - 2.5 * scale, mean + 2.5 * scale], axis=1)
 
 

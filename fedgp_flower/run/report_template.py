@@ -95,10 +95,10 @@ TEMPLATE = """<!DOCTYPE html>
 {% if metrics.repairs %}{{ table(["numerical repair", "times"], metrics.repairs | dictsort) }}
 {% else %}<p>No numerical repair was needed.</p>{% endif %}
 
-{% if run.posterior %}<h2>Saved posterior</h2><p><code>{{ run.posterior.equation }}</code></p>
+{% if run.saved %}<h2>Saved posterior</h2><p><code>{{ run.saved.equation }}</code></p>
 <details><summary>Its arrays</summary><div class="wide mono"><table><tbody>
-{%- for name, array in run.posterior.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
-<td>{{ run.posterior.coordinates[name] }}</td><td>{{ run.posterior.meanings[name] }}</td></tr>{% endfor %}
+{%- for name, array in run.saved.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
+<td>{{ run.saved.coordinates[name] }}</td><td>{{ run.saved.meanings[name] }}</td></tr>{% endfor %}
 </tbody></table></div></details>{% endif %}
 
 <h2>Configuration</h2>

@@ -13,9 +13,8 @@ import numpy as np
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.shared_messages import Parameters, ScoreSums
+from fedgp_flower.shared_messages import Confusion, Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Figures, Predicted, Roster, S, Total
@@ -35,17 +34,11 @@ class Rise:
     """A straight line through the latest values."""
 
     slope: float
-    """By round."""
     error: float
-    """Its standard error."""
     noise: float
     """Standard deviation of a value around the line."""
-    rounds: int
-
-    @property
-    def flat(self) -> bool:
-        """Whether the rise along the window is below the noise."""
-        return (self.slope + ERRORS * self.error) * self.rounds < max(DEVIATIONS * self.noise, NOTHING)
+    flat: bool
+    """Whether the rise along the window is below the noise."""
 
 
 def rise(values: Sequence[float]) -> Rise | None:
@@ -59,7 +52,8 @@ def rise(values: Sequence[float]) -> Rise | None:
     slope = float(along @ latest) / spread
     residual = latest - latest.mean() - slope * along
     noise = math.sqrt(float(residual @ residual) / (rounds - 2))
-    return Rise(slope, noise / math.sqrt(spread), noise, rounds)
+    error = noise / math.sqrt(spread)
+    return Rise(slope, error, noise, (slope + ERRORS * error) * rounds < max(DEVIATIONS * noise, NOTHING))
 
 
 @dataclass
@@ -113,12 +107,10 @@ class Algorithm(ABC, Generic[S]):
     planned_rounds: int
     session: Session
     network: Network
-    """The sites behind the Grid."""
     scoring: Scoring
     current: S
     """The state; only complete rounds change it."""
     course: Course
-    """The values of the watched figure so far."""
     expected: Mapping[str, float]
     """Exchanges and seconds of training, as announced before it."""
 

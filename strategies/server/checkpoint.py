@@ -19,7 +19,6 @@ from strategies.server.scoring import Evaluation, with_skill
 from strategies.server.session import Session
 
 STATE = "state."
-"""Prefix of the arrays of a method's state."""
 
 
 @dataclass(slots=True)

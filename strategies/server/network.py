@@ -37,7 +37,6 @@ CONSTANTS = "constants"
 """Name of the record of arrays; left out where there are none."""
 
 Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
-"""A value of Flower's metrics."""
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
 
 
@@ -143,7 +142,6 @@ class Network:
     nodes: dict[str, int] = field(default_factory=dict)
     """Site → the node it runs on now."""
     heard: set[int] = field(default_factory=set)
-    """Nodes that have been introduced, well or badly."""
     traffic: Traffic = field(default_factory=Traffic)
     failures: list[Failure] = field(default_factory=list)
     repairs: dict[str, int] = field(default_factory=dict)
@@ -151,13 +149,9 @@ class Network:
     streak: dict[str, int] = field(default_factory=dict)
     """Failures of a site since the last round in which it answered and never failed."""
     answered: set[str] = field(default_factory=set)
-    """Sites with a valid answer in this round."""
     failed: set[str] = field(default_factory=set)
-    """Sites that failed in this round."""
     site_seconds: float = 0.0
-    """Seconds the sites say they computed, summed."""
     trips: list[float] = field(default_factory=list)
-    """Seconds from pushing messages to having their replies, trip by trip."""
     round: int = 0
     context: SharedContext = field(default_factory=lambda: SharedContext(ConfigRecord(), ArrayRecord(), ""))
     accepted: set[str] = field(default_factory=set)
@@ -167,7 +161,6 @@ class Network:
     asked: dict[str, Texts] = field(default_factory=dict)
     """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
-    """Sites of whose answers a round made use."""
     warned: dict[str, set[str]] = field(default_factory=dict)
     """What the policies of sites warn of, and which."""
 

@@ -40,7 +40,6 @@ class Each(Generic[A]):
     requests: Mapping[str, object]
     """Site → request message; the sites asked are its keys."""
     retries: int = 0
-    """How often a site that fails is asked again at once."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
@@ -86,7 +85,6 @@ class Refuse:
 
 
 Several: TypeAlias = Each[Any] | Total[Any]
-"""A question to several sites at once."""
 Question: TypeAlias = Several | First[Any] | Refuse
 Figures: TypeAlias = dict[str, float]
 Asking: TypeAlias = Generator[Question, Any, S]
@@ -122,7 +120,6 @@ class Predicted:
     posterior: Posterior | None = None
     """What is saved to predict without any site; None for a personal method."""
     details: Facts = field(default_factory=dict)
-    """Facts for ``metrics.json``."""
 
     def at(self, site: str) -> object:
         """The message with which this site predicts."""

@@ -86,7 +86,6 @@ class Contract(Expected):
     enrolling: bool = False
     """Before the first round a refusal is no failure yet: the sites agree again without the one that lied."""
     added: bool = False
-    """Whether nothing but the total of the answers counts."""
     seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
     """Replies read so far with their answers, by identity."""
     contradicted: dict[str, str] = field(default_factory=dict)
@@ -165,12 +164,10 @@ class Session:
     """One run's sites."""
 
     preparation: Agreement
-    """What the sites agreed on."""
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
         self.network, self.config, self.options = network, config, options
         self.met: Mapping[str, Answer] = {}
-        """How the sites described their columns."""
         self.masking: Masking | None = None
         self.began = network.round > 0
         """Whether a first round has begun, after which nobody agrees again."""
@@ -181,7 +178,6 @@ class Session:
         self.given: dict[str, ConfigRecord] = {}
         """What a user sends with every message of training or evaluation, by ``train`` and ``evaluate``."""
         self.outstanding: dict[str, Outstanding] = {}
-        """By message id."""
         self.packed: tuple[object, ArrayRecord, Texts] | None = None
         """The latest request with its arrays and settings, which the messages to all sites share."""
         self._arrived: list[Message] = []

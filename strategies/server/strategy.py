@@ -68,11 +68,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
         facts: Json = {} if snapshot is None else snapshot.facts
         self.clock, self.course = checkpoint.Clock(), Course(**facts.get("course", {}))
         self.begun = int(facts.get("round", 0))
-        """The latest round that Flower has begun."""
         self.merged = bool(facts.get("merged"))
         """Whether what a site answered to training has ever changed the state."""
         self.asked: Asked | None = None
-        """The first question of a round, as its messages."""
         self.evaluated = (-1, 0)
         """The round of the latest evaluation, and how many sites answered it."""
         self.expected = {}
