@@ -1,7 +1,7 @@
 """Exact facts of PVI: conjugate models, fixed points, merging, rounds against sites that are plain functions."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pvi_oracles import collapsed_local_bound, log_normaliser
+from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.messages import decode, encode
@@ -21,6 +22,7 @@ from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, Pseud
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
+    Factor,
     PseudoObservations,
     SparseModel,
     expected_fit,
@@ -421,3 +423,21 @@ def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:
     for site, words in (("1", "no factor in this posterior; sites that have one: 0"), ("0", "only one")):
         with pytest.raises(NumericsError, match=words):
             forget(trained(problem, Plan(), 1), site)
+
+
+def collapsed_local_bound(draws: Draws, others: Sequence[Factor], data: Data) -> Tensor:
+    r"""The local free energy maximised over the site's own factor, for a Gaussian likelihood.  [S].
+
+    log ∫ N(y; Aᵀv, σ²I) q_\k(v) dv − Σ (k_xx − aᵀa)/2σ²: Titsias' bound with the cavity in place of the prior.
+    """
+    cavity, A, noise = draws.product(others), draws.project(data.inputs), draws.noise[:, None]
+    spread = torch.linalg.solve_triangular(cavity.chol, A, upper=False)
+    covariance = spread.mT @ spread + torch.diag_embed(noise.expand(-1, len(data)))
+    mean = (A * cavity.mean[..., None]).sum(-2)
+    missing = (draws.prior_variance(data.inputs) - A.square().sum(-2)) / noise
+    return MultivariateNormal(mean, covariance).log_prob(data.targets) - 0.5 * missing.sum(-1)
+
+
+def log_normaliser(q: Gaussian) -> Tensor:
+    """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
+    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.described()[2])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from pvi_oracles import collapsed_local_bound
+from test_pvi_exact import collapsed_local_bound
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.optimisers import AdamSettings
