@@ -12,7 +12,7 @@ from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.optimisers import Trace
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
-from fedgp_flower.methods.pvi.model import random_source
+from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.updates import LinearRows
 from fedgp_flower.methods.pvi_weights.glm import LinearPosterior, NewtonStep, glm_rows, optimum, prior_of
