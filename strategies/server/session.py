@@ -11,7 +11,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from fedgp_flower.agreement import Agreement
+from fedgp_flower.agreement import Agreement, SiteDescription
 from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
 from fedgp_flower.messages import (
@@ -33,7 +33,6 @@ from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
 from strategies.server.network import (
-    Answer,
     Expected,
     Network,
     SharedContext,
@@ -57,7 +56,7 @@ from strategies.server.questions import (
     requests_of,
 )
 from strategies.server.shapes import note_ranges
-from strategies.server.totals import MEMBERS, TRUST, MaskedContract, Masking
+from strategies.server.totals import MEMBERS, MaskedContract, Masking
 
 logger = logging.getLogger("fedgp")
 
@@ -167,7 +166,7 @@ class Session:
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
         self.network, self.config, self.options = network, config, options
-        self.met: Mapping[str, Answer] = {}
+        self.met: Mapping[str, SiteDescription] = {}
         self.masking: Masking | None = None
         self.began = network.round > 0
         """Whether a first round has begun, after which nobody agrees again."""
@@ -202,8 +201,8 @@ class Session:
             return
         self.met = enrolment.meet(network, self.config)
         self.preparation = enrolment.agreed(network, self.config, self.met)
-        self._mask(all(answer.number(TRUST) for answer in self.met.values()), self.preparation.simulated)
-        if any(answer.number(enrolment.BARE) for answer in self.met.values()):
+        self._mask(all(told.trusting for told in self.met.values()), self.preparation.simulated)
+        if any(told.bare for told in self.met.values()):
             self._take(self.preparation)
             self.preparation = self.run(enrolment.from_totals(network, self.config, self.preparation))
 
