@@ -152,11 +152,9 @@ class Outstanding:
     """A question to one site that nobody waits for yet."""
 
     site: str
-    node: int
+    message: Message
     deadline: float
     request: object
-    echo: Texts
-    """What its reply must repeat."""
 
 
 class Session:
@@ -297,7 +295,7 @@ class Session:
 
     def put(self, question: Several) -> Asked:
         """A question as messages: the first half of :meth:`ask`."""
-        requests, kind, added = requests_of(question, self.roster().sites), kind_of(question.answer), False
+        requests, kind = requests_of(question, self.roster().sites), kind_of(question.answer)
         match question:
             case Each():
                 self.require_clear(question.answer)
@@ -306,9 +304,7 @@ class Session:
             case Total() if self.masking is not None:
                 sizes = self.preparation.sizes(question.sizes)
                 return self._put_masked(self.masking.open(question, list(requests), sizes))
-            case Total():
-                added = True
-        contract = self._contract(question, requests, added=added)
+        contract = self._contract(question, requests)
         there = self.network.nodes  # a site of a resumed run may not be back
         messages = [self.message(site, kind, request) for site, request in requests.items() if site in there]
         return Asked(messages, contract, question)
@@ -320,11 +316,10 @@ class Session:
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
         """The answer that an algorithm is sent, from valid replies: the second half of :meth:`ask`."""
-        contract = asked.contract
-        if isinstance(contract, MaskedContract):
-            reply: Any = self._masked_total(contract, replies)
+        if isinstance(asked.contract, MaskedContract):
+            reply: Any = self._masked_total(asked.contract, replies)
         else:
-            reply = contract.settled(replies, self.network.fail)
+            reply = asked.contract.settled(replies, self.network.fail)
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.began:
@@ -353,8 +348,8 @@ class Session:
         """A request to one site; the sites that are sent the same share its arrays."""
         if self.packed is None or self.packed[0] is not request:
             arrays, numbers = to_parts(request)
-            record = (array_record if self.apart else packed_record)(arrays)
-            self.packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
+            record = array_record(arrays) if self.apart else packed_record(arrays)
+            self.packed = request, record, {**numbers, APART: True} if self.apart else {**numbers}
         _, record, settings = self.packed
         given = self.given.get(kind.partition(".")[0], ConfigRecord())
         return self.network.message(site, kind, record, {**given, **settings, **(masked or {})})  # type: ignore[dict-item]
@@ -368,10 +363,8 @@ class Session:
                 " method of totals"
             )
 
-    def _contract(
-        self, question: Several | First[Any], requests: Mapping[str, object], *, added: bool = False
-    ) -> Contract:
-        sizes = self.preparation.sizes(question.sizes)
+    def _contract(self, question: Several | First[Any], requests: Mapping[str, object]) -> Contract:
+        sizes, added = self.preparation.sizes(question.sizes), isinstance(question, Total)
         described = {site: enrolment.described(self.preparation, site) for site in requests}
         return Contract(question.answer, sizes, described, requests, not self.began, added)
 
@@ -385,9 +378,8 @@ class Session:
         while True:
             for site, request in unsent:
                 message = self.message(site, kind_of(question.answer), request)
-                deadline, echo = time.monotonic() + network.timeout, echo_of(message)
                 [pushed] = network.push([message])
-                self.outstanding[pushed] = Outstanding(site, network.nodes[site], deadline, request, echo)
+                self.outstanding[pushed] = Outstanding(site, message, time.monotonic() + network.timeout, request)
             unsent = []
             self._arrived = self._arrived or network.pull(self.outstanding)
             if self._arrived:
@@ -399,7 +391,7 @@ class Session:
                     unsent = [(answered.site, answered.request)]
                     continue
                 contract = self._contract(question, {answered.site: answered.request})
-                if not network.accept(answered.site, reply, contract, answered.echo):
+                if not network.accept(answered.site, reply, contract, echo_of(answered.message)):
                     return answered.site, None
                 network.took_part.add(answered.site)
                 return answered.site, contract.read(reply)
@@ -411,7 +403,8 @@ class Session:
     def _lost(self) -> str | None:
         """A site whose answer will not come: its time is up, or it is back under another node."""
         for pushed, asked in list(self.outstanding.items()):
-            if time.monotonic() > asked.deadline or self.network.nodes.get(asked.site) != asked.node:
+            gone = self.network.nodes.get(asked.site) != asked.message.metadata.dst_node_id
+            if gone or time.monotonic() > asked.deadline:
                 del self.outstanding[pushed]
                 self._arrived = [reply for reply in self._arrived if reply.metadata.reply_to_message_id != pushed]
                 self.network.fail(asked.site, f"no reply within {self.network.timeout:g} s, or its node is gone")
