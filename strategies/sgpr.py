@@ -198,12 +198,11 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
     tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
     totals, answered = yield from sums_at(tried, sites)
-    exchanges = state.exchanges + 1
     if not totals:
-        return replace(state, exchanges=exchanges)
+        return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    return SGPRState(tuple(chains), answered, exchanges, state.points)
+    return SGPRState(tuple(chains), answered, state.exchanges + 1, state.points)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -336,10 +335,8 @@ class SGPR(FederatedStrategy[SGPRState]):
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details = pooled_bound.facts(found.values, totals) | pooled_bound.progress(
-            state.exchanges, state.gains, A_ROUND, state.rows
-        )
-        details |= {"num_inducing": len(state.best.values[LOCATIONS])}
+        details = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(state.best.values[LOCATIONS])}
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
