@@ -122,7 +122,7 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         return WhitenedPosterior(mean, root.tril() @ root.tril().mT)
 
     def objective() -> Tensor:
-        cross, prior = model.whitened_cross(inputs), model.kernel(inputs, diag=True)
+        cross, prior = model.project(inputs), model.kernel(inputs, diag=True)
         fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
         return (fit - divergence + model.log_prior()) / len(targets)
