@@ -130,11 +130,11 @@ def test_the_saved_equation_predicts_with_numpy_alone(trained):
     np.testing.assert_allclose(predicted["q97.5"], expected, rtol=1e-6)
     draws = trained.posterior.sample(new, 4000, seed=1)
     np.testing.assert_allclose(draws.mean(0), predicted["mean"], rtol=0.05)  # about three standard errors
-    assert {"target", "low", "high"} <= set(trained.files.predictions)
+    assert {"target", "low", "high"} <= set(trained.predictions)
 
 
 def test_figures_are_in_units_of_the_target(trained):
-    rows, test = trained.files.predictions, trained.metrics.test
+    rows, test = trained.predictions, trained.metrics.test
     assert test["rmse"] == pytest.approx(np.sqrt(np.mean((rows["mean"] - rows["target"]) ** 2)), rel=1e-9)
     inside = ((rows["low"] <= rows["target"]) & (rows["target"] <= rows["high"])).mean()
     assert test["coverage_95"] == pytest.approx(inside)
