@@ -220,10 +220,16 @@ def _note(metrics: RunMetrics, units: str) -> str:
 
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
-    if is_classification(run.metrics):
-        yield from _class_predictions(run)
-        return
     rows = run.predictions
+    if is_classification(run.metrics):
+        if rows is not None:
+            levels = run.saved.schema["target"].get("levels") if run.saved else None
+            figure = figures.probabilities(rows, [str(level) for level in levels or ("class 0", "class 1")])
+            yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
+        if ranks := run.metrics.calibration.get("ranks"):
+            figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
+            yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
+        return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
     if len(names) == 1 and predictor is not None:
@@ -237,17 +243,6 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         figure = figures.parity(rows, target, run.config.get("model.likelihood") == "poisson")
         caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
         yield Panel("Observed against predicted, and residuals", figure, caption, "parity")
-
-
-def _class_predictions(run: Run) -> Iterator[Panel]:
-    if run.predictions is not None:
-        target = {} if run.saved is None else run.saved.schema["target"]
-        levels = [str(level) for level in target.get("levels", ("class 0", "class 1"))]
-        figure = figures.probabilities(run.predictions, levels)
-        yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
-    if ranks := run.metrics.calibration.get("ranks"):
-        figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
-        yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
 
 
 def _inputs(run: Run) -> tuple[list[str], Array]:

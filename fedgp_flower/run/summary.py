@@ -17,24 +17,12 @@ from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
 
-REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
-CLASSIFICATION_COLUMNS = ("accuracy", "auc", "nll", "brier", "brier_skill", "calibration_slope")
+REGRESSION = {"rmse": "RMSE", "r2": "R²", "nll": "NLL", "crps": "CRPS", "coverage_95": "95 % coverage"}
+CLASSIFICATION = {"accuracy": "accuracy", "auc": "AUC", "nll": "NLL", "brier": "Brier", "brier_skill": "skill"}
+CLASSIFICATION["calibration_slope"] = "slope"
+"""Figures that are shown, by kind of task, and what they are called in a table."""
+TITLES = {**REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
 PERCENTAGES = ("accuracy", "coverage_50", "coverage_90", "coverage_95")
-
-TITLES = {
-    "rmse": "RMSE",
-    "r2": "R²",
-    "mae": "MAE",
-    "nll": "NLL",
-    "crps": "CRPS",
-    "coverage_95": "95 % coverage",
-    "accuracy": "accuracy",
-    "auc": "AUC",
-    "brier": "Brier",
-    "brier_skill": "skill",
-    "calibration_slope": "slope",
-    "rows": "held-out rows",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +58,9 @@ def is_classification(metrics: RunMetrics) -> bool:
     return "accuracy" in metrics.test
 
 
-def is_federated(metrics: RunMetrics) -> bool:
-    """Whether sites learned together, as they do by a method that is not installed here."""
-    return metrics.method not in METHODS or METHODS[metrics.method].federated
-
-
 def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
     """The figures shown for the run's kind of task."""
-    return CLASSIFICATION_COLUMNS if is_classification(metrics) else REGRESSION_COLUMNS
+    return tuple(CLASSIFICATION if is_classification(metrics) else REGRESSION)
 
 
 def rivals(metrics: RunMetrics) -> dict[str, Facts]:
@@ -94,7 +77,8 @@ def rivals(metrics: RunMetrics) -> dict[str, Facts]:
 
 def arms(metrics: RunMetrics) -> list[Arm]:
     """This run first, then the baselines it computed."""
-    name = f"federated ({metrics.method})" if is_federated(metrics) else metrics.method
+    federated = metrics.method not in METHODS or METHODS[metrics.method].federated  # or not installed here
+    name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
     together = 0 if metrics.per_site else round(sum(counts))
     return [
