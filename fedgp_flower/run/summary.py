@@ -126,30 +126,24 @@ def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
     return Difference(mean, mean - half, mean + half, k, lower_at)
 
 
-def judged(difference: Difference) -> str:
-    """How a run did against a baseline, by its NLL."""
-    if not math.isfinite(difference.low):
-        return "with a lower NLL than" if difference.mean < 0 else "with a higher NLL than"
-    return "better than" if difference.high < 0 else "worse than" if difference.low > 0 else "about as good as"
-
-
-BAD_NEWS_FIRST = ("worse than", "better than", "about as good as", "with a higher NLL than", "with a lower NLL than")
-
-
 def verdict(metrics: RunMetrics) -> str:
     """The first sentence of a report: whether the run is worse or better than the baselines, by NLL."""
     nll = number(metrics.test.get("nll"))
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
-    groups: dict[str, list[str]] = {}
     differences = {name: paired_difference(metrics, rival) for name, rival in rivals(metrics).items()}
-    for name, difference in differences.items():
-        if name != "pooled" and math.isfinite(difference.mean):
-            groups.setdefault(judged(difference), []).append(_called(name, metrics))
-    if not groups:
+    compared = {name: d for name, d in differences.items() if name != "pooled" and math.isfinite(d.mean)}
+    if not compared:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
-    listed = {words: re.sub(r", (?=[^,]+$)", " and ", ", ".join(names)) for words, names in groups.items()}
-    said = [f"{words} {listed[words]}" for words in BAD_NEWS_FIRST if words in listed]
+    judged = {  # bad news first
+        "worse than": [name for name, d in compared.items() if d.low > 0],
+        "better than": [name for name, d in compared.items() if d.high < 0],
+        "about as good as": [name for name, d in compared.items() if d.low <= 0 <= d.high],
+        "with a higher NLL than": [name for name, d in compared.items() if math.isnan(d.low) and d.mean >= 0],
+        "with a lower NLL than": [name for name, d in compared.items() if math.isnan(d.low) and d.mean < 0],
+    }
+    called = {words: ", ".join(_called(name, metrics) for name in names) for words, names in judged.items() if names}
+    said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
     how = {
         0: "; without figures of sites there is no interval",
