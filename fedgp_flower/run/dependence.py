@@ -102,8 +102,8 @@ def effects(posterior: Predictor) -> list[Effect]:
         x[:, inputs] = moved
         with torch.no_grad():
             f = model(torch.from_numpy(x))
-        ends = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
-        median, low, high = outcome(ends)
+        quantiles = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
+        median, low, high = outcome(quantiles)
         days = re.fullmatch(r"days\((.+)\)", name)
         found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days)))
     return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:MOST]
