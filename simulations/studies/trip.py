@@ -205,12 +205,12 @@ def study(sites: int = 3, rounds: int = 3, repeats: int = 2, turns: int = 9) -> 
         ratio = spent["fedgp", app] / spent["flwr", app]
         yield {
             "table": "Medians",
-            "what": f"{app}: a trip by the programs of fedgp over one by those of flwr",
+            "what": f"{app}, fedgp over flwr",
             "ratio": ratio,
         }
     over = spent["fedgp", "sgpr"] / spent["flwr", "empty"]
     yield {
         "table": "Medians",
-        "what": "sgpr by the programs of fedgp over the empty app by those of flwr",
+        "what": "sgpr by fedgp over empty by flwr",
         "ratio": over,
     }
