@@ -111,7 +111,8 @@ def of_sites(token: str) -> Iterator[psutil.Process]:
 
     for one in family(token):
         with suppress(psutil.NoSuchProcess):
-            if any("supernode" in " ".join(other.cmdline()) for other in (one, *one.parents())):
+            words = [Path(word).name for other in (one, *one.parents()) for word in other.cmdline()]
+            if {"supernode", "flower-supernode"} & set(words):
                 yield one
 
 
