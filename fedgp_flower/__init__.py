@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fedgp_flower.client_app import make_client_app as make_client_app
     from fedgp_flower.estimators import FederatedGPClassifier as FederatedGPClassifier
     from fedgp_flower.estimators import FederatedGPRegressor as FederatedGPRegressor
-    from fedgp_flower.run.api import Run as Run
     from fedgp_flower.run.api import load_run as load_run
     from fedgp_flower.run.api import print_round as print_round
     from fedgp_flower.run.api import run as run
+    from fedgp_flower.run.artefacts import Run as Run
 
 # linear_operator says this at every import, in every process of a run; there is nothing a user could do about it.
 warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", message="`torch.jit.script", category=Deprecat
 _EXPORTS = {
     "FederatedGPClassifier": "fedgp_flower.estimators:FederatedGPClassifier",
     "FederatedGPRegressor": "fedgp_flower.estimators:FederatedGPRegressor",
-    "Run": "fedgp_flower.run.api:Run",
+    "Run": "fedgp_flower.run.artefacts:Run",
     "print_round": "fedgp_flower.run.api:print_round",
     "make_client_app": "fedgp_flower.client_app:make_client_app",
     "load_run": "fedgp_flower.run.api:load_run",

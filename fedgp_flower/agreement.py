@@ -207,15 +207,12 @@ class Agreement:
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
     rows: dict[Site, int]
-    """Training rows of each site, as it introduced itself."""
     labels: dict[Site, str]
     simulated: bool
     training_target: dict[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
     columns: list[Json] = field(default_factory=list)
-    """What is known of every feature column, see :class:`_Pooled`."""
     dropped: int = 0
-    """Rows that sites left out for a missing cell."""
     sums: dict[Site, Array] = field(default_factory=dict)
     """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
     refused: dict[Site, str] = field(default_factory=dict)
@@ -280,13 +277,11 @@ def agree(
     max_levels: int = 50,
     missing: str = "error",
 ) -> Agreement:
-    """Settle columns, levels, means and scales from the sites' sums.
+    """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
-    The columns are those that most sites have (on a tie, those of the first site in sorted order); other sites, and
-    those whose description is malformed, are refused by name. Means and population standard deviations are those of
-    the pooled rows, of a column with missing cells those of the filled ones; indicators of levels have mean p and scale
-    √(p(1−p)). With ``missing`` = impute or indicator the means also stand for missing cells. A target that is a class
-    or a count is left as it is. DataError where nothing can be agreed on.
+    The columns are those that most sites have, on a tie those of the first site; sites that differ, and those whose
+    description is malformed, are refused by name. Indicators of levels have mean p and scale √(p(1−p)). With
+    ``missing`` = impute or indicator the means also stand for missing cells. Classes and counts are left as they are.
     """
     sites, refused = _accepted(descriptions, max_levels)
     *features, target = next(iter(sites.values()))
@@ -412,13 +407,13 @@ def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
-    """Sum, residual and squares about the mean of each encoded input, then of the target, [D + 1, 3].
-
-    NaN for a column with missing cells; ProtocolError where the description is malformed.
-    """
+    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells."""
     told, (features, target) = _parse(description), _parse_schema(schema)
+    columns = (*features, target)
+    if {(name, known.kind) for name, known in told.items()} != {(column.name, column.kind) for column in columns}:
+        raise ProtocolError("its columns are not those the other sites agreed on")
     sums: list[list[float]] = []
-    for column in (*features, target):
+    for column in columns:
         known = told[column.name]
         held = [float(known.counts.get(level, 0)) for level in column.shown]
         found = [[n, 0.0, n - n**2 / known.rows] for n in held] or [known.sums.tolist()]

@@ -251,10 +251,9 @@ def forget_site(
     name: Annotated[str, typer.Option(help="name of the new run's folder; default RUN-without-SITE")] = "",
 ) -> None:
     """Remove a site from a finished run, evaluate again, and write a new run; for methods that can."""
-    going_on = forget.prepare(run, site, rounds=rounds, name=name or f"{run.name}-without-{site}")
     with terminal.progress_bar() as progress:
-        folder = engine.run_in_process(going_on.flat, nodes=going_on.nodes, progress=progress)
-    forget.record(run, folder, site, rounds)
+        new = name or f"{run.name}-without-{site}"
+        folder = forget.forget(run, site, rounds=rounds, name=new, progress=progress)
     terminal.show_result(folder)
 
 
@@ -270,8 +269,8 @@ def what_leaves(
     """Show what a site with this table would send in a run, and what its policy says of every message; no network."""
     flat = (user.read_config(config) if config else {}) | user.parse_assignments(assignments or [])
     files = {"data-path": data, "policy": policy, "test-path": test}
-    trial = leaves.try_out(flat, {name: str(path) for name, path in files.items() if path is not None}, rounds)
-    print(*trial.lines(), sep="\n")
+    lines, _ = leaves.try_out(flat, {name: str(path) for name, path in files.items() if path is not None}, rounds)
+    print(*lines, sep="\n")
 
 
 @app.command("audit")
@@ -294,7 +293,7 @@ def compare_runs(
     figure: Annotated[Path | None, typer.Option(help="PNG or SVG to write: NLL against what was spent")] = None,
 ) -> None:
     """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
-    read = [api.load_run(path).files for path in runs]
+    read = [api.load_run(path) for path in runs]
     if reasons := compare.unlike(read):
         raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
     for doubt in compare.doubtful(read):

@@ -284,11 +284,15 @@ class RunConfig(CoreConfig):
         tables = {section.table: section.model_dump(by_alias=True) for section in (self.shared, self.options)}
         return flatten(self.model_dump(by_alias=True, exclude={"options", "shared"}) | tables)
 
+    @property
+    def passing(self) -> set[str]:
+        """Keys that may be others where a run is resumed."""
+        budgets = {f"{self.options.table}.{name}" for name in self.options.budgets}
+        return {"resume", "output-dir", "name", "num-server-rounds", "round-timeout", "wait-seconds"} | budgets
+
     def digest(self) -> str:
         """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
-        ignored = {"resume", "output-dir", "name", "num-server-rounds", "round-timeout", "wait-seconds"}
-        ignored |= {f"{self.options.table}.{name}" for name in self.options.budgets}
-        keep = {k: v for k, v in sorted(self.flat().items()) if k not in ignored}
+        keep = {k: v for k, v in sorted(self.flat().items()) if k not in self.passing}
         return hashlib.sha256(json.dumps(keep).encode()).hexdigest()[:16]
 
 

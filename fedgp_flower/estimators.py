@@ -26,7 +26,7 @@ from fedgp_flower.data.sites import RawSite, site_of
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Observer
-from fedgp_flower.run.artefacts import RunData, RunMetrics, saved_posterior
+from fedgp_flower.run.artefacts import Run, RunMetrics, saved_posterior
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import client_class, parse_config, strategy_class
@@ -57,7 +57,7 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     if posterior is None:
         raise RunError(f"method {config.method!r} saves nothing that predicts new rows; take one that does")
     metrics = RunMetrics(**strategy.outcome.metrics)
-    return Predictor.of(RunData(NOWHERE, dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
+    return Predictor.of(Run(NOWHERE, dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
 
 
 class _FederatedGP(BaseEstimator):

@@ -53,13 +53,9 @@ def leaves(
 ) -> Any:
     """A field of a message: what it is, in words that a site's owner reads.
 
-    Args:
-        meaning: The words.
-        symmetric: A symmetric matrix, or a stack of them, which travels packed.
-        as_sent: Named arrays of an answer with the names and shapes of the request's field of this name.
-        within: How far an entry of arrays ``as_sent`` may be from the one sent, of points beyond the farthest; or the
-            number of the request that says so.
-        default: Of a field that may be left out.
+    A ``symmetric`` matrix, or a stack of them, travels packed. Named arrays ``as_sent`` have the names and shapes of
+    the request's field of this name, and are at most ``within`` away from it, of points beyond the farthest; ``within``
+    may name the number of the request that says so.
     """
     facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent, "within": within}
     return dataclasses.field(default=default, metadata=facts)
@@ -69,14 +65,11 @@ def leaves(
 def message(
     kind: str = "", *, summand: bool = False, public: bool = False, counts: str = ""
 ) -> Callable[[type[M]], type[M]]:
-    """Declare a message.
+    """Declare a message of a ``kind``, the Flower message type that it answers; a request, part or state has none.
 
-    Args:
-        kind: The Flower message type that it answers, such as ``query.statistics``; a request, part or state has none.
-        summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
-        public: Each site may send it in the clear where all else is masked.
-        counts: How many numbers it estimates, for the policies of sites: letters of shapes, names of fields with named
-            arrays and constants, to be added. Without it a method ``num_parameters`` may say so.
+    Of a ``summand`` the server needs only the sum over sites: every field is an array of fixed shape or a number. A
+    ``public`` one may be sent in the clear where all else is masked. ``counts`` says how many numbers it estimates, for
+    the policies of sites: letters of shapes, names of fields with named arrays and constants, to be added.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -230,10 +223,7 @@ def _text(content: bytes) -> NDArray[np.uint8]:
 
 
 def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = None) -> M:
-    """The inverse of :func:`encode`, for arrays that may come from anywhere.
-
-    ``sizes`` are lengths that letters of shapes must have, as ``{"M": 50}``; others are bound by first use.
-    """
+    """The inverse of :func:`encode`; ``sizes`` are lengths of letters of shapes, as ``{"M": 50}``."""
     reader = _Reader(cls.__name__, dict(sizes or {}), arrays)
     found = reader.read(cls, "")
     unknown = sorted(set(arrays) - reader.seen)

@@ -56,11 +56,8 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-class Basic:
-    """Marks a field that many runs set: help and documentation show these keys first."""
-
-
-BASIC = Basic()
+BASIC = "basic"
+"""Marks a field that many runs set: help and documentation show these keys first."""
 
 
 KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")

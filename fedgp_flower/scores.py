@@ -218,26 +218,35 @@ class TargetUnits:
 
     def mixture_scores(self, means: Array, variances: Array, target: Array) -> Scores:
         """Scores of even mixtures of Gaussians [S, N] of a standardised target [N]."""
-        goal, moments = target * self.scale + self.shift, self._unscaled(means, variances)
+        goal, moments = target * self.scale + self.shift, self.modelled(means, np.sqrt(variances))
         if self.transform is None:
             return mixture_scores(*moments, goal)
         return transformed_scores(*moments, goal, self.transform)
 
     def original(self, prediction: Prediction, target: Array) -> tuple[Array, Array, Array]:
         """Mean, standard deviation and target in the units of the data."""
-        moments, goal = self._unscaled(prediction.mean, prediction.variance), target * self.scale + self.shift
+        return *self.moments(prediction.mean, np.sqrt(prediction.variance)), self.values(target)
+
+    def values(self, standardised: Array) -> Array:
+        """Values in the units of the data."""
+        shifted = standardised * self.scale + self.shift
+        return shifted if self.transform is None else self.transform.inverse(shifted)
+
+    def moments(self, mean: Array, sd: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation [N] in the units of the data."""
+        mean, sd = self.modelled(mean, sd)
+        return (mean, sd) if self.transform is None else transformed_moments(mean[None], sd[None], self.transform)
+
+    def quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
+        """Quantiles [levels, N] in the units of the data."""
+        mean, sd = self.modelled(mean, sd)
         if self.transform is None:
-            return *moments, goal
-        return *transformed_moments(*moments, self.transform), self.transform.inverse(goal)
+            return mean + sd * special.ndtri(np.array(levels))[:, None]
+        return transformed_quantiles(mean, sd, levels, self.transform)
 
-    def quantiles(self, prediction: Prediction, levels: Sequence[float]) -> Array:
-        """Quantiles [levels, N] of a transformed target."""
-        assert self.transform is not None
-        return transformed_quantiles(*self._unscaled(prediction.mean, prediction.variance), levels, self.transform)
-
-    def _unscaled(self, mean: Array, variance: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation in units of the target, or of the transformed target."""
-        return mean * self.scale + self.shift, np.sqrt(variance) * self.scale
+    def modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of the target, or of what a transformation makes of it, not standardised."""
+        return mean * self.scale + self.shift, sd * self.scale
 
 
 def transformed_scores(means: Array, sds: Array, target: Array, transform: Transform) -> Scores:
@@ -260,16 +269,11 @@ def transformed_scores(means: Array, sds: Array, target: Array, transform: Trans
         crps = crps + (lengths * (reached - above) ** 2).sum(axis=0)
     nll = np.log1p(-cut) - _log_density(target, means, sds) - transform.log_slope(y)
     pit = (_cumulative(target, means, sds) - cut) / (1 - cut)
-    return regression_scores(_transformed_moments(means, sds, transform)[0] - y, nll, crps, pit, pit)
+    return regression_scores(transformed_moments(means, sds, transform)[0] - y, nll, crps, pit, pit)
 
 
-def transformed_moments(mean: Array, sd: Array, transform: Transform) -> tuple[Array, Array]:
-    """Mean and standard deviation of y [n] for t ~ N(mean, sd²)."""
-    return _transformed_moments(mean[None], sd[None], transform)
-
-
-def _transformed_moments(means: Array, sds: Array, transform: Transform) -> tuple[Array, Array]:
-    """The same for mixtures [S, n]: each component's integral goes over that component's reach."""
+def transformed_moments(means: Array, sds: Array, transform: Transform) -> tuple[Array, Array]:
+    """Mean and sd of y [n] for mixtures of t [S, n]: each component's integral goes over that component's reach."""
     first, second = np.zeros(means.shape[1]), np.zeros(means.shape[1])
     for mean, sd in zip(means, sds, strict=True):
         t, weights = _rule(np.maximum(mean - REACH * sd, transform.floor), mean + REACH * sd)
@@ -333,15 +337,6 @@ def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
             high, low = np.where(enough, middle, high), np.where(enough, low, middle)
         found.append(high)
     return np.stack(found)
-
-
-def central(mean: Array, sd: Array, counts: bool) -> tuple[Array, Array]:
-    """Ends of the 95 % interval of an observation with these moments: of a Gaussian, or of a count."""
-    if counts:
-        low, high = count_quantiles(mean, sd, (0.025, 0.975))
-        return low, high
-    half = float(special.ndtri(0.975)) * sd
-    return mean - half, mean + half
 
 
 def _rates(mean: Array, variance: Array, count: int) -> tuple[Array, Array]:

@@ -35,10 +35,7 @@ def main(grid: Grid, context: Context) -> None:
 def execute(
     grid: Grid, flat: FlatConfig, progress: Progress, opened: Callable[[Path], None] = lambda folder: None
 ) -> Path:
-    """Run the configured method over a Grid and return the folder of the run.
-
-    ``progress`` is called with every row of the history, ``opened`` with the folder before any site is asked.
-    """
+    """Run the configured method over a Grid; ``opened`` is called with the run's folder before any site is asked."""
     config = parse_config(flat)
     folder = RunFolder.open(config)
 

@@ -16,7 +16,7 @@ from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.scores import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
-from fedgp_flower.typing import AnyShape, Facts, NamedArrays
+from fedgp_flower.typing import AnyShape, Array, Facts, NamedArrays
 
 A = TypeVar("A")
 
@@ -50,7 +50,6 @@ class Described:
     target_square: float | None = None
     """yᵀy."""
     middles: ndarray | None = None
-    """Mean of each input, [D]."""
     reaches: ndarray | None = None
     """How far a row lies from these means at most, [D]: √(N − 1) times the site's sd (Samuelson's inequality)."""
     added: bool = False
@@ -100,10 +99,7 @@ def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
 
 
 def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
-    """Unit vectors v [M, V], some drawn anew each time and those given, and vᵀ A v along each of them [V].
-
-    Where A is positive semi-definite none is negative; who sends another A does not know beforehand where they will be.
-    """
+    """Unit vectors v [M, V], some drawn anew, which nobody knows before, and those given, and vᵀ A v along each [V]."""
     drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
     every = np.vstack([drawn, *vectors])
     units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)
@@ -325,6 +321,33 @@ class LocalScoreSums(ScoreSums):
 @message("query.pooled", public=True)
 class PooledScoreSums(ScoreSums):
     """Simulation only: scores of one model of the rows of all sites."""
+
+
+@message("query.confusion", summand=True)
+class Confusion:
+    """Held-out rows by their class and by the one that was likeliest."""
+
+    counts: Float[ndarray, "C C"] = leaves("held-out rows by class and likeliest class")
+
+    @staticmethod
+    def of(probabilities: Array, label: Array) -> Confusion:
+        """From probabilities [N, C] and classes [N]."""
+        size = probabilities.shape[1]
+        cells = size * label.astype(int) + probabilities.argmax(axis=1)
+        return Confusion(np.bincount(cells, minlength=size**2).reshape(size, size).astype(float))
+
+    def num_parameters(self) -> int:
+        """Cells."""
+        return self.counts.size
+
+    def coarse(self, least: int) -> Confusion:
+        """The same without the rows of cells that have fewer."""
+        return replace(self, counts=np.where(self.counts < least, 0.0, self.counts))
+
+    def refusal(self, described: Described) -> str | None:
+        """Why these are no counts, or None."""
+        del described
+        return "`counts` of rows cannot be negative" if (self.counts < 0).any() else None
 
 
 @message("query.predictions")

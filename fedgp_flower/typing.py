@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array: TypeAlias = NDArray[np.float64]
-"""A float64 array of any shape."""
 
 Indices: TypeAlias = NDArray[np.int64]
-"""Whole numbers that point into something."""
 
 NamedArrays: TypeAlias = dict[str, NDArray[Any]]
 """What a message or a file carries: arrays under names, never by position."""

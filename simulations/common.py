@@ -150,7 +150,7 @@ def posterior_arrays(run: Row) -> dict[str, Array]:
 
     if CHECKING:
         return {"q.mean": np.zeros(5), "q.factor": np.ones(5)}
-    saved = read_run(run["folder"]).posterior
+    saved = read_run(run["folder"]).saved
     assert saved is not None, f"{run['folder']} saved no posterior"
     return {name: np.array(array) for name, array in saved.arrays.items()}
 

@@ -44,10 +44,10 @@ from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, shaped_gp
 from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.shared_messages import Parameters, Shape
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 from strategies.sfvi_avg import saved
 
@@ -134,7 +134,8 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)  # 1. P, p, c and their derivatives by θ
     if summed.total is None:
         return state, {}
-    found, count = with_prior(state, summed.total), float(summed.total.count)  # 2. F + log p(θ) to second order
+    found, log_prior = with_prior(state, summed.total)  # 2. F + log p(θ) to second order
+    count = float(summed.total.count)
     if state.value is None or (summed.sites, count) != (state.sites, state.count):
         radius, taken = FIRST_RADIUS, True
     else:  # 3. is the trial point better, and how far does the next step go?
@@ -150,7 +151,7 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
             sites=summed.sites,
             count=count,
             value=found.value,
-            bound=found.value - log_prior(state)[0],
+            bound=found.value - log_prior,
         )
     state = replace(stepped(state, radius, factor_at), factors=None)  # 4. the next trial point
     assert state.bound is not None
@@ -184,19 +185,15 @@ def prior_of(name: str) -> tuple[float, float]:
     return 2.0 if variance else 1.0, 0.0
 
 
-def log_prior(state: NewtonState) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Log p(θ) at the trial point up to a constant, its first and second derivatives in prior standard deviations."""
+def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[Expansion, float]:
+    """F + log p(θ) to second order around the trial point, by θ in prior standard deviations, and log p(θ)."""
     away, rate = (state.trial - state.mode) / state.scale, state.scale * state.powers
     shrunk = SHRINKAGE * np.exp(rate * away) * (rate > 0)
-    slope, curvature = -away - rate * shrunk, -1 - rate**2 * shrunk
-    return float(-0.5 * away @ away - shrunk.sum()), torch.from_numpy(slope), torch.from_numpy(curvature)
-
-
-def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
-    """F + log p(θ) to second order around the trial point, by θ in prior standard deviations."""
-    found, scale, (value, slope, bend) = expansion(total), torch.from_numpy(state.scale), log_prior(state)
+    value = float(-0.5 * away @ away - shrunk.sum())
+    slope, bend = torch.from_numpy(-away - rate * shrunk), torch.from_numpy(-1 - rate**2 * shrunk)
+    found, scale = expansion(total), torch.from_numpy(state.scale)
     hessian = scale[:, None] * found.hessian * scale + torch.diag(bend)
-    return Expansion(found.value + value, scale * found.gradient + slope, hessian, found.q_global)
+    return Expansion(found.value + value, scale * found.gradient + slope, hessian, found.q_global), value
 
 
 def next_radius(state: NewtonState, value: float, before: float) -> float:
@@ -232,12 +229,11 @@ def smooth_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> to
     return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
-def first_state(
-    theta: NamedArrays, points: Array, size: int, prior: Callable[[str], tuple[float, float]]
-) -> NewtonState:
-    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G); ``prior`` is :func:`prior_of` of a name."""
+def first_state(theta: NamedArrays, points: Array, size: int, *, rough_units: bool = False) -> NewtonState:
+    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G)."""
     widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
-    scales, powers = ({n: np.full(array.shape, prior(n)[k]) for n, array in theta.items()} for k in (0, 1))
+    priors = {name: (rough.PRIOR_SD, 0.0) if rough_units else prior_of(name) for name in theta}
+    scales, powers = ({name: np.full(theta[name].shape, priors[name][k]) for name in theta} for k in (0, 1))
     mode, eta = pack(theta), on_the_wire(named(initial_global(size, scale=1.0, triangular=True)))
     fixed = {**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers)
     return NewtonState(*fixed, mode, eta, widths, next(iter(widths.values()), None))
@@ -246,13 +242,11 @@ def first_state(
 def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
     """θ as configured, but lengthscales √D times as long, because so are distances."""
     wider = 0.5 * math.log(points.shape[1])
-    theta = {name: array + wider * name.endswith("lengthscale") for name, array in theta.items()}
-    return first_state(theta, points, size, prior_of)
+    return first_state({n: array + wider * n.endswith("lengthscale") for n, array in theta.items()}, points, size)
 
 
-def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
+def pseudo_inputs(histogram: Array, count: int) -> Array:
     """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
-    histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
     if len(histogram) > 1:
         here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
         raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
@@ -316,12 +310,12 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def initialise(self, roster: Roster) -> Asking[NewtonState]:
         """The mode of the prior of θ, and inducing inputs from where inputs lie."""
         section = self.config.model
-        shapes = yield from shapes_of_inputs(roster)
+        shape = yield from shape_of_inputs(roster)
         if self.options.rough:
-            points = pseudo_inputs(shapes, section.num_inducing)
+            points = pseudo_inputs(shape.histogram, section.num_inducing)
             theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
-            return first_state(theta, points, len(points), lambda name: (rough.PRIOR_SD, 0.0))
-        points = initial_locations(shapes, section, self.config.seed)
+            return first_state(theta, points, len(points), rough_units=True)
+        points = initial_locations(shape, section, self.config.seed)
         model = shaped_gp(section, points)
         return smooth_start(on_the_wire(model.theta()), points, model.global_size)
 
@@ -334,17 +328,17 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         state, figures = yield from one_round(
             state, roster, lambda values: rough.inducing_factor(rough.theta_of(values), inducing, section.jitter)
         )
-        if roster.round >= self.config.num_server_rounds or self.settled(state, roster):
+        if roster.round >= self.config.num_server_rounds or self.settled(state):
             state = yield from calibrated(state)
         return state, figures
 
-    def settled(self, state: NewtonState, roster: Roster) -> bool:
+    def settled(self, state: NewtonState) -> bool:
         """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
-        return state.promised < TOLERANCE[self.options.deviation] and set(roster.sites) <= set(state.sites)
+        return state.promised < TOLERANCE[self.options.deviation] and set(self.roster().sites) <= set(state.sites)
 
     def finished(self, state: NewtonState) -> bool:
         """Whether Newton's method has settled and bands are calibrated."""
-        return self.settled(state, self.roster()) and not (self.options.rough and state.factors is None)
+        return self.settled(state) and not (self.options.rough and state.factors is None)
 
     def converged(self, state: NewtonState) -> bool:
         """Whether another step would promise less than the tolerance."""
@@ -356,41 +350,41 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
 
     def adopt(self, state: NewtonState, arrays: NamedArrays) -> NewtonState:
         """Other parameters are the next trial point, whatever their bound."""
-        given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        if all(np.array_equal(given[name], array) for name, array in state.parameters.items()):
+        given = super().adopt(state, arrays)
+        if all(np.array_equal(given.parameters[name], array) for name, array in state.parameters.items()):
             return state
-        asked = {name: array for name, array in given.items() if name.startswith("q.")}
-        widths = {name: given[name] for name in state.widths}
-        state = replace(state, parameters=given, asked=asked, widths=widths, value=None, promised=math.inf)
-        return replace(state, trial=pack(state.theta))
+        asked = {name: array for name, array in given.parameters.items() if name.startswith("q.")}
+        widths = {name: given.parameters[name] for name in state.widths}
+        return replace(given, trial=pack(given.theta), asked=asked, widths=widths, value=None, promised=math.inf)
 
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
         """θ, q(Z_G) and the factors; a site adds its deviation."""
         yield from ()
         view, arrays = HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
-        section = self.config.model.model_dump(by_alias=True)
-        model = {"family": "hierarchical", "model": section, "deviation": self.options.deviation}
-        if not self.options.rough:
-            return Predicted(view, saved(arrays, SMOOTH_EQUATION, model), self._facts(state))
         arrays |= {} if state.factors is None else {"factors": state.factors}
+        section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
+        model = {"family": "hierarchical", "model": section, "deviation": deviation}
+        model |= {"why_no_posterior": NEEDS_A_UNIT} if self.options.rough else {}
         meaning = "widths of bands beyond the last row, by cut, over normal ones"
-        kept = saved(arrays, ROUGH_EQUATION, {**model, "why_no_posterior": NEEDS_A_UNIT}, factors=meaning)
-        return Predicted(view, kept, self._facts(state))
-
-    def _facts(self, state: NewtonState) -> dict[str, Any]:
-        """The bound in nats, what the next step would promise, and the hyperparameters."""
+        kept = saved(arrays, ROUGH_EQUATION if self.options.rough else SMOOTH_EQUATION, model, factors=meaning)
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
-        if state.bound is None:
-            return facts
-        facts |= {"bound": state.bound, "promised_rise": state.rise}
-        if not self.options.rough:
-            curvature = -np.asarray(state.hessian) - np.eye(len(state.scale))
-            sds = state.scale * laplace_deviations(curvature, prior=1.0)
-            facts["relevance"] = lengthscale_facts(state.theta, unpack(sds, state.theta), HOW)
-            return facts | {"widths": {name: np.exp(log).tolist() for name, log in state.widths.items()}}
-        theta = rough.theta_of(state.theta)
-        facts["roughness"] = theta.pop("roughness").softmax(0).tolist()
-        facts["hyperparameters"] = {name: float(log.exp()) for name, log in theta.items()}
-        if state.factors is not None:
-            facts["widened"] = {f"{cut:.1f}": by for cut, by in zip(rough.CUTS, state.factors.tolist(), strict=True)}
-        return facts
+        if state.bound is not None:
+            facts |= {"bound": state.bound, "promised_rise": state.rise}
+            facts |= rough_facts(state) if self.options.rough else smooth_facts(state)
+        return Predicted(view, kept, facts)
+
+
+def smooth_facts(state: NewtonState) -> dict[str, Any]:
+    """Lengthscales with their uncertainty, and how much sites differ."""
+    sds = state.scale * laplace_deviations(-np.asarray(state.hessian) - np.eye(len(state.scale)), prior=1.0)
+    relevance = lengthscale_facts(state.theta, unpack(sds, state.theta), HOW)
+    return {"relevance": relevance, "widths": {name: np.exp(log).tolist() for name, log in state.widths.items()}}
+
+
+def rough_facts(state: NewtonState) -> dict[str, Any]:
+    """Hyperparameters, and the factors of bands by cut."""
+    theta, factors = rough.theta_of(state.theta), [] if state.factors is None else state.factors.tolist()
+    roughness = theta.pop("roughness").softmax(0).tolist()
+    facts = {"roughness": roughness, "hyperparameters": {name: float(log.exp()) for name, log in theta.items()}}
+    widened = {f"{cut:.1f}": by for cut, by in zip(rough.CUTS, factors, strict=False)}
+    return facts | ({"widened": widened} if widened else {})

@@ -19,9 +19,9 @@ from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, FLAT_SHARE, SFVIOptions
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import sfvi_avg
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
-from strategies.sfvi_avg import Prior, SFVIState, first_state, predicted
+from strategies.sfvi_avg import Prior, SFVIState, first_state, predicted, shared_inputs
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 
@@ -82,10 +82,7 @@ class SFVI(FederatedStrategy[SFVIState]):
     state_class = SFVIState
     watched, anneals = "objective", (CONSTANT_SHARE, FLAT_SHARE)
     options: SFVIOptions
-
-    def initialise(self, roster: Roster) -> Asking[SFVIState]:
-        """As configured."""
-        return (yield from first_state(self.config, self.options, self.preparation.names, roster))
+    initialise, predictive, constants = first_state, predicted, shared_inputs
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""
@@ -93,12 +90,3 @@ class SFVI(FederatedStrategy[SFVIState]):
         if roster.round <= self.options.warm_start_rounds:
             return (yield from sfvi_avg.one_round(state, roster, self.options, rate))
         return (yield from one_round(state, roster, self.options, self.config.seed, rate))
-
-    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
-        """θ and q(Z_G)."""
-        yield from ()
-        return predicted(state, self.config, self.options)
-
-    def constants(self, state: SFVIState) -> NamedArrays:
-        """The shared inducing inputs."""
-        return dict(state.shared)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
@@ -39,7 +38,7 @@ from strategies.server.questions import (
     Total,
     lengthscale_facts,
 )
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -155,27 +154,33 @@ MEANINGS = {
 }
 
 
-def first_state(config: RunConfig, options: SFVIOptions, names: Sequence[str], roster: Roster) -> Asking[SFVIState]:
+def first_state(strategy: FederatedStrategy[SFVIState], roster: Roster) -> Asking[SFVIState]:
     """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
-    section, shared = config.model, dict[str, ndarray]()
+    options, section, shared = cast(SFVIOptions, strategy.options), strategy.config.model, dict[str, ndarray]()
     if options.row.inducing:
-        shared[SHARED] = initial_locations((yield from shapes_of_inputs(roster)), section, config.seed)
+        shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, strategy.config.seed)
     points = torch.from_numpy(shared[SHARED]) if shared else None
-    model = configured(options, section, len(options.columns(names)), points)
+    model = configured(options, section, len(options.columns(strategy.preparation.names)), points)
     q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=options.structure == "full")
     prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
     return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
 
 
-def predicted(state: SFVIState, config: RunConfig, options: SFVIOptions) -> Predicted:
+def predicted(strategy: FederatedStrategy[SFVIState], state: SFVIState, roster: Roster) -> Asking[Predicted]:
     """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
-    section, structure = config.model.model_dump(by_alias=True), options.model_dump(by_alias=True)
+    yield from ()
+    section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
     model = {"family": "structured", "model": section, "structure": structure}
     posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
     facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
     known = {name: fact for name, fact in facts.items() if fact is not None}
     shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
     return Predicted(Parameters(state.parameters), posterior, shared | known)
+
+
+def shared_inputs(strategy: FederatedStrategy[Any], state: SFVIState) -> NamedArrays:
+    """The shared inducing inputs."""
+    return dict(state.shared)
 
 
 def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanings: str) -> Posterior:
@@ -193,21 +198,9 @@ class SFVIAvg(FederatedStrategy[SFVIState]):
     state_class = SFVIState
     watched, anneals = "site_estimate", (CONSTANT_SHARE, FLAT_SHARE)
     options: SFVIOptions
-
-    def initialise(self, roster: Roster) -> Asking[SFVIState]:
-        """As configured."""
-        return (yield from first_state(self.config, self.options, self.preparation.names, roster))
+    initialise, predictive, constants = first_state, predicted, shared_inputs
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
         rate = self.options.rate(roster.round - 1, self.horizon(), flat=self.course.flat_from is not None)
         return (yield from one_round(state, roster, self.options, rate))
-
-    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
-        """θ and q(Z_G)."""
-        yield from ()
-        return predicted(state, self.config, self.options)
-
-    def constants(self, state: SFVIState) -> NamedArrays:
-        """The shared inducing inputs."""
-        return dict(state.shared)

@@ -33,7 +33,7 @@ from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, objective, sums_at
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
-from strategies.server.shapes import points_like_inputs, shapes_of_inputs
+from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -108,14 +108,9 @@ class SGPRState:
     converged: bool = False
 
     @property
-    def evaluated(self) -> bool:
-        """Whether the totals of every chain are known."""
-        return all(chain.totals is not None for chain in self.chains)
-
-    @property
     def rows(self) -> float:
-        """N, of the totals."""
-        totals = self.chains[0].totals
+        """N, of the totals; 0 where they are not known."""
+        totals = self.best.totals
         return 0.0 if totals is None else float(totals.count)
 
     @property
@@ -147,8 +142,8 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     """Two chains, from a sketch of all rows around points that lie where inputs do."""
     section, seed = problem.model, problem.seed
-    shapes = yield from shapes_of_inputs(roster)
-    anchors = points_like_inputs(shapes, SLOTS, np.random.default_rng([seed, *b"anchors"]))
+    shape = yield from shape_of_inputs(roster)
+    anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
     num_inputs = anchors.shape[1]
     model = pooled_bound.empty_model(section, num_inputs)
     sizes = {"C": SLOTS, "H": sum(array.size for array in model.values())}
@@ -186,13 +181,13 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
     """A gradient of every chain that has moved, and a line search of every chain."""
-    if set(state.sites) != set(roster.sites) or not state.evaluated:
+    if set(state.sites) != set(roster.sites) or not state.rows:
         state = yield from evaluate(problem, state, roster.sites)
-    if state.evaluated:
+    if state.rows:
         state = yield from differentiate(problem, state)
-    if state.evaluated:
+    if state.rows:
         state = yield from search(state)
-    if state.best.totals is None or not state.evaluated:
+    if state.best.totals is None:
         return state, {}
     values, totals = folded(state.best.values, state.best.totals, problem.model)
     bound = pooled_bound.facts(values, totals)["bound"]

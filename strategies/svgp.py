@@ -33,7 +33,7 @@ from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, told_by_total
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -107,7 +107,7 @@ def at(values: Mapping[str, ndarray]) -> SVGPState:
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
     model = problem.model
-    locations = initial_locations((yield from shapes_of_inputs(roster)), model, problem.seed)
+    locations = initial_locations((yield from shape_of_inputs(roster)), model, problem.seed)
     values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
     if model.likelihood == "bernoulli":
         values[CONSTANT][:] = ndtri(problem.target["share"])

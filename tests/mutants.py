@@ -41,7 +41,7 @@ MUTANTS = (
     ("symmetric(curvature + 0.5 * whole", "symmetric(curvature + whole", "hierarchical_gp closed_form"),
     (".log().sum() + 0.5 * sums.shift @ mean", ".log().sum() + sums.shift @ mean", "hierarchical_gp closed_form"),
     # factors and barycentres
-    ("-0.5 * torch.cholesky_inverse(L))", "-torch.cholesky_inverse(L))", "gaussian pvi"),
+    ("-0.5 * torch.cholesky_inverse(L))", "-torch.cholesky_inverse(L))", "factors pvi"),
 )
 
 

@@ -26,4 +26,4 @@ def collapsed_local_bound(draws: Draws, others: Sequence[Factor], data: Data) ->
 
 def log_normaliser(q: Gaussian) -> Tensor:
     """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
-    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.log_determinant())
+    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.described()[2])

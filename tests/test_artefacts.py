@@ -63,12 +63,12 @@ def test_a_run_reads_back_as_it_was_written(tmp_path):
     assert run.history["rmse"].tolist() == [1 / 3]
     assert run.metrics.test["rmse"] == 1.0
     assert run.metrics.test["coverage_95"] is None
-    assert run.posterior is not None
+    assert run.saved is not None
     for name, expected in posterior().arrays.items():
-        np.testing.assert_array_equal(run.posterior.arrays[name], expected)
-        assert run.posterior.arrays[name].shape == expected.shape
+        np.testing.assert_array_equal(run.saved.arrays[name], expected)
+        assert run.saved.arrays[name].shape == expected.shape
     for name in ("meanings", "coordinates", "equation", "model", "schema", "encoding"):
-        assert getattr(run.posterior, name) == getattr(posterior(), name)
+        assert getattr(run.saved, name) == getattr(posterior(), name)
     assert run.predictions is not None
     assert list(run.predictions.columns) == ["site", "target", "mean", "sd", "input.x"]
     assert run.predictions["site"].tolist() == ["NA", "NA", "007", "007"]

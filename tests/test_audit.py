@@ -106,17 +106,17 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     (tmp_path / "site.toml").write_text('kinds = ["query.*", "train*"]\nparameters-per-row = 0.1')
     node = {"data-path": str(tmp_path / "north.csv"), "policy": str(tmp_path / "site.toml")}
     flat = {"method": "fsgp", "model.num-inducing": 5, "baselines.local-only": False, "target": "y"}
-    trial = leaves.try_out(flat, node, 1)
-    text = "\n".join(trial.lines())
-    assert trial.ending.startswith("ended: no site could score")
+    text = "\n".join(leaves.try_out(flat, node, 1)[0])
+    assert "ended: no site could score" in text
     assert "gram [15] A = W Wᵀ" in text
     assert "values.inducing.locations [5, 2]" in text
     assert "rules warned: parameters-per-row (5 parameters, 48 rows)" in text
     assert "evaluate: refused" in text
     assert 'refused: `evaluate` is not answered: `kinds` = ["query.*", "train*"] in site.toml' in text
-    masked = leaves.try_out(flat | {"privacy.secure-aggregation": True}, node, 1)
-    assert masked.copies == 2
-    assert "query.statistics: 1 × " in "\n".join(masked.lines())
-    assert all(line["masked"] for line in masked.log.lines if line["kind"] == "query.statistics")
-    hidden = [entry["norm"] for line in masked.log.lines for entry in line["arrays"].values() if line["masked"]]
+    lines, log = leaves.try_out(flat | {"privacy.secure-aggregation": True}, node, 1)
+    text = "\n".join(lines)
+    assert "query.statistics: 1 × " in text
+    assert "beside 2 sites" in text
+    assert all(line["masked"] for line in log.lines if line["kind"] == "query.statistics")
+    hidden = [entry["norm"] for line in log.lines for entry in line["arrays"].values() if line["masked"]]
     assert set(hidden) == {None}

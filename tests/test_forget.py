@@ -16,7 +16,6 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.methods.pvi import panels as pvi_figures
 from fedgp_flower.run import figures, forget
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.in_process import run_in_process
 
 
 def execute(folder: Path, sites: int = SITES, **changes: Any) -> Path:
@@ -26,9 +25,7 @@ def execute(folder: Path, sites: int = SITES, **changes: Any) -> Path:
 
 
 def forgotten(run: Path, site: str, rounds: int = 1) -> tuple[Path, dict[str, Any]]:
-    going_on = forget.prepare(run, site, rounds=rounds, name=f"left-{site}")
-    folder = run_in_process(going_on.flat, 0, going_on.nodes)
-    forget.record(run, folder, site, rounds)
+    folder = forget.forget(run, site, rounds=rounds, name=f"left-{site}")
     return folder, json.loads((folder / "forgotten.json").read_text())
 
 
@@ -70,7 +67,7 @@ def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path: Path) -> None:
     left, record = forgotten(run, "2", rounds=0)
     moments = []
     for folder in (left, run):
-        arrays = read_run(folder).posterior.arrays  # type: ignore[union-attr]
+        arrays = read_run(folder).saved.arrays  # type: ignore[union-attr]
         moments.append((arrays["inducing.mean"], arrays["inducing.covariance"]))
     (m1, s1), (m0, s0) = moments
     log_determinants = np.linalg.slogdet(s0)[1] - np.linalg.slogdet(s1)[1]
@@ -83,7 +80,7 @@ def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path: Path) -> None:
 def test_the_report_shows_factors_and_free_energy_and_too_few_sites_are_refused(tmp_path: Path) -> None:
     run = execute(tmp_path, sites=2, num_server_rounds=3)
     with pytest.raises(RunError, match="min-sites"):
-        forget.prepare(run, "1", rounds=0, name="left")
+        forget.forget(run, "1", rounds=0, name="left")
     assert not (tmp_path / "left").exists()
     content = read_run(run)
     panels = {panel.title: panel for panel in pvi_figures.panels(content)}

@@ -15,9 +15,8 @@ from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
 from fedgp_flower.shared_messages import LinearPredictor, Moments, ScoreSums, with_ones
-from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
-from strategies.server.scoring import combine
+from strategies.server.scoring import PENALTIES, combine, constant, linear_fit, ridge
 
 ROWS, INPUTS = 57, 4
 

@@ -63,7 +63,7 @@ def run(tmp_path_factory):
 def test_its_figures_are_those_of_all_rows_in_one_place(run):
     """The sums are additive: weights after each step are those of centralised expectation maximisation."""
     config = parse_config(load_run(run).config)
-    agreed, arrays = Predictor.of_run(run).preparation, load_run(run).files.posterior.arrays
+    agreed, arrays = Predictor.of_run(run).preparation, load_run(run).saved.arrays
     sites = [site.encode(agreed) for site in load_all_sites(config, SITES)]
     x = np.vstack([np.hstack([np.ones((len(site.y), 1)), site.x]) for site in sites])
     y, noise = np.concatenate([site.y for site in sites]), 0.7

@@ -61,7 +61,7 @@ def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
 
 def test_a_kernel_whose_package_is_missing_is_named(line):
     run = read_run(line)
-    elsewhere = replace(run, posterior=replace(run.posterior, model={**run.posterior.model, "kernel": "brownian"}))
+    elsewhere = replace(run, saved=replace(run.saved, model={**run.saved.model, "kernel": "brownian"}))
     with pytest.raises(RunError, match=r"run was made with 'brownian': .*expected a sum .* Install the package"):
         Predictor.of(elsewhere)
 

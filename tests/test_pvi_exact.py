@@ -1,7 +1,12 @@
-"""Exact facts of partitioned variational inference: conjugate models, fixed points, schedules, forgetting."""
+"""Exact facts of PVI: conjugate models, fixed points, merging, rounds against sites that are plain functions."""
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pvi_oracles import collapsed_local_bound, log_normaliser
@@ -10,8 +15,9 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
+from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.linear import LinearRows, fixed_point, gradient_step
-from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, PseudoPoints, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -21,11 +27,13 @@ from fedgp_flower.methods.pvi.model import (
     local_free_energy,
     predict,
 )
-from fedgp_flower.methods.pvi.options import PRESETS
-from fedgp_flower.methods.pvi.state import Contribution, cavity, forget, merge, posterior
+from fedgp_flower.methods.pvi.options import PRESETS, Plan
+from fedgp_flower.methods.pvi.state import Contribution, cavities, cavity, forget, merge, posterior
+from fedgp_flower.methods.pvi_weights.glm import optimum
 from fedgp_flower.options import ModelSection
-from strategies.pvi import damping_of
-from strategies.pvi_updates import PVIState
+from strategies.pvi import damping_of, due, in_turn, next_visits, one_round
+from strategies.pvi_updates import LocalOptimum, PVIState, averaged
+from strategies.server.questions import Asking, First, Refuse, Roster, drive
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}  # cond(K_zz) is about 1e3
 NOISE = 0.04
@@ -197,3 +205,258 @@ def contribution_of(precision: float) -> Contribution:
     return Contribution(
         blocks(b=DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), -0.5 * precision).double()))
     )
+
+
+def test_damping_is_a_geometric_mean_of_old_and_new():
+    q = blocks(b=DiagonalGaussian.standard(2))
+    old, new = (DiagonalGaussian(v * torch.ones(2).double(), -v * torch.ones(2).double()) for v in (1.0, 3.0))
+    state = PVIState(q, {"s": Contribution(blocks(b=old))})
+    merged, record = merge(state, {"s": Contribution(blocks(b=new))}, damping=0.25)
+    torch.testing.assert_close(merged.sites["s"].factors["b"].gaussian.eta1, torch.full((2,), 1.5).double())
+    assert record.damping == 0.25
+    assert record.size["s"] == pytest.approx(float(posterior(merged)["b"].kl(posterior(state)["b"])))
+    assert merged.version == 1
+
+
+def test_cavities_of_all_sites_at_once_are_those_of_each():
+    """Sites `a` and `c` have a block that `b` has not, and that has no prior."""
+    sites = {name: contribution_of(4.0**k) for k, name in enumerate("abc")}
+    for name in "ac":
+        own = Contribution(blocks(u=DiagonalGaussian.standard(2)))
+        sites[name] = Contribution({**sites[name].factors, **own.factors})
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), sites)
+    for site, found in zip(sites, cavities(state), strict=True):
+        expected = cavity(state, site)
+        assert found.keys() == expected.keys()
+        for name, own in expected.items():
+            torch.testing.assert_close(found[name].eta2, own.eta2, rtol=1e-14, atol=0)
+    assert list(cavities(PVIState(state.prior))) == []
+
+
+def test_an_improper_update_is_damped_further_and_counted():
+    """Prior precision 1 and t̂ precision −3: proper only if ρ < ⅓, so ρ = 1 is halved twice."""
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
+    bad = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), 1.5).double())
+    merged, record = merge(state, {"s": Contribution(blocks(b=bad))}, damping=1.0)
+    assert (record.damping, record.halvings, record.refused) == (0.25, 2, ())
+    assert float(posterior(merged)["b"].precision) == pytest.approx(0.25)
+
+
+def test_an_update_that_cannot_be_made_proper_is_refused():
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
+    nan = DiagonalGaussian(torch.full((1,), float("nan")).double(), torch.full((1,), -0.5).double())
+    merged, record = merge(state, {"s": Contribution(blocks(b=nan))}, damping=1.0)
+    assert record.refused == ("s",)
+    assert (record.damping, dict(record.size)) == (0.0, {})
+    assert merged is state
+
+
+def test_an_improper_site_does_not_hold_up_the_others():
+    """Precisions: prior 1, a proposes 4, b −3, c −1e20. Alone b is proper at ρ/4, c at none; together a and b are."""
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
+    replies = {"a": contribution_of(4.0), "b": contribution_of(-3.0), "c": contribution_of(-1e20)}
+    merged, record = merge(state, replies, damping=1.0)
+    assert record.refused == ("c",)
+    assert record.halvings == 2
+    assert record.damping == 0.25
+    found = {name: float(site.factors["b"].gaussian.precision) for name, site in merged.sites.items()}
+    assert found == {"a": 4.0, "b": -0.75, "c": 1.0}
+    assert set(record.size) == {"a", "b"}
+    assert merged.version == 4
+
+
+def test_sites_that_are_improper_together_are_damped_together():
+    """Each takes 0.6 of a prior precision of 1: alone proper, together not, at half of that they are."""
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
+    merged, record = merge(state, {"a": contribution_of(-0.6), "b": contribution_of(-0.6)}, damping=1.0)
+    assert (record.damping, record.halvings, record.refused) == (0.5, 1, ())
+    assert float(posterior(merged)["b"].precision) == pytest.approx(0.4)
+
+
+def test_a_proper_posterior_with_an_improper_cavity_is_damped():
+    """q has precision 1 + 4 − 2 = 3, but without the site of precision 4 it would have −1."""
+    half = torch.full((1,), -0.5).double()
+    state = PVIState(
+        blocks(b=DiagonalGaussian.standard(1)), {"a": Contribution(blocks(b=DiagonalGaussian(0 * half, 4 * half)))}
+    )
+    _, record = merge(state, {"s": Contribution(blocks(b=DiagonalGaussian(0 * half, -2 * half)))}, damping=1.0)
+    assert record.halvings == 2  # −2, −1 improper; −½ proper
+
+
+def test_pseudo_observations_are_replaced_undamped():
+    def points(targets):
+        return PseudoPoints(np.zeros((len(targets), 1)), targets, targets + 1)
+
+    state = PVIState({}, {"s": Contribution({}, points(np.zeros(2)))})
+    merged, _ = merge(state, {"s": Contribution({}, points(np.ones(3)))}, damping=0.1)
+    np.testing.assert_array_equal(merged.sites["s"].points.targets, np.ones(3))
+
+
+def test_points_are_averaged_by_share_of_rows():
+    state = PVIState(shared={"inducing": Marginal(value=np.array([0.0, 4.0]))})
+    found = averaged(state, {"inducing": Marginal(value=np.array([1.0, 0.0]))}, 0.25)
+    np.testing.assert_allclose(found.shared["inducing"].value, [0.25, 3.0])
+
+
+def test_block_without_a_prior_is_the_product_of_the_factors():
+    t = NaturalGaussian(torch.ones(2).double(), -torch.eye(2).double())
+    state, _ = merge(PVIState({}), {"a": contribution(t), "b": contribution(t)}, damping=1.0)
+    torch.testing.assert_close(posterior(state)["function"].eta1, torch.full((2,), 2.0).double())
+    torch.testing.assert_close(cavity(state, "a")["function"].eta2, -torch.eye(2).double())
+
+
+def test_schedules():
+    rng, sites = np.random.default_rng(0), ["c", "a", "b"]
+
+    def in_order(plan: Plan, rounds: int) -> Iterator[str]:
+        attempts: dict[str, int] = {}
+        for _ in range(rounds):
+            (site,) = in_turn(plan, sites, attempts, 1, rng)
+            attempts[site] = attempts.get(site, 0) + 1
+            yield site
+
+    assert list(in_order(Plan(), 6)) == ["a", "b", "c", "a", "b", "c"]
+    order = list(in_order(Plan(order="random"), 30))
+    passes = [tuple(order[i:j]) for i, j in pairwise(range(0, 31, 3))]
+    assert all(sorted(p) == ["a", "b", "c"] for p in passes)
+    assert len(set(passes)) > 1
+    assert in_turn(Plan(), sites, {"a": 1}, 2, rng) == ["b", "c"]
+    assert in_turn(Plan(), [], {}, 1, rng) == []
+    roster = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1)
+    assert next_visits(PVIState(), roster, Plan("synchronous")) == ["a", "b", "c"]
+    assert due(Plan(passes=2), sites, {"a": 2, "b": 1}) == ["c", "b"]
+    assert (damping_of(Plan("synchronous"), 4), damping_of(Plan("sequential"), 1)) == (0.25, 1.0)
+
+
+LINEAR = LocalOptimum("weights")
+
+
+def first() -> PVIState:
+    """N(0, I) of v."""
+    return PVIState({"weights": NaturalParameters(np.zeros(8), -0.5 * np.eye(8))})
+
+
+@dataclass
+class Rows:
+    """Rows whose factor of v is known in closed form, or at its optimum."""
+
+    rows: LinearRows
+
+    def train(self, request: Visit) -> Refined:
+        """The factor at the optimum of the local free energy."""
+        context = request.context["weights"].gaussian
+        return Refined(0.0, 1, weights=NaturalParameters.of(optimum(self.rows, context, context)[0].factor))
+
+
+def sites_of(problem: Problem, likelihood: str = "gaussian") -> dict[str, Rows]:
+    return {str(k): Rows(problem.site(k, likelihood)) for k in range(len(problem.rows))}
+
+
+def roster_of(problem: Problem, number: int, busy: tuple[str, ...] = ()) -> Roster:
+    rows = {str(k): len(own) for k, own in enumerate(problem.rows)}
+    return Roster(rows, tuple(rows), busy, number)
+
+
+def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] | None = None) -> PVIState:
+    state = first()
+    for number in range(1, rounds + 1):
+        asking = one_round(state, roster_of(problem, number), plan, LINEAR)
+        state, _ = drive(asking, sites or sites_of(problem))
+    return state
+
+
+def q_of(state: PVIState) -> NaturalGaussian:
+    found = posterior(state)["weights"]
+    assert isinstance(found, NaturalGaussian)
+    return found
+
+
+def test_an_answer_of_another_size_is_refused_and_the_others_are_merged() -> None:
+    problem = Problem(3)
+    state = trained(problem, Plan(), 1)
+    asking = one_round(state, roster_of(problem, 2), Plan("synchronous", damping=1.0), LINEAR)
+    question = next(asking)
+    answers = {name: site.train(question.requests[name]) for name, site in sites_of(problem).items()}
+    answers["1"] = Refined(0.0, 1, weights=NaturalParameters(np.zeros(3), -np.eye(3)))
+    refusal = asking.send(answers)
+    assert isinstance(refusal, Refuse)
+    assert (refusal.site, "3 entries" in refusal.reason) == ("1", True)
+    with pytest.raises(StopIteration) as done:
+        asking.send(None)
+    merged, figures = done.value.value
+    assert set(merged.sites) == {"0", "2"}
+    assert figures["visits"] == 3
+
+
+# Asynchronous.
+
+
+@dataclass
+class Line:
+    """Answers that arrive in an order that a test chooses."""
+
+    sites: Mapping[str, Rows]
+    waiting: dict[str, Refined] = field(default_factory=dict)
+
+    def arrive(self, asking: Asking[Any], which: str | None, *, lost: bool = False) -> Any:
+        """Put the questions of a round, and let the answer of one site arrive, or get lost."""
+        question = next(asking)
+        assert isinstance(question, First)
+        self.waiting |= {name: self.sites[name].train(request) for name, request in question.requests.items()}
+        site = which or next(iter(self.waiting))
+        answer = self.waiting.pop(site)
+        with pytest.raises(StopIteration) as done:
+            asking.send((site, None if lost else answer))
+        return done.value.value
+
+
+def test_staleness_counts_merges_the_site_did_not_see() -> None:
+    problem, plan = Problem(3), Plan("asynchronous", damping=1.0)
+    line, state = Line(sites_of(problem)), first()
+    seen = []
+    for number, site in enumerate(["1", "0", "1", "2"], 1):
+        roster = roster_of(problem, number, tuple(line.waiting))
+        state, figures = line.arrive(one_round(state, roster, plan, LINEAR), site)
+        seen.append(figures["staleness"])
+    assert seen == [0, 1, 1, 3]
+    assert state.record.staleness == {"1": 1, "0": 1, "2": 3}
+    assert_same(problem.unwhitened(q_of(state)), problem.titsias())
+
+
+def test_asynchronous_one_at_a_time_is_sequential() -> None:
+    problem = Problem(3)
+    sites, line = sites_of(problem, "bernoulli"), Line(sites_of(problem, "bernoulli"))
+    expected = trained(problem, Plan(damping=1.0), 6, sites)
+    state, plan = first(), Plan("asynchronous", damping=1.0, concurrency=1)
+    for number in range(1, 7):
+        state, figures = line.arrive(one_round(state, roster_of(problem, number), plan, LINEAR), None)
+        assert figures["staleness"] == 0
+    assert torch.equal(q_of(state).eta1, q_of(expected).eta1)
+    assert torch.equal(q_of(state).eta2, q_of(expected).eta2)
+
+
+def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
+    problem, plan = Problem(3), Plan("asynchronous")
+    line, state = Line(sites_of(problem)), first()
+    after, figures = line.arrive(one_round(state, roster_of(problem, 1), plan, LINEAR), "0", lost=True)
+    assert (after.version, figures, dict(after.sent)) == (0, {}, {"1": 0, "2": 0})
+    question = next(one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
+    assert set(question.requests) == {"0"}
+
+
+def test_a_resumed_run_asks_again_what_was_under_way() -> None:
+    problem, plan = Problem(3), Plan("asynchronous")
+    line = Line(sites_of(problem))
+    state, _ = line.arrive(one_round(first(), roster_of(problem, 1), plan, LINEAR), "1")
+    question = next(one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
+    assert set(question.requests) == {"0", "1", "2"}
+
+
+# Kills.
+
+
+def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:
+    problem = Problem(2)
+    for site, words in (("1", "no factor in this posterior; sites that have one: 0"), ("0", "only one")):
+        with pytest.raises(NumericsError, match=words):
+            forget(trained(problem, Plan(), 1), site)

@@ -1,5 +1,7 @@
-"""What a site of SFVI keeps, loses, refuses and makes good."""
+"""What a site of SFVI keeps, loses, makes good and sends: the numbers of the method, and nothing of its rows."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,19 +9,26 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import FaultyGrid, Recorder, blamed, csv_nodes, run, waves
-from test_sfvi import memories, tiny
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, parameters, run, waves
+from flwr.app import Message, RecordDict
+from test_sfvi import memories, mixed, tiny, visits_csv
 
 from fedgp_flower import server_app
-from fedgp_flower.data.sites import load_site
+from fedgp_flower.clients.numpy_client import handlers
+from fedgp_flower.clients.state import ARRAYS
+from fedgp_flower.data.sites import load_all_sites, load_site
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.messages import encode
+from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi import panels
 from fedgp_flower.methods.sfvi.client import SFVIClient
-from fedgp_flower.methods.sfvi.learner import Learner, Slopes
+from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory, Slopes
+from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
+from strategies.server.network import LACKS, SharedContext
 
 
 def offset_sites(folder: Path) -> list[dict[str, str]]:
@@ -112,3 +121,190 @@ def test_deviations_along_one_input(tmp_path: Path) -> None:
     lines = [line for line in figure.axes[0].lines if line.get_label().startswith("site")]
     assert max(np.abs(line.get_ydata()).max() for line in lines) > 1e-3
     assert lines[0].get_linestyle() == "-"
+
+
+class Watched(FaultyGrid):
+    """Keeps what every message carries, as the site gets it, and the reply's arrays."""
+
+    def __init__(self, *told: Any) -> None:
+        super().__init__(*told)
+        self.down: list[tuple[str, int, dict[str, np.ndarray]]] = []
+        self.up: list[dict[str, np.ndarray]] = []
+        self.once: list[bool] = []
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        records, config = message.content.array_records, message.content.config_records["config"]
+        carries = {name: array for record in records.values() for name, array in numpy_arrays(record).items()}
+        self.once.append("context" in message.content)
+        self.down.append((message.metadata.message_type, int(str(config["round"])), carries))
+        self.up.append(numpy_arrays(reply.content.array_records["arrays"]))
+        return reply
+
+    def forget(self, site: str) -> None:
+        """The site loses its memory and keeps its node id."""
+        self.contexts[self.node_of(site)].state = RecordDict()
+
+
+def classes_csv(folder: Path) -> Path:
+    """Three classes, a hundred inputs of which one tells them apart."""
+    draw = np.random.default_rng(2)
+    label = draw.integers(0, 3, 120)
+    x = draw.standard_normal((120, 100))
+    x[:, 0] += label
+    frame = pd.DataFrame(x, columns=[f"x{i}" for i in range(100)]).assign(y=label)
+    frame.to_csv(folder / "classes.csv", index=False)
+    return folder / "classes.csv"
+
+
+def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Multinomial regression: no local latents, so that a site that forgets owes nothing but what was sent once."""
+    own = {
+        "method": "sfvi",
+        "dataset": str(classes_csv(folder)),
+        "target": "y",
+        "standardise": False,
+        "sfvi__model": "multinomial",
+        "sfvi__classes": 3,
+        "sfvi__samples": 2,
+        "sfvi__learning_rate": 0.1,
+    }
+    return configured(**{**own, **changes})
+
+
+def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
+    """1.1 · (2 |η_G| + 2 |θ| + S |ε|) · 8 for a site, everything included that crosses the wire."""
+    grid = Watched(multinomial(tmp_path), 3)
+    strategy = run(grid)
+    numbers = sum(array.size for array in parameters(strategy).values())
+    draws = 2 * len(parameters(strategy)["q.mean"])
+    visits = [visit for visit in grid.visits if visit.phase == "train.gradient"]
+    later = [visit.down + visit.up for visit in visits if visit.round > 1]
+    assert len(later) == 9
+    assert max(later) <= 1.1 * (2 * numbers + draws) * 8
+    with_context = [phase for (phase, _, _), once in zip(grid.down, grid.once, strict=True) if once]
+    assert with_context == ["train.gradient"] * 3  # the first message that needs it
+
+
+def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path) -> None:
+    flat = multinomial(tmp_path)
+    calm = run(FaultyGrid(flat, 3))
+    grid, recorder = Watched(flat, 3), Recorder()
+    recorder.at[2] = lambda: grid.forget("1")
+    strategy = run(grid, recorder)
+    assert not blamed(strategy)
+    for name, array in parameters(calm).items():
+        assert np.array_equal(parameters(strategy)[name], array), name
+    assert strategy.evaluation["test"] == calm.evaluation["test"]
+    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
+    assert {key for key in asked if asked.count(key) > 1} == {(3, "1")}
+
+
+def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
+    flat = multinomial(tmp_path, num_server_rounds=2)
+    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradient",)))
+    strategy = run(grid)
+    reasons = blamed(strategy)
+    assert set(reasons) == {"1"}
+    assert len(reasons["1"]) == 2
+    assert all("sent once" in reason for reason in reasons["1"])
+
+
+def claiming(reply: Message) -> Message:
+    """A site that says it lacks what it was sent."""
+    reply = arrays(lambda own: {})(reply) or reply
+    reply.content.config_records["config"][LACKS] = True
+    return reply
+
+
+def test_a_context_is_named_by_what_it_holds() -> None:
+    """A message that names another digest is not read with what a site keeps."""
+    arrays_of_all, texts = {"input.mean": np.array([2.0, 3.0])}, {"schema": "a"}
+    context = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
+    others = (
+        SharedContext.of({"input.mean": np.array([2.0, 3.5])}, texts, {"points": np.ones((2, 3))}),
+        SharedContext.of(arrays_of_all, {"schema": "b"}, {"points": np.ones((2, 3))}),
+        SharedContext.of(arrays_of_all, texts, {"points": np.ones((3, 2))}),
+        SharedContext.of(arrays_of_all, texts, {"point": np.ones((2, 3))}),
+        SharedContext.of(arrays_of_all, texts),
+    )
+    assert len({context.whole, *(other.whole for other in others)}) == 6
+    same = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
+    assert same.whole == context.whole
+    assert same.constants["points"].numpy().shape == (2, 3)
+
+
+class Listening(FaultyGrid):
+    """Keeps all bytes that leave a site, and what the site knew when they left."""
+
+    def __init__(self, *told: Any) -> None:
+        super().__init__(*told)
+        self.sent: list[tuple[str, bytes]] = []
+        self.secrets: dict[str, set[bytes]] = {}
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        context = self.contexts[message.metadata.dst_node_id]
+        site = str(context.node_config["partition-id"])
+        own = {name: array.numpy() for name, array in (context.state.array_records.get(ARRAYS) or {}).items()}
+        memory = decode(SiteMemory, own).latest
+        for values in () if memory is None else (memory.local, memory.first, memory.second):
+            for value in values.values():
+                self.secrets.setdefault(site, set()).update(words(value))
+        self.sent.append((site, content(reply)))
+        return reply
+
+
+def words(array: np.ndarray) -> set[bytes]:
+    """The bytes of every number but whole ones: a count of rows, which a site sends, may equal an input such as 10."""
+    flat = np.asarray(array, dtype=np.float64).ravel()
+    return {value.tobytes() for value in flat if math.isfinite(value) and value != np.rint(value)}
+
+
+def content(message: Message) -> bytes:
+    """Every byte of a message: arrays, numbers, texts."""
+    records = message.content
+    arrays = [array.data for record in records.array_records.values() for array in record.values()]
+    numbers = [np.float64(value).tobytes() for record in records.metric_records.values() for value in record.values()]
+    texts = [repr(value).encode() for record in records.config_records.values() for value in record.values()]
+    return b"|".join([*arrays, *numbers, *texts])
+
+
+def leaks(flat: dict[str, Any]) -> dict[str, int]:
+    """How many private numbers of each of three sites are among the bytes it sent."""
+    grid = Listening(flat, 3)
+    strategy = run(grid)
+    preparation, found = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema), {}
+    for site in load_all_sites(strategy.config, 3):
+        data = site.encode(preparation)
+        private = grid.secrets[site.site] | words(data.x) | words(data.y) | words(site.train.select_dtypes("number"))
+        heard = b"".join(sent for sender, sent in grid.sent if sender == site.site)
+        assert len(private) > 100
+        assert len(heard) > 1000
+        found[site.site] = sum(word in heard for word in private)
+    return found
+
+
+def test_nothing_about_local_latents_leaves_a_site(tmp_path: Path) -> None:
+    """No number of q(Z_Lk | Z_G), of its optimiser, or of a row is among the bytes of any message of any site."""
+    warm = {"sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}
+    average = {"method": "sfvi-avg", "sfvi__local_steps": 2, "sfvi__structure": "full"}
+    units = mixed(visits_csv(tmp_path), "three", sfvi__warm_start_rounds=2, sfvi__local_steps=2)
+    for flat in (tiny(evaluate_every=2, **warm), tiny(evaluate_every=2, **average), units):
+        assert not any(leaks(flat).values())
+
+
+def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of one site's latents among the figures of its replies is enough."""
+    original = SFVIClient.gradient
+
+    def gradient(self: SFVIClient, request: GradientRequest) -> GradientShare:
+        share = original(self, request)
+        latents = next(iter(decode(SiteMemory, self.state.arrays).latest.local.values()))
+        return replace(share, objective=float(latents.ravel()[0])) if self.site.site == "1" else share
+
+    monkeypatch.setattr(SFVIClient, "gradient", gradient)
+    handlers.cache_clear()
+    heard = leaks(tiny())
+    handlers.cache_clear()
+    assert {site for site, found in heard.items() if found} == {"1"}

@@ -12,13 +12,12 @@ from scipy import stats
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
 from torch.distributions import Categorical, Normal
 
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import named, unit_noise
 from fedgp_flower.methods.sfvi.classes import PersonalNetwork, half_normal
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.shared_messages import Described
+from fedgp_flower.shared_messages import Confusion, Described
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import inspect
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, configured, no_waiting
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -271,3 +273,20 @@ def test_what_a_loader_returns_is_checked(data: Any, words: str) -> None:
     strategy = FSGP(num_inducing=5, sites=2, wait_seconds=0.5)
     with pytest.raises(RunError, match=words), no_waiting():
         strategy.start(own_grid(make_client_app("fsgp", lambda context: data), 2), num_rounds=1)
+
+
+APP = Path(__file__).resolve().parents[1] / "examples" / "own_flower_app"
+
+
+def test_it_runs_in_one_process_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints a figure after each round, and the arrays of the result."""
+    monkeypatch.chdir(tmp_path)
+    grid = InProcessGrid(runpy.run_path(f"{APP}/client_app.py")["app"], {}, simulated_nodes(2))
+    runpy.run_path(f"{APP}/server_app.py")["main"](grid, Context(1, 1, {}, RecordDict(), {"num-rounds": 2, "sites": 2}))
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if "RMSE" in line]
+    assert (len(lines), "round 2: RMSE 0." in lines[-1]) == (2, True)
+    assert "inducing points: (15, 2)" in printed
+    assert list(tmp_path.iterdir()) == []

@@ -60,7 +60,7 @@ def test_the_density_of_the_target_integrates_to_one_and_has_the_moments(own):
     assert whole == pytest.approx(1.0, abs=1e-6)
     first = quad(lambda y: y * density(y), low, high, points=points, limit=200)[0]
     second = quad(lambda y: y**2 * density(y), low, high, points=points, limit=200)[0]
-    found = transformed_moments(mean, sd, own)
+    found = transformed_moments(mean[None], sd[None], own)
     assert found[0][0] == pytest.approx(first, rel=1e-5)
     assert found[1][0] == pytest.approx(np.sqrt(second - first**2), rel=1e-4)
     assert (quad(density, low, points[1], limit=200)[0]) == pytest.approx(0.5, abs=1e-6)  # the median is one

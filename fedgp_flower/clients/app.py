@@ -42,8 +42,7 @@ logger = logging.getLogger("fedgp")
 
 SCHEMA_VERSION = 2
 LACKS, TRUST = "lacks-context", "trust-file"
-"""Config key of a reply by a site that lacks what was sent once; number in a description that says that the site has a
-trust file."""
+"""Config key of a reply by a site that lacks what was sent once; number in a description: there is a trust file."""
 
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
@@ -83,8 +82,7 @@ class SiteApp(ClientApp):
     def answer(self, message: Message, context: Context) -> Message:
         """The reply to a message, written into the site's log before it leaves.
 
-        A site's error becomes one that names the site and says what is wrong. The words of an error that nobody
-        foresaw may hold a cell of the site's table: they stay in the site's log.
+        The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's log.
         """
         started, guard = time.perf_counter(), Guard(message, context)
         try:
@@ -168,10 +166,7 @@ def _plain(client: SiteClient, arrays: NamedArrays, guard: Guard) -> Outgoing:
 
 
 def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
-    """The answer to ``query.describe``: counts, sums and sums of squares of the training rows, and the schema.
-
-    A site that answers under masks describes its columns alone; public ranges say nothing of rows anyway.
-    """
+    """The answer to ``query.describe``: schema and sums; where masks are wanted, the schema alone."""
     bounds, trust = config.privacy.bounds, bool(context.node_config.get("trust"))
     description = site.describe(bounds)
     numbers = {"num-examples": site.num_examples, "partitions": site.partitions, "dropped": site.dropped}

@@ -37,10 +37,7 @@ class Baseline:
 
 
 def log_prior(model: WiredModel) -> Tensor:
-    """Log density, up to a constant, of weak priors: lengthscales, amplitude √outputscale and noise sd are LN(0, 1).
-
-    They keep a GP of a dozen rows from explaining them without noise.
-    """
+    """Log density, up to a constant, of weak priors: lengthscales, √outputscale and noise sd are LN(0, 1)."""
     variances = ("outputscale", "variance", "noise")
     logs = [(name, value) for name, value in model.wire_parameters().items() if ".log_" in name]
     terms = [(value / 2 if any(part in name for part in variances) else value).square().sum() for name, value in logs]
@@ -72,9 +69,8 @@ def scored(result: Baseline, target: Array, units: TargetUnits) -> Scores:
 def fitted(rows: SiteData, config: RunConfig, pooled: bool) -> Baseline:
     """A GP of these rows, hyperparameters at their mode: exact for up to ``EXACT_ROWS`` rows of one site, else sparse.
 
-    Pooled rows have the hyperprior of the method that they are compared with, those of one site log_prior. Without
-    held-out rows there is no fit. Where all targets are one number, hyperparameters stay as configured: a fit would
-    let noise vanish.
+    Pooled rows have the hyperprior of the method that they are compared with. Where all targets are one number,
+    hyperparameters stay as configured: a fit would let noise vanish.
     """
     if not len(rows.y_test):
         return Baseline(np.empty(0), np.empty(0))

@@ -71,8 +71,7 @@ CERTAIN = 30.0
 EVALUATE = "evaluate"
 """The kind of message that :meth:`SiteClient.score` answers."""
 KIND, NAMES = "kind", "names-of-arrays"
-"""Config keys of a ``fit`` or ``evaluate`` call, set at the site: the kind of the message, and the names of its arrays,
-a line each. A reply of ``fit`` names its arrays in the same way."""
+"""Config keys of a ``fit`` or ``evaluate`` call: the kind of the message, and the names of its arrays, a line each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +199,7 @@ class SiteClient(NumPyClient):
         return self.units.gaussian_scores(self.predict(request, self.rows.x_test), self.rows.y_test)
 
     def shown(self, request: Any) -> NamedArrays:
-        """Held-out rows as a simulation keeps them: predictive mean and sd, target, and one or two inputs.
-
-        Of two classes the probability of the second one stands in place of mean and sd; of more there is nothing.
-        """
+        """Mean and sd, or probability of the second class, target, one or two inputs; nothing of more classes."""
         predicted, agreed, units = self.predict(request, self.rows.x_test), self.preparation, self.units
         if predicted.mean.ndim > 1:
             return {}
@@ -213,7 +209,8 @@ class SiteClient(NumPyClient):
             del arrays["prediction.sd"]
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
         if agreed.transform is not None:  # mean ± 1.96 sd are no ends of a 95 % interval there
-            arrays["prediction.low"], arrays["prediction.high"] = units.quantiles(predicted, (0.025, 0.975))
+            ends = units.quantiles(predicted.mean, np.sqrt(predicted.variance), (0.025, 0.975))
+            arrays["prediction.low"], arrays["prediction.high"] = ends
         if self.rows.x_test.shape[1] <= 2:
             arrays["prediction.input"] = self.rows.x_test * agreed.input_scale + agreed.input_mean
         return arrays
@@ -322,10 +319,7 @@ SUMS = (weighted, target, column_sums, column_squares, shape, moments, logistic)
 
 @cache
 def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
-    """The handlers of a client by the complete kind of message that each answers, which the answer's class names.
-
-    Scores and predictions of rows are asked for with the request of :meth:`SiteClient.predict`.
-    """
+    """The handlers of a client by the kind of message; :meth:`SiteClient.predict` names the request of scores."""
     predicted = typing.get_type_hints(client.predict)["request"]
     found = {EVALUATE: Handler(client.score, predicted, Scores)}
     named = {function.__name__: function for function in (*SCORED, *SUMS)} | {

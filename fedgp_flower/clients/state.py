@@ -1,15 +1,14 @@
 """What a site remembers between messages of one run: in the node's Context, and on its disk where it has a folder.
 
-Flower keeps a Context in memory only, so a SuperNode that is restarted has lost it. With ``state-dir`` in the node
-configuration the state is also a file, replaced as a whole. It carries the run's id: another run starts empty. The
-server compares the count of updates that a site reports with its count and so knows when a site starts afresh.
+Flower keeps a Context in memory only: a SuperNode that is restarted has lost it. With ``state-dir`` in the node
+configuration the state is also a file. It carries the run's id: another run starts empty.
 
-A site also remembers with which rows it entered a run, and refuses to answer with others. It keeps HMAC(salt, table), a
-hash with a salt drawn for the run: neither says anything of the rows to anybody who does not have them.
+A site remembers with which rows it entered a run, and refuses to answer with others. It keeps HMAC(salt, table) with a
+salt drawn for the run, which says nothing of the rows to anybody who does not have them.
 
-Flower starts a process for each message of a real site. Rows as messages use them are therefore kept beside the state:
-a later message reads no table and imports no pandas. They are of one run, one configuration, one agreement on columns
-and scales, and files of rows and policy with the same bytes; anything else is removed and made anew.
+Flower starts a process for each message of a real site. Rows as messages use them are kept beside the state, so that a
+later message reads no table and imports no pandas. They are of one run, configuration and agreement, and of files with
+the same bytes; anything else is removed and made anew.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from fedgp_flower.typing import NamedArrays
 SHARED, CONSTANTS = "context", "constants"
 """Records and config key of what all sites share, which travels to a site once."""
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
-"""Records of the Context."""
 STATE_FILE, ROWS_FILE, PREPARED_FILE = "site-state.safetensors", "site-rows.json", "site-prepared.safetensors"
 
 

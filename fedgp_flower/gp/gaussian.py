@@ -85,10 +85,6 @@ class Gaussian(ABC):
         """Mean m = Sη₁."""
         return self.described()[0]
 
-    def log_determinant(self) -> Tensor:
-        """log|Λ|, a scalar."""
-        return self.described()[2]
-
     @abstractmethod
     def described(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, covariance and log|Λ|, by one factorisation; raises as :meth:`moments`."""

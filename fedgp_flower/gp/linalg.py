@@ -25,7 +25,6 @@ from fedgp_flower.typing import Array
 
 LOG_RANGE = 14.0
 """Optimisers keep logarithms of hyperparameters within ± this, where kernel matrices have a factor in float64."""
-
 LEAST_CURVATURE = 0.25
 """Of a log posterior along any direction, that of the widest prior: where rows leave a logarithm open, its sd is 2."""
 
@@ -93,7 +92,7 @@ def symmetric(matrix: Tensor) -> Tensor:
 def laplace_deviations(curvature: Array, *, prior: float) -> Array:
     """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter.
 
-    Along a direction in which H [P, P] is negative only the prior counts.
+    Along a direction in which H is negative only the prior counts.
 
     >>> laplace_deviations(np.diag([3.0, -5.0]), prior=1.0)
     array([0.5, 1. ])

@@ -11,10 +11,7 @@ A sparse GP has q(v) of whitened inducing values v = L⁻¹u, L Lᵀ = K_zz + ji
 from __future__ import annotations
 
 import math
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,14 +20,9 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
-from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ApproximateGP
-from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 from jaxtyping import Float
-from linear_operator import LinearOperator, settings, to_linear_operator
 from linear_operator.operators import MatmulLinearOperator
-from linear_operator.utils.errors import NanError, NotPSDError
-from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -72,7 +64,7 @@ class WhitenedGP(ApproximateGP):
     """A zero-mean GP with inducing points; ``model(x)`` is f under the q(v) it holds, at first N(0, I)."""
 
     def __init__(self, kernel: Kernel, inducing_points: Rows, jitter: float) -> None:
-        super(ApproximateGP, self).__init__()  # the strategy is built where it is asked for: it takes time
+        super(ApproximateGP, self).__init__()  # without a variational strategy
         self.covar_module = kernel
         self.inducing_points = Parameter(inducing_points.double().clone())
         self.requested_jitter = jitter
@@ -87,15 +79,19 @@ class WhitenedGP(ApproximateGP):
     def hold(self: G, posterior: WhitenedPosterior) -> G:
         """Predict by this q(v)."""
         self.posterior = posterior
-        self._modules.pop("strategy", None)
         return self.eval()
 
-    @property
-    def variational_strategy(self) -> VariationalStrategy:
-        """The strategy with the q(v) that the model holds."""
-        if "strategy" not in self._modules:
-            self.add_module("strategy", _RelativeJitter(self, self.posterior))
-        return self.get_submodule("strategy")
+    def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: object) -> MultivariateNormal:
+        """The function f with moments Wᵀm and K_xx + Wᵀ(S − I)W, or its prior."""
+        inputs = inputs if inputs.ndim > 1 else inputs[:, None]
+        known: MultivariateNormal = self.forward(inputs, **kwargs)
+        if prior or self.posterior is None:
+            return known
+        points = self.inducing_points.expand(*inputs.shape[:-2], *self.inducing_points.shape)
+        cross = self.project(points, inputs)
+        mean, covariance = self.posterior.mean.to(cross), self.posterior.covariance.to(cross)
+        excess = MatmulLinearOperator(cross.mT, covariance @ cross - cross)
+        return MultivariateNormal(known.mean + cross.mT @ mean, known.lazy_covariance_matrix + excess)
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """The prior."""
@@ -106,44 +102,6 @@ class WhitenedGP(ApproximateGP):
         kernel = kernel or self.covar_module
         kzz, kzx = kernel(inducing_points).to_dense(), kernel(inducing_points, inputs).to_dense()
         return whitened(kzz, kzx, variance=prior_variance(kernel, inducing_points), jitter=self.jitter)
-
-
-class _RelativeJitter(VariationalStrategy):
-    """Whitening by L of K_zz + jitter · variance · I; GPyTorch adds an absolute jitter, also to what it predicts."""
-
-    model: WhitenedGP
-
-    def __init__(self, model: WhitenedGP, posterior: WhitenedPosterior | None) -> None:
-        points = model.inducing_points
-        size = points.shape[0] if posterior is None else len(posterior.mean)
-        q = CholeskyVariationalDistribution(size, mean_init_std=0).to(points)
-        if posterior is not None:
-            q.variational_mean.data.copy_(posterior.mean)
-            q.chol_variational_covar.data.copy_(cholesky(posterior.covariance, of="covariance of q(v)"))
-        super().__init__(model, points.detach(), q)
-        self.inducing_points = points  # the same parameter
-        self.variational_params_initialized.fill_(1)
-        self.requires_grad_(points.requires_grad)
-        self.train(model.training)
-
-    def forward(
-        self,
-        x: Tensor,
-        inducing_points: Tensor,
-        inducing_values: Tensor,
-        variational_inducing_covar: LinearOperator | None = None,
-        diag: bool = True,
-        **kwargs: object,
-    ) -> MultivariateNormal:
-        """Moments Wᵀm and K_xx + Wᵀ(S − I)W."""
-        del diag
-        prior = self.model.forward(x, **kwargs)
-        cross = self.model.project(inducing_points, x)
-        covariance = prior.lazy_covariance_matrix
-        if variational_inducing_covar is not None:
-            excess = variational_inducing_covar.to_dense() - torch.eye(cross.shape[-2]).to(cross)
-            covariance = covariance + to_linear_operator(MatmulLinearOperator(cross.mT, excess @ cross))
-        return MultivariateNormal(prior.mean + cross.mT @ inducing_values, covariance)
 
 
 class WiredModel(gpytorch.Module):
@@ -314,44 +272,35 @@ def sparse_gp(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
     return (SparseGP if model.likelihood == "gaussian" else LatentGP).from_arrays(model, arrays)
 
 
-class ExactGP(WiredModel, gpytorch.models.ExactGP):
-    """Zero mean, kernel and Gaussian noise, conditioned on a site's rows, by Cholesky throughout."""
+class ExactGP(WiredModel):
+    """Zero mean, kernel and Gaussian noise, conditioned on a site's rows."""
+
+    inputs: Tensor
+    targets: Tensor
 
     def __init__(self, model: ModelSection, inputs: Rows, targets: Targets) -> None:
-        gpytorch.models.ExactGP.__init__(self, inputs, targets, gaussian_likelihood(model.noise))
-        self.covar_module = build_kernel(model, inputs.shape[-1])
+        super().__init__()
+        self.covar_module, self.likelihood = build_kernel(model, inputs.shape[-1]), gaussian_likelihood(model.noise)
+        self.register_buffer("inputs", inputs)
+        self.register_buffer("targets", targets)
 
-    def forward(self, inputs: Rows) -> MultivariateNormal:
-        """The prior at some inputs."""
-        return MultivariateNormal(inputs.new_zeros(len(inputs)), self.covar_module(inputs))
+    def factor(self) -> Tensor:
+        """L with L Lᵀ = K_xx + σ²I, without jitter; O(N³)."""
+        covariance = self.kernel(self.inputs).to_dense()
+        noise = self.noise * torch.eye(len(covariance)).to(covariance)
+        return cholesky(covariance + noise, of="K_xx + σ²I", hint="Raise `model.noise`.")
 
     def log_evidence(self) -> Tensor:
-        """Log N(y | 0, K_xx + σ²I) per row, in nats (Guo et al. Eq. 3); O(N³)."""
-        self.train()
-        with self._by_cholesky():
-            evidence = ExactMarginalLogLikelihood(self.likelihood, self)
-            value: Tensor = evidence(self(*self.train_inputs), self.train_targets)
-        return value
+        """Log N(y | 0, K_xx + σ²I) per row, in nats (Guo et al. Eq. 3)."""
+        zero = torch.zeros_like(self.targets)
+        density = torch.distributions.MultivariateNormal(zero, scale_tril=self.factor(), validate_args=False)
+        return density.log_prob(self.targets) / len(zero)
 
     @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:
         """Mean and variance of noisy observations at new inputs, both [K] (Guo et al. Eq. 5)."""
-        self.eval()
-        with self._by_cholesky():
-            observation = self.likelihood(self(new))
-            return observation.mean, observation.variance
-
-    @contextmanager
-    def _by_cholesky(self) -> Iterator[None]:
-        """No conjugate gradients, and no jitter: a covariance that is not positive definite is an error."""
-        with ExitStack() as stack:
-            stack.enter_context(settings.max_cholesky_size(sys.maxsize))
-            stack.enter_context(settings.fast_computations(False, False, False))
-            stack.enter_context(settings.cholesky_max_tries(1))
-            stack.enter_context(settings.cholesky_jitter(0.0, 0.0, 0.0))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", NumericalWarning)  # of a jitter of 0, before the error
-            try:
-                yield
-            except (NotPSDError, NanError) as error:
-                raise NumericsError("K_xx + σ²I is not positive definite. Raise `model.noise`.") from error
+        factor, cross = self.factor(), self.kernel(self.inputs, new).to_dense()
+        whitened_targets = torch.linalg.solve_triangular(factor, self.targets[:, None], upper=False)[:, 0]
+        cross = torch.linalg.solve_triangular(factor, cross, upper=False)
+        variance = self.kernel(new, diag=True) - cross.square().sum(0) + self.noise
+        return cross.mT @ whitened_targets, variance

@@ -28,15 +28,12 @@ M = TypeVar("M", bound="StepMemory")
 FREE: Bound = (None, None)
 LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
 """Bounds of the logarithm of a hyperparameter."""
-
 PAIRS = 20
 """Steps and gradient changes that L-BFGS keeps."""
 RECENT = 3
 """Pairs that the scale of a block is judged by."""
 CHANGE = 5.0
 """Factor by which that scale moves at most, from one step to the next."""
-
-# ---- Adam on arrays -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,23 +53,18 @@ class AdamState(Generic[V]):
 
         rate · (first / (1 − β₁ᵗ)) / (√(second / (1 − β₂ᵗ)) + 1e-8) for every parameter that has a gradient.
         """
+
+        def kept(value: Any) -> Any:  # NumPy makes scalars of arrays without axes
+            return value if isinstance(value, Tensor) else np.asarray(value)
+
         step = self.step + 1
         first, second, moves = dict(self.first), dict(self.second), {}
         for name, slope in gradient.items():
             one, two = (moment.get(name, 0.0 * slope) for moment in (self.first, self.second))
-            first[name] = _kept(one + 0.1 * (slope - one))
-            second[name] = _kept(two + 0.001 * (slope**2 - two))
+            first[name], second[name] = kept(one + 0.1 * (slope - one)), kept(two + 0.001 * (slope**2 - two))
             scale = second[name] ** 0.5 / (1 - 0.999**step) ** 0.5 + 1e-8
-            moves[name] = _kept(rate * (first[name] / ((1 - 0.9**step) * scale)))
+            moves[name] = kept(rate * (first[name] / ((1 - 0.9**step) * scale)))
         return moves, AdamState(step, first, second)
-
-
-def _kept(value: Any) -> Any:
-    """Numpy makes scalars of arrays without axes; they stay arrays."""
-    return value if isinstance(value, Tensor) else np.asarray(value)
-
-
-# ---- maximising over torch parameters -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +131,7 @@ def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings
     """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows."""
     optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate, maximize=True)
     values: list[float] = []
-    remaining = settings.steps
-    cooling = round(settings.final_fraction * settings.steps)
+    remaining, cooling = settings.steps, round(settings.final_fraction * settings.steps)
     while remaining:
         optimiser.zero_grad()
         value = objective()
@@ -209,10 +200,9 @@ def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
         parameter.data.copy_(piece.view_as(parameter))
 
 
-# ---- L-BFGS whose line search is a few candidates at once -----------------------------------------------------------
-#
-# An evaluation costs one trip, however many points it has. The first Hessian is a multiple of the identity for each of
-# two blocks of coordinates, hyperparameters and inducing points, whose scales are unrelated.
+# L-BFGS whose line search is a few candidates at once. An evaluation costs one trip, however many points it has. The
+# first Hessian is a multiple of the identity for each of two blocks of coordinates, hyperparameters and inducing
+# points, whose scales are unrelated.
 
 
 @dataclass(frozen=True)
@@ -234,8 +224,7 @@ class StepMemory:
 
     def forgotten(self: M) -> M:
         """Without pairs and scales."""
-        none = np.empty((0, self.steps.shape[1]))
-        return replace(self, steps=none, changes=none, scales=np.zeros(2))
+        return replace(self, steps=self.steps[:0], changes=self.changes[:0], scales=np.zeros(2))
 
 
 def outlook(gains: Array, rounds: int) -> float | None:

@@ -13,18 +13,18 @@ from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.typing import Array, NamedArrays
 
 C = TypeVar("C", bound=SiteClient)
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
 
 
-def at_site(kind: type[C], run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
+def at_site(kind: type[C], run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
     """A client with the rows and the state of a site as a run left it, and the arrays of the run's posterior."""
-    assert run.posterior is not None
-    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
-    agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
+    assert run.saved is not None
+    arrays = {name: np.array(array) for name, array in run.saved.arrays.items()}
+    agreed = Preparation.from_wire(arrays, json.dumps(run.saved.schema))
     return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, arrays)), arrays
 
 

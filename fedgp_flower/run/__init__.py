@@ -6,19 +6,15 @@ package can be called.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fedgp_flower.run.api import Run
+from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, *data: Any, **choices: Any) -> Run:
-        from fedgp_flower.run.api import run  # noqa: PLC0415  loads Flower, pandas and PyTorch
-
-        return run(*data, **choices)
+    def __call__(self, *data: Any, **choices: Any) -> object:
+        return importlib.import_module("fedgp_flower.run.api").run(*data, **choices)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

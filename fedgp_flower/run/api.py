@@ -5,79 +5,31 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import pandas as pd
 
 from fedgp_flower.data.datasets import load_table
+from fedgp_flower.data.sites import real_site
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Progress, figures_of, silent
-from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
-from fedgp_flower.run.check import check_tables
+from fedgp_flower.run.artefacts import Run, read_run
+from fedgp_flower.run.check import agreed
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.predict import Predictor, why_no_posterior
 from fedgp_flower.run.registry import parse_config
-from fedgp_flower.run.summary import verdict
 from fedgp_flower.run.user_config import complete_config
 
 Data: TypeAlias = pd.DataFrame | Mapping[str, pd.DataFrame] | str | Path
 """One table, a table per site, or the path or name of a data set."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run and what it left behind."""
-
-    files: RunData
-
-    def __repr__(self) -> str:
-        """The folder, and the verdict that its report begins with; its files hold rows, which a notebook would show."""
-        return f"<Run {self.path}: {verdict(self.metrics) or self.metrics.method}>"
-
-    @property
-    def path(self) -> Path:
-        """The run's folder."""
-        return self.files.path
-
-    @property
-    def metrics(self) -> RunMetrics:
-        """Figures over held-out rows, costs and failures: ``metrics.json``."""
-        return self.files.metrics
-
-    @property
-    def config(self) -> FlatConfig:
-        """Every key with its value."""
-        return self.files.config
-
-    @property
-    def history(self) -> pd.DataFrame:
-        """A row per round."""
-        return self.files.history
-
-    @property
-    def report_path(self) -> Path:
-        """The page for people."""
-        return self.files.path / "report.html"
-
-    @property
-    def why_no_posterior(self) -> str:
-        """Why :attr:`posterior` is None; empty where it is not."""
-        return why_no_posterior(self.files)
-
-    @cached_property
-    def posterior(self) -> Predictor | None:
-        """What predicts new rows without any site; None for methods that save nothing that does."""
-        return None if self.why_no_posterior else Predictor.of(self.files)
-
-
 def load_run(path: str | Path) -> Run:
     """Read a finished run from its folder."""
-    return Run(read_run(Path(path)))
+    return read_run(Path(path))
 
 
 def run(
@@ -134,7 +86,8 @@ def together(tables: Mapping[str, pd.DataFrame], flat: FlatConfig, site: str = "
     try:
         load_table(config)
     except DataError:
-        if problems := check_tables(tables, config).problems:
+        sites = {name: partial(real_site, config, name, name, [(name, table)]) for name, table in tables.items()}
+        if problems := agreed(sites, config).problems:
             raise DataError("\n".join(problems)) from None
         raise
     return keys

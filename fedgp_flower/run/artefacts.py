@@ -6,7 +6,6 @@ A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every 
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import hashlib
 import io
@@ -20,10 +19,11 @@ import secrets
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tomli_w
@@ -33,9 +33,13 @@ from fedgp_flower.config import RunConfig, flatten, nest
 from fedgp_flower.errors import DamagedError, RunError
 from fedgp_flower.files import plain, read_arrays, read_bytes, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import Value
+from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Posterior, Snapshot, Summary
+from fedgp_flower.run.registry import METHODS, Method
 from fedgp_flower.typing import Facts, NamedArrays
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.predict import Predictor
 
 SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
 SEALS, LOCK = "files.json", "lock"
@@ -116,16 +120,54 @@ def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """A finished run as read back. ``posterior`` and ``predictions`` are None where the run wrote none."""
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what it left behind: ``saved`` and ``predictions`` are None where it wrote none."""
 
     path: Path
     config: dict[str, Value]
+    """Every key with its value."""
     history: pd.DataFrame
+    """A row per round."""
     metrics: RunMetrics
-    posterior: Posterior | None
+    saved: Posterior | None
+    """What the posterior predicts from."""
     predictions: pd.DataFrame | None
+    """A row per held-out row."""
+
+    def __repr__(self) -> str:
+        """The folder and the method; the files hold rows, which a notebook would show."""
+        return f"<Run {self.path}: {self.metrics.method}>"
+
+    @property
+    def report_path(self) -> Path:
+        """The page for people."""
+        return self.path / "report.html"
+
+    @property
+    def method(self) -> Method:
+        """The registry row of the method."""
+        name = self.metrics.method
+        if name not in METHODS:
+            raise RunError(f"{self.path} is a run of {name!r}, which is not installed; install the package it is from")
+        return METHODS[name]
+
+    @property
+    def why_no_posterior(self) -> str:
+        """Why :attr:`posterior` is None; empty where it is not."""
+        reason = self.method.why_no_posterior or "this run saved none"
+        if self.method.posterior and self.saved is not None:
+            if "why_no_posterior" not in self.saved.model:
+                return ""
+            reason = str(self.saved.model["why_no_posterior"])
+        return f"with `method` = {self.metrics.method!r} {reason}"
+
+    @cached_property
+    def posterior(self) -> Predictor | None:
+        """What predicts new rows without any site; None for methods that save nothing that does."""
+        from fedgp_flower.run.predict import Predictor  # noqa: PLC0415  loads PyTorch
+
+        return None if self.why_no_posterior else Predictor.of(self)
 
 
 class RunFolder:
@@ -141,10 +183,17 @@ class RunFolder:
         """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``."""
         path = Path(config.output_dir) / config.run_name()
         try:
-            if config.resume:
-                _require_resumable(path, config)
+            if not config.resume and path.exists():
+                finished = "" if (path / "metrics.json").exists() else ", which did not finish; or delete its folder"
+                raise RunError(
+                    f"{path} exists; choose another `name`, or set `resume` to go on with that run{finished}"
+                )
+            if not config.resume:
+                path.mkdir(parents=True)
+            elif not (path / "config.toml").exists():
+                raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
             else:
-                _make(path)
+                _require_same(path, _read_config(path), config)
             with held(path):
                 for name in ("metrics.json", SEALS):  # they mark a finished run
                     (path / name).unlink(missing_ok=True)
@@ -185,15 +234,13 @@ class RunFolder:
 
     def write_posterior(self, posterior: Posterior) -> None:
         """Write ``posterior.safetensors`` and its description ``posterior.json``."""
-        of_arrays = {"coordinates": posterior.coordinates, "meaning": posterior.meanings}
-        arrays = {
-            name: {"shape": list(array.shape), **{part: words[name] for part, words in of_arrays.items()}}
-            for name, array in posterior.arrays.items()
-        }
-        apart = {"arrays", "coordinates", "meanings"}
-        rest = {f.name: getattr(posterior, f.name) for f in fields(posterior) if f.name not in apart}
+        content = asdict(replace(posterior, arrays={}))
+        coordinates, meanings = content.pop("coordinates"), content.pop("meanings")
+        for name, array in posterior.arrays.items():
+            described = {"shape": list(array.shape), "coordinates": coordinates[name], "meaning": meanings[name]}
+            content["arrays"][name] = described
         write_arrays(self.path / "posterior.safetensors", posterior.arrays)
-        write_json(self.path / "posterior.json", {"arrays": arrays, **rest})
+        write_json(self.path / "posterior.json", content)
 
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
         """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
@@ -259,15 +306,12 @@ class RunFolder:
 
     def _write_history(self) -> None:
         """Cells that a row lacks, and NaN, are empty."""
-        text = io.StringIO()
         columns = dict.fromkeys((*HISTORY_COLUMNS, *itertools.chain.from_iterable(self._history)))
-        writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: "" if math.isnan(v) else v for k, v in row.items()} for row in self._history)
-        write_bytes(self.path / "history.csv", text.getvalue().encode())
+        table = pd.DataFrame(self._history, columns=list(columns), dtype=object)
+        write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())
 
 
-def read_run(path: Path) -> RunData:
+def read_run(path: Path) -> Run:
     """Read a finished run."""
     if not path.is_dir():
         raise RunError(f"{path} is not the folder of a run")
@@ -276,13 +320,16 @@ def read_run(path: Path) -> RunData:
         raise RunError(f"metrics.json is missing from {path}: {hint}")
     posterior, predictions = path / "posterior.json", path / "predictions.csv"
     with reading(path):
-        _require_sealed(path)
-        return RunData(
+        hashes = read_json(path / SEALS) if (path / SEALS).exists() else {}  # a run of before there were hashes
+        there = {name: _hash(path / name) for name in SEALED if hashes and (path / name).exists()}
+        if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
+            raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
+        return Run(
             path=path,
             config=_read_config(path),
             history=_read_table(path / "history.csv"),
             metrics=TypeAdapter(RunMetrics).validate_python(read_json(path / "metrics.json")),
-            posterior=read_posterior(path) if posterior.exists() else None,
+            saved=read_posterior(path) if posterior.exists() else None,
             predictions=_read_table(predictions) if predictions.exists() else None,
         )
 
@@ -317,16 +364,6 @@ def _hash_of(facts: Facts) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _require_sealed(path: Path) -> None:
-    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none."""
-    if not (path / SEALS).exists():
-        return
-    hashes = read_json(path / SEALS)
-    there = {name: _hash(path / name) for name in SEALED if (path / name).exists()}
-    if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
-        raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
-
-
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Keep others from writing into the folder of a run; the lock goes with the process, however that ends."""
@@ -345,35 +382,13 @@ def held(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        finished = "" if (path / "metrics.json").exists() else ", which did not finish; or delete its folder"
-        raise RunError(
-            f"{path} exists; choose another `name`, or set `resume` to go on with that run{finished}"
-        ) from None
-
-
-def _require_resumable(path: Path, config: RunConfig) -> None:
-    if not (path / "config.toml").exists():
-        raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
-    before, now = _read_config(path), config.flat()
-    differing = [key for key in sorted(before.keys() | now.keys()) if _matters(config, key, before.get(key))]
-    if differing:
+def _require_same(path: Path, before: FlatConfig, config: RunConfig) -> None:
+    """Refuse to resume with another configuration."""
+    now = config.flat()
+    keys = sorted((before.keys() | now.keys()) - config.passing)
+    if differing := [key for key in keys if before.get(key) != now.get(key)]:
         changes = "; ".join(f"`{key}` was {before.get(key)!r}, now {now.get(key)!r}" for key in differing)
         raise RunError(f"cannot resume {path} with another configuration: {changes}. Start afresh under another `name`")
-
-
-def _matters(config: RunConfig, key: str, before: Value | None) -> bool:
-    """Whether the value the key had makes another run of it; keys like ``num-server-rounds`` may change."""
-    if config.flat().get(key) == before:
-        return False
-    name = key.replace("-", "_")
-    if before is None or name not in type(config).model_fields:
-        return True
-    return config.model_copy(update={name: before}).digest() != config.digest()
 
 
 def _read_config(path: Path) -> dict[str, Value]:

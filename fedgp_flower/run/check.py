@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
-
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.sites import RawSite, load_site, natural_sites, real_site, simulated_nodes
+from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
 from fedgp_flower.typing import Json
@@ -32,23 +30,16 @@ class Checked:
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     """Read every file as a site, and agree on columns."""
     nodes = {table_stem(file): {"data-path": str(file)} for file in files}
-    return _agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config)
-
-
-def check_tables(tables: Mapping[str, pd.DataFrame], config: CoreConfig) -> Checked:
-    """Take every table for a site of that name, and agree on columns."""
-    return _agreed(
-        {name: partial(real_site, config, name, name, [(name, table)]) for name, table in tables.items()}, config
-    )
+    return agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config)
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
     """What a simulated run would train on; 0 sites takes every natural group."""
     nodes = simulated_nodes(sites or natural_sites(config))
-    return _agreed({str(node["partition-id"]): partial(load_site, config, node) for node in nodes}, config)
+    return agreed({str(node["partition-id"]): partial(load_site, config, node) for node in nodes}, config)
 
 
-def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> Checked:
+def agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> Checked:
     """What these sites agree on."""
     described, dropped, problems, suspected = {}, 0, [], []
     for name, load in sites.items():

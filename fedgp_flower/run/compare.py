@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedgp_flower.run.artefacts import RunData, RunMetrics
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import FEDERATED, LOCAL, POOLED, axes_of, label_text
 from fedgp_flower.run.summary import (
     arms,
@@ -33,7 +32,7 @@ COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("
 """Of the runs in a figure: told apart without colours, too."""
 
 
-def unlike(runs: Sequence[RunData]) -> list[str]:
+def unlike(runs: Sequence[Run]) -> list[str]:
     """Why the figures of runs must not be compared: other kinds of task, other targets."""
     kinds = {"classes" if is_classification(run.metrics) else "numbers" for run in runs}
     targets = sorted({target_of(run) for run in runs} - {"the target"})
@@ -41,7 +40,7 @@ def unlike(runs: Sequence[RunData]) -> list[str]:
     return said + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
 
 
-def doubtful(runs: Sequence[RunData]) -> list[str]:
+def doubtful(runs: Sequence[Run]) -> list[str]:
     """What makes a comparison doubtful: other data, other training rows or units, other held-out rows."""
     said = []
     if len(names := sorted({data_name(run.metrics.dataset) for run in runs})) > 1:
@@ -61,7 +60,7 @@ def doubtful(runs: Sequence[RunData]) -> list[str]:
     return said
 
 
-def _trained_on(run: RunData) -> dict[str, tuple[float, float]]:
+def _trained_on(run: Run) -> dict[str, tuple[float, float]]:
     """What is known of a run's training rows, and in what unit a difference of it is judged."""
     target, data = run.metrics.training_target, run.metrics.data
     facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
@@ -70,7 +69,7 @@ def _trained_on(run: RunData) -> dict[str, tuple[float, float]]:
     return {**rows, **facts, **{f"mean of `{column['name']}`": (column["mean"], column["sd"]) for column in columns}}
 
 
-def _held_out(run: RunData) -> tuple[object, ...]:
+def _held_out(run: Run) -> tuple[object, ...]:
     """Tells apart runs that were scored on other rows, as far as their folders show it."""
     rows = run.predictions
     if rows is not None and "target" in rows:
@@ -79,57 +78,46 @@ def _held_out(run: RunData) -> tuple[object, ...]:
     return (arms(run.metrics)[0].rows,)
 
 
-def side_by_side(runs: Sequence[RunData]) -> list[list[str]]:
+def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
     """A row of text for every fact and figure, with a cell for each run."""
-    columns = [_column(run.metrics) for run in runs]
-    named = {name: [cell(name, column.get(name)) for column in columns] for column in columns for name in column}
-    return [[title_of(name), *cells] for name, cells in named.items()]
-
-
-def _column(metrics: RunMetrics) -> Facts:
-    """A run's column of the table."""
-    return {
-        "method": metrics.method,
-        "dataset": data_name(metrics.dataset),
-        "sites": metrics.sites,
-        "rounds": metrics.rounds,
-        "communications": metrics.communications,
-        "seconds": number(metrics.seconds.get("total")),
-        "MB_up": metrics.bytes.get("up", 0) / 1e6,
-        "MB_down": metrics.bytes.get("down", 0) / 1e6,
-        **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
-        "rows": arms(metrics)[0].rows,
-        "failures": len(metrics.failures),
-    }
-
-
-def spent(run: RunData) -> pd.DataFrame:
-    """Evaluated rounds of a run: NLL against what had been spent since its start, the final figure last."""
-    history, metrics = run.history, run.metrics
-    trips = history["exchanges"] if "exchanges" in history else history["round"]
-    frame = pd.DataFrame(
+    columns: list[Facts] = [
         {
-            "exchanges": trips,
-            "megabytes": (history["bytes_up"] + history["bytes_down"]).cumsum() / 1e6,
-            "seconds": history["seconds"].cumsum(),
-            "nll": history.get("test_nll", math.nan),
+            "method": metrics.method,
+            "dataset": data_name(metrics.dataset),
+            "sites": metrics.sites,
+            "rounds": metrics.rounds,
+            "communications": metrics.communications,
+            "seconds": number(metrics.seconds.get("total")),
+            "MB_up": metrics.bytes.get("up", 0) / 1e6,
+            "MB_down": metrics.bytes.get("down", 0) / 1e6,
+            **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
+            "rows": arms(metrics)[0].rows,
+            "failures": len(metrics.failures),
         }
-    )
-    if len(frame):
-        frame.loc[frame.index[-1], "nll"] = number(metrics.test.get("nll"))
-    return frame.dropna(subset=["nll"])
+        for metrics in (run.metrics for run in runs)
+    ]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[title_of(name), *(cell(name, column.get(name)) for column in columns)] for name in names]
 
 
-def cost_figure(runs: Sequence[RunData]) -> Figure:
-    """Held-out NLL against exchanges, megabytes and seconds, a line for each run."""
+def cost_figure(runs: Sequence[Run]) -> Figure:
+    """Held-out NLL against exchanges, megabytes and seconds since the start, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
-    titles = {"exchanges": "exchanges", "megabytes": "megabytes sent, both ways", "seconds": "seconds"}
     for run, colour, mark in zip(runs, itertools.cycle(COLOURS), itertools.cycle(MARKS), strict=False):
-        rows = spent(run)
-        for ax, name in zip(axes, titles, strict=True):
-            ax.plot(rows[name], rows["nll"], mark, color=colour, ms=4, lw=1.6, label=label_text(run.path.name))
-    for ax, label in zip(axes, titles.values(), strict=True):
-        ax.set(xlabel=label, xlim=(0, 1.04 * max(ax.get_xlim()[1], 1e-9)))
+        history, nll = run.history, run.history.get("test_nll", run.history["round"] * math.nan).copy()
+        nll.iloc[-1:] = number(run.metrics.test.get("nll"))
+        spent = {
+            "exchanges": history.get("exchanges", history["round"]),
+            "megabytes sent, both ways": (history["bytes_up"] + history["bytes_down"]).cumsum() / 1e6,
+            "seconds": history["seconds"].cumsum(),
+        }
+        for ax, (label, amount) in zip(axes, spent.items(), strict=True):
+            ax.plot(
+                amount[nll.notna()], nll.dropna(), mark, color=colour, ms=4, lw=1.6, label=label_text(run.path.name)
+            )
+            ax.set_xlabel(label)
+    for ax in axes:
+        ax.set_xlim(0, 1.04 * max(ax.get_xlim()[1], 1e-9))
         ax.margins(y=0.15)
     axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[0].set_ylabel("held-out NLL (nats per row)")

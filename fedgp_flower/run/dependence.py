@@ -14,7 +14,7 @@ from scipy.special import ndtr, ndtri
 from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
 
@@ -53,14 +53,14 @@ class Relevance:
     """Where the intervals come from."""
 
 
-def relevances(run: RunData) -> list[Relevance]:
+def relevances(run: Run) -> list[Relevance]:
     """The lengthscales that a method tells, else those of a saved kernel; nothing for a single input."""
-    if run.posterior is None or len(run.posterior.inputs) < 2:
+    if run.saved is None or len(run.saved.inputs) < 2:
         return []
-    names = run.posterior.inputs
+    names = run.saved.inputs
     told = run.metrics.method_details.get("relevance") or {
         name.removesuffix(".lengthscale"): {"value": np.ravel(array).tolist()}
-        for name, array in run.posterior.arrays.items()
+        for name, array in run.saved.arrays.items()
         if name.startswith("kernel.") and name.endswith(".lengthscale")
     }
     found = []
@@ -145,6 +145,4 @@ def _outcome(posterior: Predictor, f: Array) -> Array:
     """The outcome at values of f, elementwise."""
     if posterior.saved.likelihood in {"bernoulli", "poisson"}:
         return ndtr(f) if posterior.saved.likelihood == "bernoulli" else np.exp(f)
-    agreed = posterior.preparation
-    values = f * agreed.target_scale + agreed.target_mean
-    return values if agreed.transform is None else agreed.transform.inverse(values)
+    return posterior.units.values(f)

@@ -18,7 +18,7 @@ from scipy.stats import binom
 from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.scores import central
+from fedgp_flower.scores import count_quantiles
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
@@ -135,7 +135,12 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     given = {str(name): column.to_numpy() for name, column in some.items()}
     mean, observed = given["mean"], given["target"]
     # Ends are kept where the moments do not tell them.
-    low, high = (given["low"], given["high"]) if "low" in given else central(mean, given["sd"], counts)
+    if "low" in given:
+        low, high = given["low"], given["high"]
+    elif counts:
+        low, high = count_quantiles(mean, given["sd"], (0.025, 0.975))
+    else:
+        low, high = mean - Z95 * given["sd"], mean + Z95 * given["sd"]
     inside = (observed >= low) & (observed <= high)
     for ax, less in zip(axes, (0 * mean, mean), strict=True):
         ax.vlines(mean, low - less, high - less, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")

@@ -6,7 +6,7 @@ A method says how by the entries ``forget`` and ``forgotten`` of its row in the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,31 +14,22 @@ import pandas as pd
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.files import write_json
-from fedgp_flower.options import Value
-from fedgp_flower.outcome import Snapshot
-from fedgp_flower.run.artefacts import RunData, RunFolder, read_run
-from fedgp_flower.run.predict import row_of
+from fedgp_flower.outcome import Progress, Snapshot, silent
+from fedgp_flower.run.artefacts import Run, RunFolder, read_run
+from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.run.report import write_report
-from fedgp_flower.typing import Facts, Json
+from fedgp_flower.typing import Facts
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """What the in-process engine needs to go on: a configuration with ``resume``, and the nodes that remain."""
-
-    flat: dict[str, Value]
-    nodes: list[Json]
-
-
-def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
-    """Write the folder of the new run: the old one's history and checkpoint, without the site.
+def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress = silent) -> Path:
+    """Go on in a new folder from the old run's history and checkpoint, without the site; returns that folder.
 
     The pooled baseline is left out: it would learn from the rows of all sites, the forgotten one among them.
     ``site`` is an id or a label; ``rounds`` more of training let what the other sites said settle.
     """
     data = read_run(run)
-    if not row_of(data).forget:
+    if not data.method.forget:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
         raise RunError(f"{run} is a run of {data.metrics.method!r}; only a run of {able} can go on without a site")
     old = parse_config(data.config)
@@ -49,7 +40,7 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
         raise RunError("the sites of this run are real machines: start a run over those that remain")
     labels: Mapping[str, str] = saved.facts["preparation"]["labels"]
     chosen = next((key for key, label in labels.items() if site in {key, label}), site)
-    left: Snapshot = load(row_of(data).forget)(saved, chosen)
+    left: Snapshot = load(data.method.forget)(saved, chosen)
     remaining = sorted(left.facts["preparation"]["rows"], key=int)
     took_part = [one for one in left.facts.get("took_part", ()) if one != chosen]
     left = replace(left, facts={**left.facts, "took_part": took_part})
@@ -71,22 +62,21 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
     folder.checkpoint(left)
     # Rows go on being dealt to as many sites as there were.
     nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]
-    return Continuation(flat | {"resume": True}, nodes)
+    after = run_in_process(flat | {"resume": True}, nodes=nodes, progress=progress)
+    write_json(after / "forgotten.json", _changes(data, read_run(after), site, rounds))
+    write_report(after)
+    return after
 
 
-def record(before: Path, after: Path, site: str, rounds: int) -> None:
-    """Write ``forgotten.json``, what was removed and what that changed, and the report again with it.
-
-    Figures before and after are over the same held-out rows, those of the sites that remain.
-    """
-    old, new = read_run(before), read_run(after)
-    per_site = old.metrics.per_site
+def _changes(old: Run, new: Run, site: str, rounds: int) -> Facts:
+    """What was removed and what that changed, over the same held-out rows, those of the sites that remain."""
+    per_site, forgotten = old.metrics.per_site, old.method.forgotten
     row = next((row for row in per_site if site in {str(row["site"]), str(row.get("label"))}), {"site": site})
     kept = (old.metrics.labels.keys() & new.metrics.labels.keys()) - {str(row["site"])}
-    content = {
+    return {
         "site": str(row["site"]),
         "label": row.get("label"),
-        "from": before.name,
+        "from": old.path.name,
         "rounds_after": rounds,
         "sites_before": old.metrics.sites,
         "sites_after": new.metrics.sites,
@@ -95,10 +85,8 @@ def record(before: Path, after: Path, site: str, rounds: int) -> None:
         "test_before": _figures(per_site, kept),
         "test_after": _figures(new.metrics.per_site, kept),
         "predictions": _shift(old, new, kept),
+        **(load(forgotten)(old, new) if forgotten else {}),
     }
-    forgotten = row_of(old).forgotten
-    write_json(after / "forgotten.json", content | (load(forgotten)(old, new) if forgotten else {}))
-    write_report(after)
 
 
 def _figures(rows: Iterable[Facts], sites: set[str]) -> dict[str, float]:
@@ -112,7 +100,7 @@ def _figures(rows: Iterable[Facts], sites: set[str]) -> dict[str, float]:
     }
 
 
-def _shift(old: RunData, new: RunData, sites: set[str]) -> dict[str, float]:
+def _shift(old: Run, new: Run, sites: set[str]) -> dict[str, float]:
     """How far predictions of the remaining sites' held-out rows moved; empty where a run kept none."""
     if old.predictions is None or new.predictions is None:
         return {}

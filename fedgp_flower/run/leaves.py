@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,43 +43,55 @@ def answers(method: str) -> list[tuple[str, Any]]:
     return [*found, *((kind, None) for kind in WORDS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a site has sent in a trial run without network, and how it ended."""
+def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], audit.AuditLog]:
+    """Let a site with this node configuration answer a run of a few rounds, without network.
 
-    method: str
-    log: audit.AuditLog
-    rounds: int
-    """Rounds that were tried."""
-    planned: int
-    copies: int
-    """Sites with the same rows that took part, so that there were enough."""
-    ending: str
+    Returns what it sent, in lines, and its audit log. As many sites with the same rows take part as a run needs.
+    """
+    planned = parse_config(flat).num_server_rounds
+    config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
+    copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1
+    with TemporaryDirectory() as folder:
+        given = {name: value for name, value in node.items() if name not in {"site-key", "trust"}}
+        nodes = [
+            {**given, "site": name, "partition-id": place, "state-dir": str(Path(folder) / str(place))}
+            for place, name in enumerate([site_id(node), *(f"copy {number + 1}" for number in range(copies))])
+        ]
+        path = Path(folder) / "audit.jsonl"
+        nodes[0]["audit"] = str(path)
+        grid, strategy = InProcessGrid(client_app.app, config.flat(), nodes), strategy_class(config)
+        try:
+            strategy.from_config(config, Observer()).start(grid, ArrayRecord(), config.num_server_rounds)
+            ending = "complete"
+        except FedGPError as error:
+            ending = f"ended: {error}"
+        log = audit.read(path)
+    tried = f"{config.num_server_rounds} of {planned} rounds tried, beside {copies} sites with the same rows: {ending}"
+    return [*_sent(log, config.method), tried], log
 
-    def lines(self) -> Iterator[str]:
-        """What it sent, kind by kind."""
-        kinds: dict[str, list[Facts]] = {}
-        declared = dict(answers(self.method))
-        for line in self.log.lines:
-            kinds.setdefault(line["kind"], []).append(line)
-        for kind, lines in kinds.items():
-            sent = [line for line in lines if not line["refused"]]
-            sizes = sorted({line["bytes"] for line in sent})
-            size = "–".join(f"{count:,}" for count in sizes[:1] + sizes[1:][-1:])
-            masked = ", masked" if any(line["masked"] for line in sent) else ""
-            yield f"{kind}: {len(sent)} × {size} bytes{masked}" if sent else f"{kind}: refused"
-            latest = sent[-1] if sent else lines[-1]
-            words = table(declared[kind]) if declared[kind] else ()
-            for name, array in latest["arrays"].items():
-                meaning = (said for field, _, said in words if f"{name}.".startswith(f"{field.removesuffix('.*')}."))
-                yield f"    {name} {array['shape']} {next(meaning, '')}".rstrip()
-            if latest["numbers"]:
-                yield f"    numbers: {', '.join(latest['numbers'])}"
-            if latest["texts"]:
-                yield f"    texts: {', '.join(f'{name} ({size})' for name, size in latest['texts'].items())}"
-            yield from (f"    {words}" for words in _decided(lines))
-        tried = f"{self.rounds} of {self.planned} rounds tried"
-        yield f"{tried}, beside {self.copies} sites with the same rows: {self.ending}"
+
+def _sent(log: audit.AuditLog, method: str) -> Iterator[str]:
+    """What a site sent, kind by kind."""
+    kinds: dict[str, list[Facts]] = {}
+    declared = dict(answers(method))
+    for line in log.lines:
+        kinds.setdefault(line["kind"], []).append(line)
+    for kind, lines in kinds.items():
+        sent = [line for line in lines if not line["refused"]]
+        sizes = sorted({line["bytes"] for line in sent})
+        size = "–".join(f"{count:,}" for count in sizes[:1] + sizes[1:][-1:])
+        masked = ", masked" if any(line["masked"] for line in sent) else ""
+        yield f"{kind}: {len(sent)} × {size} bytes{masked}" if sent else f"{kind}: refused"
+        latest = sent[-1] if sent else lines[-1]
+        words = table(declared[kind]) if declared[kind] else ()
+        for name, array in latest["arrays"].items():
+            meaning = (said for field, _, said in words if f"{name}.".startswith(f"{field.removesuffix('.*')}."))
+            yield f"    {name} {array['shape']} {next(meaning, '')}".rstrip()
+        if latest["numbers"]:
+            yield f"    numbers: {', '.join(latest['numbers'])}"
+        if latest["texts"]:
+            yield f"    texts: {', '.join(f'{name} ({size})' for name, size in latest['texts'].items())}"
+        yield from (f"    {words}" for words in _decided(lines))
 
 
 def _decided(lines: list[Facts]) -> Iterator[str]:
@@ -93,25 +104,3 @@ def _decided(lines: list[Facts]) -> Iterator[str]:
             said[rule["verdict"]].append(words)
     yield from (f"rules {verdict}: {', '.join(words)}" for verdict, words in said.items())
     yield from dict.fromkeys(f"refused: {line['refused']}" for line in lines if line["refused"])
-
-
-def try_out(flat: FlatConfig, node: Node, rounds: int) -> Trial:
-    """Let a site with this node configuration answer a run of a few rounds, without network; read its audit log."""
-    planned = parse_config(flat).num_server_rounds
-    config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
-    copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1
-    with TemporaryDirectory() as folder:
-        given = {name: value for name, value in node.items() if name not in {"site-key", "trust"}}
-        nodes = [
-            {**given, "site": name, "partition-id": place, "state-dir": str(Path(folder) / str(place))}
-            for place, name in enumerate([site_id(node), *(f"copy {number + 1}" for number in range(copies))])
-        ]
-        log = Path(folder) / "audit.jsonl"
-        nodes[0]["audit"] = str(log)
-        grid, strategy = InProcessGrid(client_app.app, config.flat(), nodes), strategy_class(config)
-        try:
-            strategy.from_config(config, Observer()).start(grid, ArrayRecord(), config.num_server_rounds)
-            ending = "complete"
-        except FedGPError as error:
-            ending = f"ended: {error}"
-        return Trial(config.method, audit.read(log), config.num_server_rounds, planned, copies, ending)

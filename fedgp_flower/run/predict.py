@@ -19,7 +19,6 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.models import GP
 from pydantic import ValidationError
-from scipy.special import ndtri
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.dates import source
@@ -38,9 +37,9 @@ from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.run.artefacts import RunData, read_run
-from fedgp_flower.run.registry import METHODS, Method, load, parse_config
-from fedgp_flower.scores import count_quantiles, transformed_moments, transformed_quantiles
+from fedgp_flower.run.artefacts import Run, read_run
+from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.scores import TargetUnits, count_quantiles
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Exportable(Protocol):
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
-SiteModel: TypeAlias = Callable[[RunData, RunConfig, RawSite, NamedArrays], Standardised | None]
+SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
 """Rebuilds the predictor at one site, from what everybody has and what that site keeps, if anything; None where its
 state is about other rows or another run."""
 
@@ -74,7 +73,7 @@ state is about other rows or another run."""
 class Predictor:
     """The posterior of a run, ready to predict noisy observations in original units."""
 
-    run: RunData
+    run: Run
     saved: Posterior
     preparation: Preparation
     standardised: Standardised
@@ -91,24 +90,24 @@ class Predictor:
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
-        """The posterior in a run's folder; see :meth:`of`."""
+        """The posterior in a run's folder."""
         return Predictor.of(read_run(run))
 
     @staticmethod
-    def of(run: RunData) -> Predictor:
+    def of(run: Run) -> Predictor:
         """The posterior of a run that was read."""
-        reason = why_no_posterior(run)
-        if run.posterior is None or reason:
+        reason = run.why_no_posterior
+        if run.saved is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
         with reading(run.path):
-            preparation = preparation_of(run.posterior)
-        model: SavedModel = load(row_of(run).posterior)
+            preparation = preparation_of(run.saved)
+        model: SavedModel = load(run.method.posterior)
         try:
-            standardised = model(run.posterior, preparation.names)
+            standardised = model(run.saved, preparation.names)
         except ValidationError as error:
             said = "; ".join(f"{item['input']!r}: {item['msg']}" for item in error.errors())
             raise RunError(f"{run.path} was made with {said}. Install the package that brings it") from None
-        return Predictor(run, run.posterior, preparation, standardised)
+        return Predictor(run, run.saved, preparation, standardised)
 
     @staticmethod
     def at_site(
@@ -155,13 +154,13 @@ class Predictor:
         """What predicts without the name of a site: the posterior, else every simulated site by its label."""
         read = read_run(run)
         simulated = all(site.isdecimal() for site in read.metrics.labels)
-        if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
+        if not read.why_no_posterior or not read.method.at_site or not simulated:
             return {"": Predictor.of(read)}
         return {label: Predictor.at_site(run, site) for site, label in read.metrics.labels.items()}
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
-        return self._moments(*self._standardised_at(inputs))
+        return self.units.moments(*self._standardised_at(inputs))
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
@@ -170,22 +169,16 @@ class Predictor:
     def _standardised_at(self, inputs: Array) -> tuple[Array, Array]:
         return self.standardised((inputs - self.preparation.input_mean) / self.preparation.input_scale)
 
-    def _modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
-        """Moments of the target, or of what a transformation makes of it, without standardisation."""
+    @property
+    def units(self) -> TargetUnits:
+        """From the standardised target to the units of the data."""
         agreed = self.preparation
-        return mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
-
-    def _moments(self, mean: Array, sd: Array) -> tuple[Array, Array]:
-        moments, transform = self._modelled(mean, sd), self.preparation.transform
-        return moments if transform is None else transformed_moments(*moments, transform)
+        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
     def _quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-        mean, sd = self._modelled(mean, sd)
         if self.saved.likelihood == "poisson":
-            return count_quantiles(mean, sd, levels)
-        if self.preparation.transform is not None:
-            return transformed_quantiles(mean, sd, levels, self.preparation.transform)
-        return mean + sd * ndtri(np.array(levels))[:, None]
+            return count_quantiles(*self.units.modelled(mean, sd), levels)
+        return self.units.quantiles(mean, sd, levels)
 
     def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
@@ -210,7 +203,7 @@ class Predictor:
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
-        values = (*self._moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
+        values = (*self.units.moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
         return pd.DataFrame(dict(zip(names, values, strict=True)))
 
     def inputs(self, frame: pd.DataFrame) -> Rows:
@@ -227,12 +220,12 @@ class Predictor:
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
             raise RunError(f"with `transform.target` = '{name}' nothing is normal in units of the target: use `sample`")
-        draws, inputs = self.draws(), self.inputs(frame)
-        if noise and not isinstance(draws[0][1], GaussianLikelihood):
+        draws, inputs = self.to_gpytorch_draws(), self.inputs(frame)
+        if noise and not isinstance(draws[0].likelihood, GaussianLikelihood):
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
         found = evenly([likelihood(model(inputs)) if noise else model(inputs) for model, likelihood in draws])
-        return Transforms.of(self.saved.arrays).original(found)
+        return draws[0].transforms.original(found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
@@ -240,7 +233,7 @@ class Predictor:
         With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
         The same seed gives the same draws.
         """
-        draws, inputs, found = self.draws(), self.inputs(frame), []
+        draws, inputs, found = self.to_gpytorch_draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randint(len(draws), (count,), generator=generator).bincount(minlength=len(draws)).tolist()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -250,8 +243,7 @@ class Predictor:
                 found.append(likelihood(latent).sample() if noise else latent)
         values = torch.cat(found)[torch.randperm(count, generator=generator)].double().numpy()
         gaussian = not noise or self.saved.likelihood in {"gaussian", "student-t"}
-        original = self._modelled(values, values)[0] if gaussian else values
-        return original if self.preparation.transform is None else self.preparation.transform.inverse(original)
+        return self.units.values(values) if gaussian else values
 
     def to_gpytorch(self) -> Exported:
         """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
@@ -274,17 +266,13 @@ class Predictor:
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """The components of the mixture that predicts, all of the same weight; one where nothing is drawn."""
-        transforms = Transforms.of(self.saved.arrays)
-        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
-
-    def draws(self) -> Sequence[tuple[GP, Likelihood]]:
-        """What :meth:`to_gpytorch_draws` is made of."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
                 " process that can be exported to GPyTorch. Use `predict`"
             )
-        return self.standardised.export()
+        transforms = Transforms.of(self.saved.arrays)
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.standardised.export())
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):
@@ -293,25 +281,6 @@ class Predictor:
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
         return encoded
-
-
-def row_of(run: RunData) -> Method:
-    """The registry row of a run's method."""
-    name = run.metrics.method
-    if name not in METHODS:
-        raise RunError(f"{run.path} is a run of {name!r}, which is not installed; install the package that brings it")
-    return METHODS[name]
-
-
-def why_no_posterior(run: RunData) -> str:
-    """Why nothing predicts from a run's folder alone; empty where a saved posterior does."""
-    row = row_of(run)
-    reason = row.why_no_posterior or "this run saved none"
-    if row.posterior and run.posterior is not None:
-        if "why_no_posterior" not in run.posterior.model:
-            return ""
-        reason = str(run.posterior.model["why_no_posterior"])
-    return f"with `method` = {run.metrics.method!r} {reason}"
 
 
 def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:
@@ -336,15 +305,15 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
     return len(frame), count_unknown_levels(frame, preparation)
 
 
-def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
+def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
     """What predicts with a site's rows and what it keeps; None where that does not fit."""
-    reference = row_of(read).at_site
-    if read.posterior is None or not reference:
+    reference = read.method.at_site
+    if read.saved is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
         raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
     model: SiteModel = load(reference)
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.posterior, preparation_of(read.posterior), standardised, rows)
+    return standardised and Predictor(read, read.saved, preparation_of(read.saved), standardised, rows)
 
 
 def preparation_of(posterior: Posterior) -> Preparation:
@@ -352,7 +321,7 @@ def preparation_of(posterior: Posterior) -> Preparation:
     return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
 
 
-def _node(run: RunData, site: str, data: Path | None) -> dict[str, Value]:
+def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
     """The configuration of the node that the site was."""
     chosen = next((key for key, label in run.metrics.labels.items() if site in {key, label}), None)
     if data is not None:

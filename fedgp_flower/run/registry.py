@@ -40,7 +40,7 @@ class Method:
     why_no_posterior: str = ""
     """Where ``posterior`` is empty: why, as the end of a sentence about runs of the method."""
     panels: str = ""
-    """A function from a :class:`~fedgp_flower.run.artefacts.RunData` to further sections of its report."""
+    """A function from a :class:`~fedgp_flower.run.artefacts.Run` to further sections of its report."""
     at_site: str = ""
     """A :class:`~fedgp_flower.run.predict.SiteModel`, where a site keeps something to predict with."""
     forget: str = ""

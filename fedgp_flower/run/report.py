@@ -18,12 +18,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedgp_flower.agreement import OVERVIEW_TITLES, overview_lines, overview_rows
+from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
 from fedgp_flower.run import figures
-from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
+from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
-from fedgp_flower.run.predict import Predictor, row_of, why_no_posterior
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
@@ -43,53 +43,54 @@ from fedgp_flower.run.summary import (
     title_of,
 )
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
-from fedgp_flower.typing import Array, Facts, Json
+from fedgp_flower.typing import Array, Facts
 
 FAILURE_LIMIT = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A section of a report: a figure, or HTML in which whatever comes from data is escaped."""
+    """A section of a report: a figure, or HTML in which all that comes from data is escaped."""
 
     title: str
-    body: Figure | Markup | str
+    body: Figure | str
     caption: str
     name: str = ""
     """Of the picture's file; otherwise made of the title."""
 
-    def drawn(self, plots: Path) -> Json:
-        """What the page shows; the page holds a figure as SVG, and beside it lies a PNG."""
-        shown = {"title": self.title, "caption": self.caption}
+    def drawn(self, plots: Path) -> Markup:
+        """The HTML; the page holds a figure as SVG, and beside it lies a PNG."""
         if isinstance(self.body, str):
-            return shown | {"html": Markup(self.body)}  # noqa: S704
+            return Markup(self.body) + Markup('<p class="note">{}</p>').format(self.caption)  # noqa: S704
         name = self.name or "-".join(re.findall(r"[a-z0-9]+", self.title.lower())) or "panel"
-        image, drawing = io.BytesIO(), io.BytesIO()
-        self.body.savefig(image, format="png", metadata={"Software": None})
-        write_bytes(plots / f"{name}.png", image.getvalue())
+        bitmap, drawing = io.BytesIO(), io.BytesIO()
+        self.body.savefig(bitmap, format="png", metadata={"Software": None})
+        write_bytes(plots / f"{name}.png", bitmap.getvalue())
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedgp"}):  # letters stay letters, ids the same
             self.body.savefig(drawing, format="svg", metadata={"Date": None})
         source = f"data:image/svg+xml;base64,{base64.b64encode(drawing.getvalue()).decode()}"
-        return shown | {"html": "", "source": source, "width": math.ceil(self.body.get_figwidth() * 100)}
+        width = math.ceil(self.body.get_figwidth() * 100)
+        broad = Markup(' class="broad"' * (width > 500))  # noqa: S704
+        image = Markup('<img src="{}" width="{}" alt="{}">').format(source, width, self.title)
+        caption = Markup("<figcaption>{}</figcaption>").format(self.caption)
+        return Markup("<figure{}>\n{}\n{}</figure>").format(broad, image, caption)
 
 
-def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text as an HTML table, for the body of a :class:`Panel`."""
-    cells = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+def html_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
+    """Rows of text as an HTML table, also for the body of a :class:`Panel`."""
+    cells = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>\n" for row in rows)
     head = "".join(f"<th>{escape(name)}</th>" for name in titles)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>"
+    return Markup(f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>")  # noqa: S704
 
 
 def write_report(run_folder: Path) -> Path:
     """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path."""
     run = read_run(run_folder)
-    predictor = None if why_no_posterior(run) else Predictor.of(run)
-    panels = row_of(run).panels
-    special = load(panels)(run) if panels else ()
-    return write_page(run, predictor, [*_dependence(run, predictor), *_relevance(run), *special])
+    special = load(run.method.panels)(run) if run.method.panels else ()
+    return write_page(run, run.posterior, [*_dependence(run), *_relevance(run), *special])
 
 
-def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
+def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
     """Write the page and its pictures.
 
     The predictor draws the curve over one input, or the map over two; without it the held-out rows alone are shown.
@@ -99,48 +100,46 @@ def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequenc
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
     failing = len({str(row["site"]) for row in metrics.failures})
     lines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
+    sites = (_nll(metrics, rows) for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ())))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     with warnings.catch_warnings():
         # Labels come from data; a script without a glyph in the font shows as a box and must not end the run.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        history = figures.convergence(run.history, lines, units)
-        sites = (_nll(metrics, rows) for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ())))
-        pictures = {
-            "calibration": _calibration(metrics),
-            "convergence": _picture("convergence", history, "Figures after each round."),
-            "sites": _picture("sites", figures.sites(*sites), "Held-out NLL of each site, in nats per row."),
-            "cost": _picture("cost", figures.cost(run.history), "Added up over rounds and all sites."),
-        }
-        drawn = {name: panel and panel.drawn(plots) for name, panel in pictures.items()}
-        predictions = [panel.drawn(plots) for panel in _predictions(run, predictor, target)]
-        extra = [panel.drawn(plots) for panel in panels]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(TEMPLATE).render(
-        run=run,
-        metrics=metrics,
-        title=f"{data_name(metrics.dataset)}: {target} by {metrics.method}",
-        facts=_facts(run),
-        verdicts=[_said(sentence) for sentence in sentences(metrics)],
-        failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
-        headline=_headline(metrics, units),
-        predictions=predictions,
-        site_table=_site_table(metrics),
-        data=metrics.data
-        and {"lines": overview_lines(metrics.data), "titles": OVERVIEW_TITLES, "rows": overview_rows(metrics.data)},
-        totals=_totals(metrics),
-        extra=extra,
-        style=Markup(STYLE),  # noqa: S704
-        failure_limit=FAILURE_LIMIT,
-        **drawn,
-    )
+        page = environment.from_string(TEMPLATE).render(
+            run=run,
+            metrics=metrics,
+            plots=plots,
+            table=html_table,
+            agreement=agreement,
+            title=f"{data_name(metrics.dataset)}: {target} by {metrics.method}",
+            facts=_facts(run),
+            verdicts=[_said(sentence) for sentence in sentences(metrics)],
+            failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
+            headline=headline(metrics),
+            note=_note(metrics, units),
+            beside=beside(metrics),
+            predictions=list(_predictions(run, predictor, target)),
+            calibration=_calibration(metrics),
+            convergence=_picture(
+                "convergence", figures.convergence(run.history, lines, units), "Figures after each round."
+            ),
+            sites=_picture("sites", figures.sites(*sites), "Held-out NLL of each site, in nats per row."),
+            site_table=_site_table(metrics),
+            cost=_picture("cost", figures.cost(run.history), "Added up over rounds and all sites."),
+            totals=_totals(metrics),
+            extra=panels,
+            style=Markup(STYLE),  # noqa: S704
+            failure_limit=FAILURE_LIMIT,
+        )
     path = run.path / "report.html"
     write_bytes(path, _with_contents(page).encode())
     return path
 
 
-def _dependence(run: RunData, predictor: Predictor | None) -> list[Panel]:
+def _dependence(run: Run) -> list[Panel]:
     """Along the columns that matter most, where the posterior tells."""
-    found = [] if predictor is None else effects(predictor)
-    if not found or predictor is None:
+    predictor = run.posterior
+    if predictor is None or not (found := effects(predictor)):
         return []
     caption = (
         "One column is moved (numbers between values that about 95 % of all rows lie between), all others stay at their"
@@ -154,7 +153,7 @@ def _dependence(run: RunData, predictor: Predictor | None) -> list[Panel]:
     return [Panel("What predictions depend on", figures.effects(found, outcome), caption)]
 
 
-def _relevance(run: RunData) -> list[Panel]:
+def _relevance(run: Run) -> list[Panel]:
     """Lengthscales with intervals, where a posterior has several inputs."""
     found = relevances(run)
     if not found:
@@ -185,7 +184,7 @@ def _said(sentence: str) -> Markup:
     return Markup(re.sub(r"(?<=\d) %", "\u00a0%", text))  # noqa: S704
 
 
-def _facts(run: RunData) -> str:
+def _facts(run: Run) -> str:
     m = run.metrics
     sent = (m.bytes.get("up", 0) + m.bytes.get("down", 0)) / 1e6
     total = number(m.seconds.get("total"))
@@ -198,7 +197,8 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _headline(metrics: RunMetrics, units: str) -> Json:
+def _note(metrics: RunMetrics, units: str) -> str:
+    """What the figures of the headline are."""
     n = arms(metrics)[0].rows
     if is_classification(metrics):
         note = (
@@ -215,11 +215,10 @@ def _headline(metrics: RunMetrics, units: str) -> Json:
         )
     if len({arm.rows for arm in arms(metrics)}) > 1:
         note += " The arms were scored on different numbers of rows, so compare them with care."
-    titles, rows = headline(metrics)
-    return {"titles": titles, "rows": rows, "note": note, "beside": beside(metrics)}
+    return note
 
 
-def _predictions(run: RunData, predictor: Predictor | None, target: str) -> Iterator[Panel]:
+def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
     if is_classification(run.metrics):
         yield from _class_predictions(run)
@@ -240,9 +239,9 @@ def _predictions(run: RunData, predictor: Predictor | None, target: str) -> Iter
         yield Panel("Observed against predicted, and residuals", figure, caption, "parity")
 
 
-def _class_predictions(run: RunData) -> Iterator[Panel]:
+def _class_predictions(run: Run) -> Iterator[Panel]:
     if run.predictions is not None:
-        target = {} if run.posterior is None else run.posterior.schema["target"]
+        target = {} if run.saved is None else run.saved.schema["target"]
         levels = [str(level) for level in target.get("levels", ("class 0", "class 1"))]
         figure = figures.probabilities(run.predictions, levels)
         yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
@@ -251,7 +250,7 @@ def _class_predictions(run: RunData) -> Iterator[Panel]:
         yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
 
 
-def _inputs(run: RunData) -> tuple[list[str], Array]:
+def _inputs(run: Run) -> tuple[list[str], Array]:
     """Names of up to two encoded inputs and the range to draw [D, 2]; empty for more inputs.
 
     The range is that of the held-out rows, else mean ± 2.5 sd of the training inputs.
@@ -261,10 +260,10 @@ def _inputs(run: RunData) -> tuple[list[str], Array]:
         low, high = x.min().to_numpy(dtype=float), x.max().to_numpy(dtype=float)
         margin = np.where(high > low, 0.04 * (high - low), 0.5)
         return [name.removeprefix("input.") for name in x.columns], np.stack([low - margin, high + margin], axis=1)
-    features = run.posterior.schema["features"] if run.posterior is not None else ()
-    if run.posterior is None or not 1 <= len(features) <= 2 or any(item["kind"] != "numeric" for item in features):
+    features = run.saved.schema["features"] if run.saved is not None else ()
+    if run.saved is None or not 1 <= len(features) <= 2 or any(item["kind"] != "numeric" for item in features):
         return [], np.empty((0, 2))
-    mean, scale = (run.posterior.arrays[f"input.{name}"] for name in ("mean", "scale"))
+    mean, scale = (run.saved.arrays[f"input.{name}"] for name in ("mean", "scale"))
     return [str(item["name"]) for item in features], np.stack([mean - 2.5 * scale, mean + 2.5 * scale], axis=1)
 
 
@@ -291,7 +290,7 @@ def _nll(metrics: RunMetrics, rows: Sequence[Facts]) -> dict[str, float]:
     return {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
 
 
-def _site_table(metrics: RunMetrics) -> Json:
+def _site_table(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     local = {str(row["site"]): row for row in (metrics.local_only or {}).get("per_site", ())}
     columns = [name for name in figure_columns(metrics) if name != "crps" and name in (metrics.per_site or [{}])[0]]
     known = ["training_rows"] if any("training_rows" in row for row in metrics.per_site) else []
@@ -304,7 +303,7 @@ def _site_table(metrics: RunMetrics) -> Json:
         for row in metrics.per_site
     ]
     titles = ["site", *map(title_of, known), "held-out rows", *map(title_of, columns)]
-    return {"titles": [*titles, *(f"local-only {title_of(name)}" for name in columns if local)], "rows": rows}
+    return [*titles, *(f"local-only {title_of(name)}" for name in columns if local)], rows
 
 
 def _totals(metrics: RunMetrics) -> list[tuple[str, str]]:

@@ -22,9 +22,9 @@ th, td { padding: .32rem 1.2rem .32rem 0; text-align: right; vertical-align: top
   border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); font-size: .86rem; vertical-align: bottom; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
-tr.this td { font-weight: 650; }
+.first tbody tr:first-child td { font-weight: 650; }
 td.text { overflow-wrap: anywhere; } .wide td:first-child { white-space: nowrap; }
-.wide { overflow-x: auto; } .wide table:not(.mono) td:not(.text) { white-space: nowrap; }
+.wide { overflow-x: auto; } .wide:not(.mono) td:not(.text) { white-space: nowrap; }
 .note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
 figure { margin: 1rem 0 1.4rem; }
 figure img { max-width: 100%; height: auto; display: block; }
@@ -45,14 +45,6 @@ TEMPLATE = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{{ title }}</title><style>{{ style }}</style></head><body><main>
-{%- macro picture(panel) %}
-<figure{% if panel.width > 500 %} class="broad"{% endif %}>
-<img src="{{ panel.source }}" width="{{ panel.width }}" alt="{{ panel.title }}">
-<figcaption>{{ panel.caption }}</figcaption></figure>
-{%- endmacro %}
-{%- macro body(rows) %}<tbody>{% for row in rows %}<tr>
-{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table>{% endmacro %}
-{%- macro head(titles) %}<thead><tr>{% for name in titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>{% endmacro %}
 <h1>{{ title }}</h1>
 <p class="facts">{{ facts }}</p>
 <div class="verdict">{% for sentence in verdicts %}<p>{{ sentence }}</p>{% endfor %}</div>
@@ -60,38 +52,35 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures %}
 <p class="warning">{{ failed }}</p>
 {%- endif %}
-<div class="wide"><table>{{ head(headline.titles) }}
-<tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="this"{% endif %}><td>{{ row[0] }}</td>
-{%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
-<p class="note">{{ headline.note }}</p>
-{% if headline.beside %}<div class="wide"><table>{{ head(["", "NLL, difference", "95 % interval over sites"]) }}
-{{ body(headline.beside) }}</div>
+<div class="wide first">{{ table(*headline) }}</div>
+<p class="note">{{ note }}</p>
+{% if beside %}<div class="wide">{{ table(["", "NLL, difference", "95 % interval over sites"], beside) }}</div>
 <p class="note">Federated minus the other: below zero, federated is better.</p>{% endif %}
 
 <h2>Predictions on held-out rows</h2>
-{% for panel in predictions %}{{ picture(panel) }}{% else %}
+{% for panel in predictions %}{{ panel.drawn(plots) }}{% else %}
 <p class="note">No held-out predictions were kept: real sites never send rows, only sums of their scores.</p>
 {% endfor %}
-{% if calibration %}<h2>Calibration</h2>{{ picture(calibration) }}{% endif %}
-{% if convergence %}<h2>Convergence</h2>{{ picture(convergence) }}{% endif %}
+{% if calibration %}<h2>Calibration</h2>{{ calibration.drawn(plots) }}{% endif %}
+{% if convergence %}<h2>Convergence</h2>{{ convergence.drawn(plots) }}{% endif %}
 
 <h2>Sites</h2>
-{% if sites %}{{ picture(sites) }}{% endif %}
-<details{% if site_table.rows | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
-<div class="wide"><table>{{ head(site_table.titles) }}
-{{ body(site_table.rows) }}</div></details>
+{% if sites %}{{ sites.drawn(plots) }}{% endif %}
+<details{% if site_table[1] | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
+<div class="wide">{{ table(*site_table) }}</div></details>
 
 {%- for panel in extra %}
 <h2>{{ panel.title }}</h2>
-{% if panel.html %}{{ panel.html }}<p class="note">{{ panel.caption }}</p>{% else %}{{ picture(panel) }}{% endif %}
+{{ panel.drawn(plots) }}
 {%- endfor %}
 
-{% if data %}<h2>Data</h2><p>{{ data.lines | join("; ") | replace("`", "") }}.</p>
-<details><summary>Columns</summary><div class="wide"><table>{{ head(data.titles) }}
-{{ body(data.rows) }}</div></details>{% endif %}
+{% if metrics.data %}<h2>Data</h2><p>{{ agreement.overview_lines(metrics.data) | join("; ") | replace("`", "") }}.</p>
+<details><summary>Columns</summary>
+<div class="wide">{{ table(agreement.OVERVIEW_TITLES, agreement.overview_rows(metrics.data)) }}</div></details>
+{% endif %}
 
 <h2>Communication and time</h2>
-{% if cost %}{{ picture(cost) }}{% endif %}
+{% if cost %}{{ cost.drawn(plots) }}{% endif %}
 <table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}
 </tbody></table>
 
@@ -103,18 +92,17 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures | length > failure_limit %}
 <p class="note">The first {{ failure_limit }} of {{ metrics.failures | length }} failures; all are in metrics.json.</p>
 {%- endif %}{% else %}<p>No site failed.</p>{% endif %}
-{% if metrics.repairs %}<table>{{ head(["numerical repair", "times"]) }}
-{{ body(metrics.repairs | dictsort) }}
+{% if metrics.repairs %}{{ table(["numerical repair", "times"], metrics.repairs | dictsort) }}
 {% else %}<p>No numerical repair was needed.</p>{% endif %}
 
-{% if run.posterior %}<h2>Saved posterior</h2><p><code>{{ run.posterior.equation }}</code></p>
-<details><summary>Its arrays</summary><div class="wide"><table class="mono"><tbody>
-{%- for name, array in run.posterior.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
-<td>{{ run.posterior.coordinates[name] }}</td><td>{{ run.posterior.meanings[name] }}</td></tr>{% endfor %}
+{% if run.saved %}<h2>Saved posterior</h2><p><code>{{ run.saved.equation }}</code></p>
+<details><summary>Its arrays</summary><div class="wide mono"><table><tbody>
+{%- for name, array in run.saved.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
+<td>{{ run.saved.coordinates[name] }}</td><td>{{ run.saved.meanings[name] }}</td></tr>{% endfor %}
 </tbody></table></div></details>{% endif %}
 
 <h2>Configuration</h2>
 <details><summary>{{ run.config | length }} resolved keys</summary>
-<table class="mono">{{ body(run.config.items()) }}</details>
+<div class="mono">{{ table([], run.config.items()) }}</div></details>
 </main></body></html>
 """

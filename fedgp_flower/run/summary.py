@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem
-from fedgp_flower.run.artefacts import RunData, RunMetrics
+from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
 
@@ -243,9 +243,9 @@ def sentences(metrics: RunMetrics) -> list[str]:
     return [words if words.endswith(".") else f"{words}." for words in said if words]
 
 
-def target_of(run: RunData) -> str:
+def target_of(run: Run) -> str:
     """Name of a run's target."""
-    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
+    saved = run.saved.schema["target"]["name"] if run.saved is not None else ""
     return str(saved or run.config.get("target") or "the target")
 
 

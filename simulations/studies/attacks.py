@@ -144,7 +144,7 @@ def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[st
     from fedgp_flower.run.artefacts import read_run
     from fedgp_flower.run.registry import parse_config
 
-    config, posterior = parse_config({**ALONE, **keys}), read_run(run["folder"]).posterior
+    config, posterior = parse_config({**ALONE, **keys}), read_run(run["folder"]).saved
     assert posterior is not None
     model = saved_model(posterior, ()).model
     amplitude, found = float(model.kernel(model.inducing_points[:1], diag=True)), {}

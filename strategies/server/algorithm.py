@@ -13,9 +13,8 @@ import numpy as np
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.shared_messages import Parameters, ScoreSums
+from fedgp_flower.shared_messages import Confusion, Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Figures, Predicted, Roster, S, Total
@@ -35,25 +34,15 @@ class Rise:
     """A straight line through the latest values."""
 
     slope: float
-    """By round."""
     error: float
-    """Its standard error."""
     noise: float
     """Standard deviation of a value around the line."""
-    rounds: int
-
-    @property
-    def flat(self) -> bool:
-        """Whether the rise along the window is below the noise."""
-        return (self.slope + ERRORS * self.error) * self.rounds < max(DEVIATIONS * self.noise, NOTHING)
+    flat: bool
+    """Whether the rise along the window is below the noise."""
 
 
 def rise(values: Sequence[float]) -> Rise | None:
-    """The line through the latest half of ``values``; None before there are enough.
-
-    >>> rise([0.1 * k for k in range(30)]).flat, rise([1.0] * 30).flat
-    (False, True)
-    """
+    """The line through the latest half of ``values``, ten at least; None before there are enough."""
     rounds = max(LEAST, len(values) // 2)
     if len(values) < rounds:
         return None
@@ -63,16 +52,17 @@ def rise(values: Sequence[float]) -> Rise | None:
     slope = float(along @ latest) / spread
     residual = latest - latest.mean() - slope * along
     noise = math.sqrt(float(residual @ residual) / (rounds - 2))
-    return Rise(slope, noise / math.sqrt(spread), noise, rounds)
+    error = noise / math.sqrt(spread)
+    return Rise(slope, error, noise, (slope + ERRORS * error) * rounds < max(DEVIATIONS * noise, NOTHING))
 
 
 @dataclass
 class Course:
     """The values of a noisy bound so far, and the round after which they were flat for the first time.
 
-    Over the latest half of the rounds, ten at least, a straight line is fitted. The bound counts as flat once its rise
-    along that window, and three standard errors more, is below two standard deviations of a single value around the
-    line, or below :data:`NOTHING`. Of series that rise by two deviations in ten rounds one in fifty is taken for flat.
+    The bound counts as flat once its rise along the latest half of the rounds, and three standard errors more, is below
+    two standard deviations of a value around the line, or below :data:`NOTHING`. Of series that rise by two deviations
+    in ten rounds one in fifty is taken for flat.
     """
 
     values: list[float] = field(default_factory=list)
@@ -92,11 +82,7 @@ class Course:
 
 
 class Algorithm(ABC, Generic[S]):
-    """A method: how its state begins, what a round asks, and what a state predicts with.
-
-    A subclass names its ``method``, its ``options_class`` and its ``state_class``, and supplies :meth:`initialise`,
-    :meth:`one_round` and :meth:`predictive`. All else has a default.
-    """
+    """A method: how its state begins, what a round asks, and what a state predicts with; all else has a default."""
 
     method: ClassVar[str]
     options_class: ClassVar[type[MethodOptions]] = MethodOptions
@@ -121,12 +107,10 @@ class Algorithm(ABC, Generic[S]):
     planned_rounds: int
     session: Session
     network: Network
-    """The sites behind the Grid."""
     scoring: Scoring
     current: S
     """The state; only complete rounds change it."""
     course: Course
-    """The values of the watched figure so far."""
     expected: Mapping[str, float]
     """Exchanges and seconds of training, as announced before it."""
 

@@ -19,7 +19,6 @@ from strategies.server.scoring import Evaluation, with_skill
 from strategies.server.session import Session
 
 STATE = "state."
-"""Prefix of the arrays of a method's state."""
 
 
 @dataclass(slots=True)
@@ -96,10 +95,7 @@ def dataset_of(session: Session) -> str:
 
 
 def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
-    """Ask for the comparisons and rows that the configuration wants, and put the figures of the run together.
-
-    ``scored_by`` is how many sites answered the closing evaluation.
-    """
+    """Ask for what the configuration wants besides, and put the figures of the run together."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, wanted = algorithm.preparation, session.config.baselines
     predicts = algorithm.predicts and not algorithm.options.numbers_classes(session.config.model)

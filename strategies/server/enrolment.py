@@ -37,9 +37,6 @@ from strategies.server.network import Answer, Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
 
 logger = logging.getLogger("fedgp")
-DATA = "fedgp.data"
-"""Logger of what is known of the data before training."""
-
 BARE = "bare"
 """Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
@@ -72,11 +69,7 @@ def restored(snapshot: Snapshot) -> Agreement:
 
 
 def agreed(network: Network, config: RunConfig, described: Mapping[str, Answer]) -> Agreement:
-    """Schema and standardisation, from what each site says of its columns.
-
-    A site that the others cannot agree with is dismissed. What is known of the data is logged, unless sites said
-    nothing and their totals will.
-    """
+    """What sites agree on from what each says of its columns; one that the others cannot agree with is dismissed."""
     found = _agree({site: _description(answer) for site, answer in described.items() if site in network.nodes}, config)
     if found.constant and not found.simulated:
         raise DataError(
@@ -84,7 +77,7 @@ def agreed(network: Network, config: RunConfig, described: Mapping[str, Answer])
             " leave it out of `features`"
         )
     for site, reason in found.refused.items():
-        dismiss(network, site, reason)
+        network.dismiss(site, reason)
     network.require(config.min_sites)
     if not any(described[site].number(BARE) for site in found.rows):
         _tell(found)
@@ -106,7 +99,7 @@ def _tell(found: Agreement) -> None:
     if found.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(found.constant))
     for line in overview_lines(found.data):
-        logging.getLogger(DATA).info("%s", line)
+        logging.getLogger("fedgp.data").info("%s", line)
     for warning in found.warnings:
         logger.warning("%s", warning)
 
@@ -118,16 +111,13 @@ def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
     if not open_sites:
         return described
     for site in sorted(described.keys() - open_sites.keys()):
-        dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
+        network.dismiss(site, "it describes its columns under masks alone, and other sites have no trust file")
     network.require(config.min_sites)
     return open_sites
 
 
 def from_totals(network: Network, config: RunConfig, met: Agreement) -> Asking[Agreement]:
-    """Means, spreads and levels from two totals, agreed on as if they came from one site.
-
-    A column is measured in its mean size, so that squares of large numbers stay within what masks can carry.
-    """
+    """What sites agree on from two totals, of columns in their mean size: masks have room for the squares."""
     first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
     sums = _of_all(first, network)
     rows = sum(met.rows[site] for site in first.sites)
@@ -155,7 +145,7 @@ def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None =
 def meet_again(network: Network, config: RunConfig, saved: Agreement) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
-    changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.num_examples]
+    changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.number("num-examples")]
     if saved.simulated and changed:
         raise RunError(
             f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
@@ -169,7 +159,7 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
     deadline = time.monotonic() + config.wait_seconds
     while True:
         described |= _introduced(network)
-        partitions = max((int(answer.number("partitions")) for answer in described.values()), default=0)
+        partitions = max((answer.number("partitions") for answer in described.values()), default=0)
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # else more sites may be on their way
         if len(network.heard if known else described) >= wanted:
@@ -190,10 +180,10 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
 def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
-    whole = {site: answer for site, answer in described.items() if {"schema", "label"} <= set(answer.texts)}
-    for site in sorted(described.keys() - whole.keys()):
-        dismiss(network, site, "its description lacks a schema or a label: other version of the app")
-    return whole
+    for site in [site for site, answer in described.items() if not {"schema", "label"} <= answer.texts.keys()]:
+        network.dismiss(site, "its description lacks a schema or a label: other version of the app")
+        del described[site]
+    return described
 
 
 def greet(network: Network, met: Agreement) -> None:
@@ -203,10 +193,7 @@ def greet(network: Network, met: Agreement) -> None:
 
 
 def reunite(network: Network, met: Agreement, sites: Iterable[str]) -> None:
-    """Wait until sites that missed a round are there again, at most the timeout.
-
-    A question to a node that is offline fails at once. A site that restarted may have another node: it is heard here.
-    """
+    """Wait until sites that missed a round are there again, at most the timeout, under another node or the same."""
     begun, missing = time.monotonic(), set(sites)
     while True:
         greet(network, met)
@@ -221,35 +208,20 @@ def reunite(network: Network, met: Agreement, sites: Iterable[str]) -> None:
 def _welcome(network: Network, met: Agreement, described: Mapping[str, Answer]) -> None:
     for site, answer in described.items():
         try:
-            if _columns(answer.texts["schema"]) != _columns(met.schema):
-                raise ProtocolError("its columns are not those the other sites agreed on")
             met.sums[site] = encoded_sums(_description(answer), met.schema)
         except ProtocolError as error:
-            dismiss(network, site, str(error))
+            network.dismiss(site, str(error))
             continue
         logger.info("site %s %s", site, "is back" if site in met.rows else "joined")
         met.labels[site] = answer.texts["label"]
-        met.rows[site] = answer.num_examples
-
-
-def dismiss(network: Network, site: str, reason: str) -> None:
-    """Leave a site out for good and say why."""
-    network.fail(site, reason)
-    network.nodes.pop(site, None)
-
-
-def _columns(schema: str) -> set[tuple[str, str]] | None:
-    """Names and kinds; a site may have its columns in another order. None where the text is no schema."""
-    try:
-        parsed = json.loads(schema)
-        return {(column["name"], column["kind"]) for column in [*parsed["features"], parsed["target"]]}
-    except (ValueError, KeyError, TypeError):
-        return None
+        met.rows[site] = answer.number("num-examples")
 
 
 def _description(answer: Answer) -> SiteDescription:
-    texts, dropped, simulated = answer.texts, int(answer.number("dropped")), answer.number("partitions") > 0
-    return SiteDescription(answer.arrays, texts["schema"], answer.num_examples, texts["label"], dropped, simulated)
+    texts, dropped, simulated = answer.texts, answer.number("dropped"), answer.number("partitions") > 0
+    return SiteDescription(
+        answer.arrays, texts["schema"], answer.number("num-examples"), texts["label"], dropped, simulated
+    )
 
 
 def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agreement]:

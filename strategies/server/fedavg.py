@@ -1,4 +1,4 @@
-"""Federated averaging of named parameters: Flower's FedAvg, FedAdam and FedYogi, as a pure update of a state.
+"""Federated averaging (McMahan et al. 2017, Algorithm 1) with Flower's rules, as a pure update of a state.
 
 What Flower's rules lack is here: sites sampled by their stable ids from a seed, and moments that are part of the state.
 """
@@ -19,7 +19,7 @@ from fedgp_flower.messages import message, too_far
 from fedgp_flower.options import AveragingSection, OptimizerSection
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.shared_messages import MOVE, Step, Stepped, WeightedStep
-from fedgp_flower.typing import AnyShape, NamedArrays
+from fedgp_flower.typing import AnyShape
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
 RULES: Mapping[str, Callable[[float], FedAvg]] = {
@@ -41,7 +41,7 @@ class AveragingState:
     moments: Mapping[str, AnyShape]
 
 
-def first_state(parameters: NamedArrays) -> AveragingState:
+def first_state(parameters: Mapping[str, np.ndarray]) -> AveragingState:
     """The state before the first round; every array has an axis, because Flower's clipping passes over one without."""
     return AveragingState({name: np.atleast_1d(array) for name, array in parameters.items()}, {})
 
@@ -56,10 +56,7 @@ def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
 def averaged(
     state: AveragingState, roster: Roster, config: RunConfig, local: OptimizerSection
 ) -> Asking[tuple[AveragingState, Figures]]:
-    """Sampled sites take local steps, and the rule combines them (McMahan et al. 2017, Algorithm 1).
-
-    Under masks the mean follows from Σ N_k w_k and Σ N_k; the rule takes it as if from one site.
-    """
+    """Sampled sites take local steps, and the rule combines them; a total's mean counts as from one site."""
     rate = local.learning_rate * local.decay ** (roster.round - 1)
     most = ADAM * local.steps if local.name == "adam" else math.inf  # SGD and L-BFGS go any number of rates
     step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows

@@ -1,9 +1,7 @@
-"""Keyword arguments of a Strategy: the fields of its options and of the shared sections, documented where declared.
+"""Keyword arguments of a Strategy: the fields of the configuration, documented where they are declared.
 
-``PVI(num_inducing=100, damping=0.5, seed=1)`` and the run configuration ``model.num-inducing = 100``,
-``pvi.damping = 0.5``, ``seed = 1`` are the same thing: every keyword is a field of the configuration, validated alike.
-Every field has one spelling: its name, and behind the name of its section, as in ``optimizer_learning_rate``, where the
-method's table has a field of that name.
+``PVI(num_inducing=100, seed=1)`` and the configuration ``model.num-inducing = 100``, ``seed = 1`` are the same thing.
+A keyword is the field's name, behind that of its section where the method's table has a field of that name.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """The sites behind a Flower Grid: who they are, what travels, and what counts as a failure.
 
-Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply. A
-reply with wrong names, shapes, types or non-finite numbers is that site's failure, never a part of the result.
+Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply.
 
 What every message needs and no round changes is a context: the agreed columns and scales, the configuration, constants.
-It travels to a site once, and later messages name it by a digest. A site that has lost its memory says so, and is sent
-it again.
+It travels to a site once; later messages name it by a digest. A site that has lost it says so, and is sent it again.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +22,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import array_record, arrays_of
+from fedgp_flower.records import array_record, arrays_of, record_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
@@ -40,7 +37,6 @@ CONSTANTS = "constants"
 """Name of the record of arrays; left out where there are none."""
 
 Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
-"""A value of Flower's metrics."""
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
 
 
@@ -48,20 +44,14 @@ Texts: TypeAlias = Mapping[str, bool | int | float | str]
 class Answer:
     """A valid reply, unpacked."""
 
-    site: str
     arrays: NamedArrays
     metrics: Mapping[str, Number]
     texts: Mapping[str, str]
 
-    @property
-    def num_examples(self) -> int:
-        """Rows behind the reply."""
-        return int(self.number("num-examples"))
-
-    def number(self, name: str) -> float:
-        """The metric ``name``, a single number; 0 if the site did not send it, NaN for a histogram."""
-        value = self.metrics.get(name, 0.0)
-        return math.nan if isinstance(value, Sequence) else float(value)
+    def number(self, name: str) -> int:
+        """The count ``name``; 0 if the site did not send it, or sent a histogram."""
+        value = self.metrics.get(name, 0)
+        return 0 if isinstance(value, Sequence) else int(value)
 
 
 class Expected:
@@ -102,15 +92,10 @@ class SharedContext:
         whole = context_digest(content, constants or {})
         return SharedContext(ConfigRecord(dict(content)), array_record(constants or {}), whole)
 
-    @property
-    def digest(self) -> str:
-        """What messages name it by."""
-        return self.whole[:16]
-
     def attach(self, message: Message) -> None:
         """Name the context in a message, and put it in for a node that does not keep it."""
         if self.whole:
-            _said(message)[DIGEST] = self.digest
+            _said(message)[DIGEST] = self.whole[:16]
             if message.metadata.dst_node_id not in self.nodes:
                 message.content[RECORD] = self.record
                 if self.constants:
@@ -157,7 +142,6 @@ class Network:
     nodes: dict[str, int] = field(default_factory=dict)
     """Site → the node it runs on now."""
     heard: set[int] = field(default_factory=set)
-    """Nodes that have been introduced, well or badly."""
     traffic: Traffic = field(default_factory=Traffic)
     failures: list[Failure] = field(default_factory=list)
     repairs: dict[str, int] = field(default_factory=dict)
@@ -165,13 +149,9 @@ class Network:
     streak: dict[str, int] = field(default_factory=dict)
     """Failures of a site since the last round in which it answered and never failed."""
     answered: set[str] = field(default_factory=set)
-    """Sites with a valid answer in this round."""
     failed: set[str] = field(default_factory=set)
-    """Sites that failed in this round."""
     site_seconds: float = 0.0
-    """Seconds the sites say they computed, summed."""
     trips: list[float] = field(default_factory=list)
-    """Seconds from pushing messages to having their replies, trip by trip."""
     round: int = 0
     context: SharedContext = field(default_factory=lambda: SharedContext(ConfigRecord(), ArrayRecord(), ""))
     accepted: set[str] = field(default_factory=set)
@@ -181,7 +161,6 @@ class Network:
     asked: dict[str, Texts] = field(default_factory=dict)
     """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
-    """Sites of whose answers a round made use."""
     warned: dict[str, set[str]] = field(default_factory=dict)
     """What the policies of sites warn of, and which."""
 
@@ -217,10 +196,9 @@ class Network:
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
     def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
-        """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
+        """Send, wait, and keep what is valid, in site order; what fails is sent again at once, ``retries`` times.
 
-        A message that failed is sent again at once, ``retries`` times. A site fails at most once in an exchange, and
-        what a retry mends is not held against it.
+        A site fails at most once in an exchange, and what a retry mends is not held against it.
         """
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
@@ -267,8 +245,7 @@ class Network:
     def introduce(self, kind: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
 
-        What goes wrong is noted, but not held against a site of the same name that already takes part. A reply that
-        gets lost is asked for again.
+        What goes wrong is noted, but not held against a site of the same name that already takes part.
         """
         online = set(self.grid.get_node_ids())
         replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.heard))
@@ -315,7 +292,7 @@ class Network:
         return [replies.get(message_id) for message_id in ids]
 
     def push(self, messages: Sequence[Message]) -> list[str]:
-        """Send messages without waiting and return their ids, for :meth:`pull`."""
+        """Send messages without waiting, and return their ids."""
         self.traffic.bytes_down += sum(map(content_bytes, messages))
         return list(self.grid.push_messages(messages))
 
@@ -375,6 +352,11 @@ class Network:
         """Count a failure of a site and say so."""
         self._record(site, reason)
         self._blame(site)
+
+    def dismiss(self, site: str, reason: str) -> None:
+        """Leave a site out for good and say why."""
+        self.fail(site, reason)
+        self.nodes.pop(site, None)
 
     def require(self, minimum: int) -> None:
         """Raise RunError when fewer than ``minimum`` sites are healthy."""
@@ -436,24 +418,22 @@ def claimed_site(reply: Message | None) -> str | None:
 
 def answers(replies: Iterable[Message]) -> dict[str, Answer]:
     """Valid replies unpacked, by site."""
-    return {found.site: found for found in map(_answer, replies)}
+    return {str(claimed_site(reply)): _answer(reply) for reply in replies}
 
 
 def _answer(reply: Message) -> Answer:
-    said = _said(reply)
-    texts = {name: value for name, value in said.items() if isinstance(value, str)}
-    return Answer(str(said["site"]), arrays_of(reply.content, "arrays"), _numbers(reply), texts)
+    texts = {name: value for name, value in _said(reply).items() if isinstance(value, str)}
+    return Answer(arrays_of(reply.content, "arrays"), _numbers(reply), texts)
 
 
 def _said(reply: Message) -> ConfigRecord:
     """What a message says of itself; nothing where it is an error or has no such record."""
-    found = None if reply.has_error() else reply.content.get("config")
-    return found if isinstance(found, ConfigRecord) else ConfigRecord()
+    found = None if reply.has_error() else record_of(reply.content, "config", ConfigRecord)
+    return ConfigRecord() if found is None else found
 
 
 def _numbers(reply: Message) -> Mapping[str, Number]:
-    found = reply.content.get("metrics")
-    return found if isinstance(found, MetricRecord) else {}
+    return record_of(reply.content, "metrics", MetricRecord) or {}
 
 
 def _again(message: Message) -> Message:

@@ -1,11 +1,8 @@
 """What an algorithm may ask, what it is answered, and with what it predicts; an algorithm knows no Flower.
 
 Two rules. *Everything that changes a state stands in the algorithm's file*: a round is a generator that yields
-questions, is sent answers, and returns the next state. *That file knows nothing of who is on the line*: whether sites
-are simulated, how often a question was asked again, how many bytes it took and who failed is the driver's business
-(:mod:`strategies.server.strategy`).
-
-Theory of operation::
+questions, is sent answers, and returns the next state. *That file knows nothing of who is on the line*: who failed, and
+how often a question was asked again, is the driver's business (:mod:`strategies.server.strategy`)::
 
     def one_round(state, sites):
         totals = yield Total(Statistics, state.parameters)        # Statistics, summed over the sites that answered
@@ -43,7 +40,6 @@ class Each(Generic[A]):
     requests: Mapping[str, object]
     """Site → request message; the sites asked are its keys."""
     retries: int = 0
-    """How often a site that fails is asked again at once."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
@@ -89,7 +85,6 @@ class Refuse:
 
 
 Several: TypeAlias = Each[Any] | Total[Any]
-"""A question to several sites at once."""
 Question: TypeAlias = Several | First[Any] | Refuse
 Figures: TypeAlias = dict[str, float]
 Asking: TypeAlias = Generator[Question, Any, S]
@@ -125,7 +120,6 @@ class Predicted:
     posterior: Posterior | None = None
     """What is saved to predict without any site; None for a personal method."""
     details: Facts = field(default_factory=dict)
-    """Facts for ``metrics.json``."""
 
     def at(self, site: str) -> object:
         """The message with which this site predicts."""
@@ -142,10 +136,7 @@ def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Ma
 
 
 def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
-    """By part of the model, lengthscales and the standard deviations of their logarithms: the report's relevance.
-
-    Of ``logs``, those that end in ``lengthscale`` count; ``how`` says where the standard deviations come from.
-    """
+    """By part of the model, lengthscales and the standard deviations of their logarithms; ``how`` says where from."""
     return {
         PART.sub("", name): {
             "value": np.exp(log).ravel().tolist(),
@@ -169,10 +160,7 @@ def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
 
 
 def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
-    """Run a computation against sites that are plain objects: for tests, notebooks and proofs.
-
-    Such an object has a method for every kind: ``query.statistics`` is answered by ``statistics(request)``.
-    """
+    """Run a computation against plain objects: their ``statistics(request)`` answers ``query.statistics``."""
     outstanding: list[tuple[str, object]] = []
 
     def answer(question: Question) -> object:

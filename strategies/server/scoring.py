@@ -23,20 +23,28 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH
 from fedgp_flower.shared_messages import (
+    Coefficients,
     HeldOutRows,
+    LinearPredictor,
     LinearScoreSums,
+    LogisticSums,
+    Moments,
     Nothing,
     PooledScoreSums,
     ScoreSums,
 )
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
-from strategies.server import linear
 from strategies.server.network import ANYTHING, Expected, answers, natural_order
-from strategies.server.questions import Each, Figures, Predicted, Several, Summed, Total
+from strategies.server.questions import Asking, Each, Figures, Predicted, Several, Summed, Total
 from strategies.server.session import Asked, Session
 
 logger = logging.getLogger("fedgp")
 
+PENALTIES = 10.0 ** np.arange(-6, 6.25, 0.25)
+"""λ, in rows that carry as much information as the prior."""
+NEWTON_STEPS = 30
+TOLERANCE = 1e-10
+"""Newton decrement, in nats, below which the mode is reached."""
 ALL = ""
 """In place of a site: all of them, under masks."""
 
@@ -56,7 +64,6 @@ class Scoring:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.predicted = Predicted(Nothing())
-        """What sites predicted with in the latest evaluation."""
         self.asked: Asked | None = None
         """The question of the latest evaluation; None where each site answers it by metrics, in Flower's way."""
         self.evaluation: Evaluation | None = None
@@ -123,18 +130,15 @@ class Scoring:
         return combined
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
-        """The scores of the mean of the target, and of linear or logistic regression.
-
-        None where the method scores another kind of task than they.
-        """
+        """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
-        mean = linear.constant(preparation.modelled_target, rows, inputs, likelihood, scale)
-        line = session.run(linear.linear_fit(session.roster().everyone, likelihood, inputs))
+        mean = constant(preparation.modelled_target, rows, inputs, likelihood, scale)
+        line = session.run(linear_fit(session.roster().everyone, likelihood, inputs))
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
@@ -153,10 +157,7 @@ class Scoring:
 
 
 def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
-    """Figures of one evaluation from each site's scores of some rows.
-
-    ``target_scale`` is what the target was divided by; 1 for classes. Figures of ranks exist for all sites alone.
-    """
+    """Figures from each site's scores of some rows; ``target_scale`` is what the target was divided by."""
     sites = sorted(scores, key=natural_order)
     total = add(scores[site] for site in sites)
     histograms = {name.removeprefix("evaluation."): array for name, array in total.histograms.items()}
@@ -176,11 +177,10 @@ def as_baseline(evaluation: Evaluation | None) -> Json | None:
 
 
 def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
-    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2] summed over all sites.
+    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2]; NaN where a class is missing.
 
     ``auc`` is P(a row of class 1 has higher odds than one of class 0), ties counting half. ``calibration_slope`` is the
-    b of logit P(y = 1) = a + b · log odds, at the middles of the bins, with its standard error; below 1, predictions
-    are too extreme. ``base_rate`` is the share of class 1. NaN where a class is missing.
+    b of logit P(y = 1) = a + b · log odds, at the middles of the bins; below 1, predictions are too extreme.
     """
     if counts is None:
         return {}
@@ -214,10 +214,7 @@ def _slope(zeros: Array, ones: Array) -> tuple[float, float]:
 
 
 def with_skill(figures: Figures, mean: Facts) -> Figures:
-    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score.
-
-    ``r2`` thus compares with the training mean on the same held-out rows, and can be below zero.
-    """
+    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score."""
     powers = {"r2": ("rmse", 2), "crps_skill": ("crps", 1), "brier_skill": ("brier", 1)}
     gains = {
         name: 1 - (figures[score] / mean[score]) ** power if mean[score] else math.nan
@@ -234,3 +231,78 @@ def _figures(scores: ScoreSums) -> Figures:
     _, squared, absolute, nll, crps, *inside = (scores.regression / scores.rows).tolist()
     coverage = {f"coverage_{level}": share for level, share in zip(LEVELS, inside, strict=True)}
     return {"rmse": math.sqrt(squared), "mae": absolute, "nll": nll, "crps": crps, **coverage}
+
+
+# The baselines that look at no Gaussian process, from totals over sites: those of all rows, whatever the partition.
+
+
+def constant(
+    target: Mapping[str, float], rows: int, inputs: int, likelihood: str, scale: tuple[float, float]
+) -> LinearPredictor:
+    """What looks at no input: the mean and spread of the training targets, or the share of the second class.
+
+    Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
+    """
+    if likelihood == "bernoulli":
+        at, variance = math.log(target["share"] / (1 - target["share"])), 0.0
+    elif likelihood == "poisson":
+        variance = math.log1p(max(target["sd"] ** 2 - target["mean"], 0.0) / target["mean"] ** 2)
+        at = math.log(target["mean"]) - variance / 2
+    else:
+        at = (target["mean"] - scale[0]) / scale[1]
+        variance = (target["sd"] / scale[1]) ** 2 * (rows + 1) / (rows - 1)  # of a new row about the mean of N others
+    return LinearPredictor(np.zeros(inputs), np.zeros(inputs), at, variance)
+
+
+def linear_fit(sites: tuple[str, ...], likelihood: str, inputs: int) -> Asking[LinearPredictor | None]:
+    """Linear regression for numbers, logistic regression for two classes; None for counts, or if nobody answers."""
+    if likelihood == "poisson":
+        return None
+    if likelihood == "bernoulli":
+        return (yield from _logistic(sites, inputs))
+    summed: Summed[Moments] = yield Total(Moments, Nothing(), sites)
+    return None if summed.total is None or summed.total.gram[0, 0] < 2 else ridge(summed.total)
+
+
+def ridge(sums: Moments) -> LinearPredictor:
+    """Bayesian linear regression y = b + (X − x̄)w + ε, w ~ N(0, σ²/λ I), from sums, with a flat prior on b.
+
+    With the scatter X_cᵀX_c = V diag(d) Vᵀ and z = VᵀX_cᵀy, after b and w are integrated out,
+
+        −2 log p(y | λ, σ²) = (N − 1) log σ² + Σᵢ log(1 + dᵢ/λ) + (y_cᵀy_c − Σᵢ zᵢ²/(dᵢ + λ)) / σ² + const
+
+    (MacKay 1992, in the eigenbasis). σ² is at its maximum, λ at the best of a grid, where rounding does not move it.
+    """
+    rows = float(sums.gram[0, 0])
+    centre, middle = sums.gram[0, 1:] / rows, float(sums.products[0]) / rows
+    roots, vectors = np.linalg.eigh(sums.gram[1:, 1:] - rows * np.outer(centre, centre))
+    roots = np.maximum(roots, 0.0)  # a scatter has no negative roots but for rounding
+    projected = vectors.T @ (sums.products[1:] - rows * middle * centre)
+    total = float(sums.square) - rows * middle**2
+    left = total - (projected**2 / (roots + PENALTIES[:, None])).sum(axis=1)
+    left = np.maximum(left, rows * np.finfo(float).eps * total)  # of rows that lie on a plane, rounding is left
+    chosen = int(np.argmin((rows - 1) * np.log(left) + np.log1p(roots / PENALTIES[:, None]).sum(axis=1)))
+    shrunk = roots + PENALTIES[chosen]
+    noise = float(left[chosen]) / (rows - 1)
+    spread = vectors.T * np.sqrt(noise / shrunk)[:, None]
+    return LinearPredictor(centre, vectors @ (projected / shrunk), middle, noise * (1 + 1 / rows), spread)
+
+
+def _logistic(sites: tuple[str, ...], inputs: int) -> Asking[LinearPredictor | None]:
+    """The mode of log p(y | w) − ½‖w‖², by Newton's method; a step is halved while it lowers that."""
+    penalty = np.diag([0.0, *np.ones(inputs)])
+    weights, step, value = np.zeros(1 + inputs), np.zeros(1 + inputs), -math.inf
+    for _ in range(NEWTON_STEPS):
+        tried = weights + step
+        summed: Summed[LogisticSums] = yield Total(LogisticSums, Coefficients(tried), sites)
+        if summed.total is None:
+            return None
+        now = float(summed.total.likelihood - 0.5 * tried @ penalty @ tried)
+        if now < value:
+            step = step / 2
+            continue
+        weights, value, gradient = tried, now, summed.total.gradient - penalty @ tried
+        step = np.linalg.solve(summed.total.information + penalty, gradient)
+        if gradient @ step < TOLERANCE:
+            break
+    return LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), 0.0)

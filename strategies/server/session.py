@@ -74,21 +74,18 @@ class ContradictionError(FedGPError):
 class Contract(Expected):
     """What an answer must be: as its class declares, of the lengths that are known, from as many rows as the site has.
 
-    A class of answers may have a method ``refusal(described)``, conditions that every honest answer from such rows
-    meets, and a static method ``outliers(answers, rows)``, which of several answers no honest site gives beside the
-    others. Checks that cost O(M³) run on the total. Only if the total fails do they run on each site.
+    A class of answers may have a method ``refusal(described)``, what no rows so described meet, and a static method
+    ``outliers(answers, rows)``, what no honest site gives beside the others. Checks that cost O(M³) run on the total,
+    and on each site only if the total fails.
     """
 
     answer: type
     sizes: Mapping[str, int]
     described: Mapping[str, Described]
-    """How each site described its rows."""
     requests: Mapping[str, object]
-    """What each site was asked."""
     enrolling: bool = False
     """Before the first round a refusal is no failure yet: the sites agree again without the one that lied."""
     added: bool = False
-    """Whether nothing but the total of the answers counts."""
     seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
     """Replies read so far with their answers, by identity."""
     contradicted: dict[str, str] = field(default_factory=dict)
@@ -97,15 +94,16 @@ class Contract(Expected):
     def refusal(self, reply: Message) -> str | None:
         """Why a reply cannot be used, or None."""
         site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
-        described = self.described.get(site, Described(rows))
+        described = self.described[site]
         try:
             answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
-        reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
-        if rows == described.rows:
-            if site in self.requests and (odd := misfit(self.requests[site], answer)):
-                return odd
+        if rows != described.rows:
+            reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
+        elif odd := misfit(self.requests[site], answer):
+            return odd
+        else:
             reason = refusal_of(answer, replace(described, added=self.added))
         if reason and self.enrolling:
             self.contradicted[site] = reason
@@ -116,8 +114,8 @@ class Contract(Expected):
         if self.contradicted:
             raise ContradictionError(self.contradicted)
         answers = {str(claimed_site(reply)): self.read(reply) for reply in replies}
-        described = {site: self.described.get(site, Described(0)) for site in answers}
-        rows = {site: known.rows for site, known in described.items()}
+        described = self.described
+        rows = {site: described[site].rows for site in answers}
         compare = getattr(self.answer, "outliers", None)
         refused: dict[str, str] = {} if compare is None else compare(answers, rows)
         kept = {site: answer for site, answer in answers.items() if site not in refused}
@@ -166,12 +164,10 @@ class Session:
     """One run's sites."""
 
     preparation: Agreement
-    """What the sites agreed on."""
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
         self.network, self.config, self.options = network, config, options
         self.met: Mapping[str, Answer] = {}
-        """How the sites described their columns."""
         self.masking: Masking | None = None
         self.began = network.round > 0
         """Whether a first round has begun, after which nobody agrees again."""
@@ -182,7 +178,6 @@ class Session:
         self.given: dict[str, ConfigRecord] = {}
         """What a user sends with every message of training or evaluation, by ``train`` and ``evaluate``."""
         self.outstanding: dict[str, Outstanding] = {}
-        """By message id."""
         self.packed: tuple[object, ArrayRecord, Texts] | None = None
         """The latest request with its arrays and settings, which the messages to all sites share."""
         self._arrived: list[Message] = []
@@ -191,13 +186,13 @@ class Session:
     # Who is there, and what they agree on.
 
     def configuration(self) -> str:
-        """The keys of the configuration that differ from their defaults, as JSON: what sites are sent of it."""
+        """What sites are sent of the configuration: the keys that differ from their defaults, as JSON."""
         known = defaults([self.options])
         changed = {key: value for key, value in self.config.flat().items() if known.get(key) != value}
         return json.dumps(changed, sort_keys=True)
 
     def meet(self, snapshot: Snapshot | None) -> None:
-        """Wait for the sites and hear how they describe their columns; in a resumed run they agreed long ago."""
+        """Wait for the sites and hear how they describe their columns; in a resumed run they have agreed before."""
         network = self.network
         if snapshot is not None:
             preparation = enrolment.restored(snapshot)
@@ -210,14 +205,10 @@ class Session:
         self._mask(all(answer.number(TRUST) for answer in self.met.values()), self.preparation.simulated)
         if any(answer.number(enrolment.BARE) for answer in self.met.values()):
             self._take(self.preparation)
-            totals = enrolment.from_totals(network, self.config, self.preparation)
-            self.preparation = self.run(totals)
+            self.preparation = self.run(enrolment.from_totals(network, self.config, self.preparation))
 
     def begin(self, adjusted: Callable[[Agreement], Agreement], initialise: Callable[[], Asking[S]]) -> S:
-        """Settle columns and scales and run what asks for the first state.
-
-        Sites whose first answers contradict their descriptions are dismissed, and the others agree again without them.
-        """
+        """Settle scales and form the first state; sites that contradict their descriptions are dismissed."""
         while True:
             preparation, transform = self.preparation, self.config.transform.target
             try:
@@ -228,7 +219,7 @@ class Session:
                 return self.run(initialise())
             except ContradictionError as contradiction:
                 for site, reason in contradiction.sites.items():
-                    enrolment.dismiss(self.network, site, reason)
+                    self.network.dismiss(site, reason)
                 self.network.require(self.config.min_sites)
                 logger.warning("standardisation is agreed again without %s", ", ".join(contradiction.sites))
                 self.preparation = enrolment.agreed(self.network, self.config, self.met)
@@ -307,16 +298,18 @@ class Session:
 
     def put(self, question: Several) -> Asked:
         """A question as messages: the first half of :meth:`ask`."""
-        requests, kind = requests_of(question, self.roster().sites), kind_of(question.answer)
+        requests, kind, added = requests_of(question, self.roster().sites), kind_of(question.answer), False
         match question:
+            case Each():
+                self.require_clear(question.answer)
             case Total() if not is_summand(question.answer):
                 raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
             case Total() if self.masking is not None:
                 sizes = self.preparation.sizes(question.sizes)
                 return self._put_masked(self.masking.open(question, list(requests), sizes))
-            case Each():
-                self.require_clear(question.answer)
-        contract = self._contract(question, requests, added=isinstance(question, Total))
+            case Total():
+                added = True
+        contract = self._contract(question, requests, added=added)
         there = self.network.nodes  # a site of a resumed run may not be back
         messages = [self.message(site, kind, request) for site, request in requests.items() if site in there]
         return Asked(messages, contract, question)

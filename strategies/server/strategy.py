@@ -1,9 +1,8 @@
 """Flower's face of an algorithm: a Flower round is a round of the paper.
 
-An algorithm (:mod:`strategies.server.algorithm`) supplies computations that ask (:mod:`strategies.server.questions`).
-The session (:mod:`strategies.server.session`) puts their questions to the sites and judges what comes back. The class
-here turns both into a Flower Strategy, and is the only place where the state changes: once a round, when the round is
-complete. So a killed round is repeated from the last state, and Flower's ``start``, its wrappers and its mods work.
+An algorithm supplies computations that ask; the session puts their questions to the sites and judges what comes back.
+The class here turns both into a Flower Strategy, and is the only place where the state changes: once a round, when the
+round is complete. So a killed round is repeated from the last state, and Flower's ``start`` and wrappers work.
 """
 
 from __future__ import annotations
@@ -69,11 +68,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
         facts: Json = {} if snapshot is None else snapshot.facts
         self.clock, self.course = checkpoint.Clock(), Course(**facts.get("course", {}))
         self.begun = int(facts.get("round", 0))
-        """The latest round that Flower has begun."""
         self.merged = bool(facts.get("merged"))
         """Whether what a site answered to training has ever changed the state."""
         self.asked: Asked | None = None
-        """The first question of a round, as its messages."""
         self.evaluated = (-1, 0)
         """The round of the latest evaluation, and how many sites answered it."""
         self.expected = {}

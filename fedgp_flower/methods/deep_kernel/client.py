@@ -12,7 +12,6 @@ from numpy import ndarray
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.model import (
     DeepKernel,
     DeepPosterior,
@@ -23,7 +22,7 @@ from fedgp_flower.methods.deep_kernel.model import (
 )
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Step, Stepped
+from fedgp_flower.shared_messages import Confusion, Step, Stepped
 from fedgp_flower.typing import Array
 
 

@@ -15,7 +15,7 @@ from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import confusion
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.typing import Array, NamedArrays
@@ -35,20 +35,20 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
 
 
 def site_model(
-    run: RunData, config: RunConfig, site: RawSite, state: NamedArrays
+    run: Run, config: RunConfig, site: RawSite, state: NamedArrays
 ) -> Callable[[Array], tuple[Array, Array]] | None:
     """The same with the head of a site, from its training rows."""
     del state, config
-    if run.posterior is None:
+    if run.saved is None:
         return None
-    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
-    preparation = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
+    arrays = {name: np.array(array) for name, array in run.saved.arrays.items()}
+    preparation = Preparation.from_wire(arrays, json.dumps(run.saved.schema))
     rows = site.encode(preparation)
-    shared = saved_model(run.posterior, tuple(preparation.names))
+    shared = saved_model(run.saved, tuple(preparation.names))
     return shared.personal(torch.from_numpy(rows.x), torch.from_numpy(rows.y))
 
 
-def panels(run: RunData) -> list[Panel]:
+def panels(run: Run) -> list[Panel]:
     """The evidence by ρ, and which class was taken for which."""
     details = run.metrics.method_details
     rows = [

@@ -16,7 +16,7 @@ from fedgp_flower.methods.fedmgp.client import FedMGPClient
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move
 from fedgp_flower.methods.fedmgp.messages import Known, View
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import BAND, DPI, POOLED, Z95, label_text, site_curves
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.report import Panel
@@ -26,14 +26,14 @@ MOST_UNITS, POINTS = 12, 161
 """Units that are drawn, and points of a curve."""
 
 
-def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
+def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """Prediction of a unit's observations (paper, Eq. 16) by φ_m behind its last report.
 
     A unit that took no part fits φ_m to its rows with g as it is. None where a unit has lost what it kept.
     """
-    if run.posterior is None:
+    if run.saved is None:
         return None
-    saved = run.posterior.model
+    saved = run.saved.model
     told = saved["known"].get(site.site)
     if told is not None and told["report"] and not state:
         return None
@@ -45,11 +45,11 @@ def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArray
     return predictor(client, View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known))
 
 
-def panels(run: RunData) -> list[Panel]:
+def panels(run: Run) -> list[Panel]:
     """Along one input: what simulated units predict, and the latent functions."""
-    if run.posterior is None or len(run.posterior.inputs) != 1:
+    if run.saved is None or len(run.saved.inputs) != 1:
         return []
-    saved, sections = run.posterior, []
+    saved, sections = run.saved, []
     W = saved.arrays["latents.inducing"][:, 0] * saved.arrays["input.scale"][0] + saved.arrays["input.mean"][0]
     if run.predictions is not None and not saved.schema["target"].get("levels"):
         units = {}

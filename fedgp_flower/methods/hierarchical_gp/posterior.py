@@ -15,7 +15,7 @@ from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.posterior import NewSite
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.typing import NamedArrays
 
 
@@ -27,9 +27,9 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     return NewSite(model, GlobalPosterior.of(arrays), range(len(names)))
 
 
-def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
+def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """Prediction at a site; its rows are enough, also those of a site that took no part."""
-    if run.posterior is None:
+    if run.saved is None:
         return None
     client, arrays = at_site(HierarchicalClient, run, config, site, state)
     return predictor(client, HierarchicalView(arrays, arrays.get("factors")))

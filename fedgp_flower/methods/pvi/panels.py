@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from fedgp_flower.files import read_json
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
@@ -37,24 +37,22 @@ HYPER_CAPTION = (
 )
 
 
-def panels(run: RunData) -> list[Panel]:
+def panels(run: Run) -> list[Panel]:
     """What was forgotten, the posterior of the hyperparameters, factors, and the free energy."""
-    if run.posterior is None:
+    if run.saved is None:
         return []
-    arrays = run.posterior.arrays
+    arrays = run.saved.arrays
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
-        section = ModelSection.model_validate({n: run.posterior.model[n] for n in ("kernel", "ard", "likelihood")})
-        figure = hyperparameters(
-            arrays, called(SparseModel(section, len(run.posterior.inputs)).names, run.posterior.inputs)
-        )
+        section = ModelSection.model_validate({n: run.saved.model[n] for n in ("kernel", "ard", "likelihood")})
+        figure = hyperparameters(arrays, called(SparseModel(section, len(run.saved.inputs)).names, run.saved.inputs))
         sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
     return [*sections, *product_panels(run, _strength_caption(run))]
 
 
-def product_panels(run: RunData, caption: str) -> list[Panel]:
+def product_panels(run: Run, caption: str) -> list[Panel]:
     """What each factor says, in words of ``caption``, and the free energy."""
     details = run.metrics.method_details
     sections = [Panel("What each factor says", strength_table(details, run.metrics.labels), caption)]
@@ -149,7 +147,7 @@ def forgetting(content: Mapping[str, Any]) -> Panel:
     return Panel("What forgetting changed", body, f"{caption}{'; '.join(content['remains'])}.")
 
 
-def _strength_caption(run: RunData) -> str:
+def _strength_caption(run: Run) -> str:
     caption = "How much each site's factor says."
     strengths = run.metrics.method_details["factors"].values()
     if any("weight" in each for each in strengths):

@@ -26,7 +26,7 @@ from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:
     from fedgp_flower.outcome import Posterior
-    from fedgp_flower.run.artefacts import RunData
+    from fedgp_flower.run.artefacts import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | Save
 # ---- What forgetting a site changed ---------------------------------------------------------------------------------
 
 
-def changes(before: RunData, after: RunData) -> dict[str, object]:
+def changes(before: Run, after: Run) -> dict[str, object]:
     """``divergence``, KL(after ‖ before) in nats by part of q, and ``remains``, what may still depend on the site."""
     divergence = {}
-    if before.posterior is not None and after.posterior is not None:
-        old, new = _densities(before.posterior.arrays), _densities(after.posterior.arrays)
+    if before.saved is not None and after.saved is not None:
+        old, new = _densities(before.saved.arrays), _densities(after.saved.arrays)
         divergence = {name: float(new[name].kl(old[name])) for name in old if name in new}
     return {"divergence": divergence, "remains": _remains(before)}
 
@@ -91,7 +91,7 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
     return densities
 
 
-def _remains(before: RunData) -> list[str]:
+def _remains(before: Run) -> list[str]:
     config = parse_config(before.config)
     options = cast(PVIOptions, config.options)
     remains = ["the standardisation and the first inducing inputs, which all sites agreed on"]

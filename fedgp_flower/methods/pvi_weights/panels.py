@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from fedgp_flower.methods.pvi.panels import intervals, product_panels
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.typing import Array
@@ -20,13 +20,13 @@ PRUNED = 0.1
 """Nats of KL from the prior below which a weight counts as pruned (Ashman et al. 2022, footnote 14)."""
 
 
-def panels(run: RunData) -> list[Panel]:
+def panels(run: Run) -> list[Panel]:
     """The weights furthest from zero, factors by site, and the free energy."""
-    if run.posterior is None:
+    if run.saved is None:
         return []
-    q = q_of(run.posterior)
+    q = q_of(run.saved)
     mean, sd = q.mean().numpy(), deviations(q)
-    names = ["intercept", *run.posterior.inputs]
+    names = ["intercept", *run.saved.inputs]
     order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST]
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
     caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
@@ -34,11 +34,11 @@ def panels(run: RunData) -> list[Panel]:
     return [*sections, *product_panels(run, factor_caption(run))]
 
 
-def network_panels(run: RunData) -> list[Panel]:
+def network_panels(run: Run) -> list[Panel]:
     """Pruned weights, factors by site, and the free energy."""
-    if run.posterior is None:
+    if run.saved is None:
         return []
-    mean, variance = (part.numpy() for part in q_of(run.posterior).moments())
+    mean, variance = (part.numpy() for part in q_of(run.saved).moments())
     divergence = 0.5 * (PRIOR_PRECISION * (variance + mean**2) - 1 - np.log(PRIOR_PRECISION * variance))
     count = int((divergence < PRUNED).sum())
     body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
@@ -46,7 +46,7 @@ def network_panels(run: RunData) -> list[Panel]:
     return [Panel("Pruned weights", body, caption), *product_panels(run, factor_caption(run))]
 
 
-def factor_caption(run: RunData) -> str:
+def factor_caption(run: Run) -> str:
     """What the mean precision of a factor is compared with."""
     return f"Mean over weights of the precision that a factor adds; the prior has {PRIOR_PRECISION:g}."
 

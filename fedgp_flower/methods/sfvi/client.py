@@ -17,7 +17,6 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError, NumericsError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import LOCAL, GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import (
@@ -35,7 +34,7 @@ from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, L
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, StructuredModel, configured
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.shared_messages import Confusion, Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 

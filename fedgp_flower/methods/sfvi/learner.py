@@ -120,22 +120,21 @@ class Learner:
     ) -> tuple[LocalState, float]:
         """SFVI-Avg: a step on θ, η_G and η_Lk alike at every rate; the model is moved in place.
 
-        Returns where the steps led, and :meth:`whole_term` averaged over the steps. Moments of η_Lk are those of the
-        site's term itself: under others the gradients of a later round would move nothing.
+        Returns where the steps led, and :meth:`whole_term` averaged over the steps. Moments of η_Lk come and go as
+        those of the site's term itself: under others the gradients of a later round would move nothing.
         """
-        q_global, q_local, moments = start
-        total = 0.0
+        q_global, q_local, kept = start
+        moments, total = scaled(kept, ratio), 0.0
         for step, rate in enumerate(rates, first_step):
             term = partial(self.whole_term, noise=self.noise_global(step), step=step, ratio=ratio)
             value, slopes = gradients(self.model, q_global, q_local, term)
-            slopes = {name: slope / ratio if name.startswith(LOCAL) else slope for name, slope in slopes.items()}
             moves, moments = moments.update(slopes, rate)
             point = self.model.theta() | named(q_global) | named(q_local)
             moved = {name: value.detach() + moves[name] for name, value in point.items()}
             self.model.load_theta(moved)
             q_global, q_local = with_named(q_global, moved), with_named(q_local, moved)
             total += value / len(rates)
-        return (q_global, q_local, moments), total
+        return (q_global, q_local, scaled(moments, 1 / ratio)), total
 
     def predict(
         self, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, *, link: bool = False
@@ -148,6 +147,15 @@ class Learner:
 def initial_local(model: StructuredModel, site: SiteRows, options: SFVIOptions) -> LocalPosterior:
     """q(Z_Lk | Z_G) before the first step."""
     return model.initial_local(site, scale=options.initial_scale, whole=not options.row.mean_field)
+
+
+def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
+    """Moments as if the gradients by η_Lk had been ``factor`` times what they were."""
+    first, second = (
+        {name: value * factor**power if name.startswith(LOCAL) else value for name, value in part.items()}
+        for power, part in ((1, moments.first), (2, moments.second))
+    )
+    return AdamState(moments.step, first, second)
 
 
 def step_local(

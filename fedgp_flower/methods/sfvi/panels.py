@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.methods.sfvi.posterior import saved_model
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI, confusion
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import show
@@ -17,14 +17,14 @@ from fedgp_flower.run.summary import show
 MOST_NAMES = 8
 
 
-def panels(run: RunData) -> list[Panel]:
+def panels(run: Run) -> list[Panel]:
     """What the saved posterior and the predictions of a run show."""
-    if run.posterior is None:
+    if run.saved is None:
         return []
     sections = []
-    if "structure" in run.posterior.model:
-        new = saved_model(run.posterior, tuple(run.posterior.inputs))
-        names = [run.posterior.inputs[index] for index in new.columns]
+    if "structure" in run.saved.model:
+        new = saved_model(run.saved, tuple(run.saved.inputs))
+        names = [run.saved.inputs[index] for index in new.columns]
         for title, head, rows, caption in new.model.sections(new.q_global, names):
             cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
             sections.append(Panel(title, html_table(head, cells), caption))
@@ -35,7 +35,7 @@ def panels(run: RunData) -> list[Panel]:
             "The prediction of a simulated site at its held-out rows minus the shared trend: the posterior mean of its "
             "deviation. A real site shows it to nobody."
         )
-        sections.append(Panel("Deviations", deviations(told, columns, scale_of(run.posterior)), caption))
+        sections.append(Panel("Deviations", deviations(told, columns, scale_of(run.saved)), caption))
     if counts := run.metrics.method_details.get("confusion"):
         caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
         sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))

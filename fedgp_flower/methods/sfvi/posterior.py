@@ -23,7 +23,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -65,9 +65,9 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     return NewSite(model, GlobalPosterior.of(arrays), columns)
 
 
-def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
+def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """The same with the local posterior of a site; None where its state is about other rows or another run."""
-    if run.posterior is None or not state:
+    if run.saved is None or not state:
         return None
     client, arrays = at_site(SFVIClient, run, config, site, state)
     return None if client.posterior(arrays)[2] is None else predictor(client, Parameters(arrays))

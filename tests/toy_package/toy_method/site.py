@@ -7,7 +7,7 @@ import numpy as np
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.scores import Prediction
 from fedgp_flower.shared_messages import Nothing
@@ -40,6 +40,6 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> Callable[[Array], t
     return partial(moments, Weights(arrays["weights.mean"], arrays["weights.covariance"], float(arrays["noise"])))
 
 
-def panels(run: RunData) -> list[Panel]:
-    rows = [("weights", str(len(run.posterior.arrays["weights.mean"])))] if run.posterior else []
+def panels(run: Run) -> list[Panel]:
+    rows = [("weights", str(len(run.saved.arrays["weights.mean"])))] if run.saved else []
     return [Panel("Weights of the toy", html_table(("what", "number"), rows), "With the intercept.")]
