@@ -27,7 +27,6 @@ PARAMETERS = "state.parameters."
 
 
 def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
-    """The parameters before the first round."""
     return parameters(run(FaultyGrid(flat | {"num-server-rounds": 0}, sites)))
 
 
@@ -111,7 +110,6 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
 
 
 def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> SparseStatistics:
-    """Sums of ten rows, said so."""
     size = len(gram)
     return SparseStatistics(gram, np.zeros(size) + projection, np.array(square), np.array(float(size)), np.array(10.0))
 

@@ -16,7 +16,6 @@ from fedgp_flower.gp.models import LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import profiled
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics, TrialSums, apart
 from fedgp_flower.options import ModelSection
@@ -24,7 +23,8 @@ from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Parameters
 from strategies import svgp
 from strategies.pvi import one_round
-from strategies.pvi_updates import ExactFactor, NaturalGradient, PVIState, agreed, product
+from strategies.pvi_state import PVIState, forget, posterior
+from strategies.pvi_updates import agreed, exact_factor, natural_gradient, product
 from strategies.server.questions import Roster, drive
 from strategies.sgpr import objective
 
@@ -42,8 +42,6 @@ VALUES: dict[str, ndarray] = {
 
 @dataclass
 class Site:
-    """Rows that answer with sums, or with expectations."""
-
     x: ndarray
     y: ndarray
 
@@ -90,7 +88,7 @@ def visited(sites: dict[str, Site], plan: Plan, rounds: int, asked: Any = None) 
     state = agreed(PVIState(), VALUES)
     for number in range(1, rounds + 1):
         roster = Roster({k: len(own.y) for k, own in sites.items()}, tuple(sites), (), number)
-        asking = one_round(state, roster, plan, asked or ExactFactor(VALUES))
+        asking = one_round(state, roster, plan, asked or exact_factor(VALUES))
         state, _ = drive(asking, sites)
         state = replace(state, sent={})
     return state
@@ -102,14 +100,10 @@ def close(found: tuple[ndarray, ndarray], expected: tuple[ndarray, ndarray]) -> 
 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
-@pytest.mark.parametrize("schedule", ["sequential", "synchronous"])
+@pytest.mark.parametrize("schedule", ["sequential", "synchronous", "asynchronous"])
 def test_one_visit_each_is_the_pooled_posterior_whatever_the_partition(number: int, schedule: Any) -> None:
-    state = visited(shards(number), Plan(schedule, damping=1.0), 1 if schedule == "synchronous" else number)
-    close(predicted(state), titsias(X, Y))
-
-
-def test_answers_as_they_come_are_the_pooled_posterior() -> None:
-    state = visited(shards(3), Plan("asynchronous", damping=1.0, concurrency=1), 3)
+    plan = Plan(schedule, damping=1.0, concurrency=1)
+    state = visited(shards(number), plan, 1 if schedule == "synchronous" else number)
     close(predicted(state), titsias(X, Y))
 
 
@@ -138,7 +132,7 @@ def test_with_gaussian_noise_the_natural_gradient_anywhere_is_the_exact_factor()
     values = {n: a for n, a in VALUES.items() if n != "likelihood.log_noise"}
     latent = LatentGP(ModelSection(noise=NOISE), torch.from_numpy(Z)).to_arrays()
     q = PooledPosterior(latent | values, RNG.standard_normal(6), root @ root.T / 6 + np.eye(6))
-    found = visited(shards(3), Plan("synchronous", damping=1.0), 1, NaturalGradient(q))
+    found = visited(shards(3), Plan("synchronous", damping=1.0), 1, natural_gradient(q))
     exact = visited(shards(3), Plan("synchronous", damping=1.0), 1)
     for own, whole in zip(posterior(found).values(), posterior(exact).values(), strict=True):
         torch.testing.assert_close(own.eta1, whole.eta1, rtol=1e-7, atol=1e-7)
@@ -204,15 +198,6 @@ def test_classes_work_by_default(tmp_path: Any) -> None:
     pooled, found = svgp.posterior(end.current.svgp), product(end.current)
     assert found.mean == pytest.approx(pooled.mean, abs=0.05)
     assert found.covariance == pytest.approx(pooled.covariance, abs=0.02)
-
-
-def test_small_sites_are_named(tmp_path: Any) -> None:
-    nodes = csv_nodes(tmp_path, {"big": waves(60, 0), "low": waves(26, 2)})
-    named = run(FaultyGrid(configured(**KEYS, pvi__exchanges=4), nodes)).warnings()
-    assert any(
-        "low have fewer than 3 rows for each of 12" in text and "`model.num-inducing` = 7" in text for text in named
-    )
-    assert any("69 rows of all sites are fewer than 3 for each of 24 points" in text for text in named)
 
 
 def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():

@@ -16,7 +16,6 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
-from fedgp_flower.methods.pvi.state import posterior
 from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.network import ClassRows, VisitSettings, WeightSpaceNetwork, refined
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
@@ -25,12 +24,13 @@ from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.shared_messages import Described
 from strategies.pvi import one_round
-from strategies.pvi_updates import LocalOptimum, PVIState
+from strategies.pvi_state import PVIState, posterior
+from strategies.pvi_updates import local_optimum
 from strategies.server.questions import Roster, drive
 
 SITES = ("a", "b", "c")
 NOISE = 0.3
-OPTIMUM = LocalOptimum(WEIGHTS)
+OPTIMUM = local_optimum(WEIGHTS)
 
 
 def rows(likelihood: str, n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -51,8 +51,6 @@ def section(likelihood: str) -> ModelSection:
 
 
 class Site:
-    """Answers as the client does, without a message."""
-
     def __init__(self, likelihood: str, x: np.ndarray, y: np.ndarray, update: str = "optimum") -> None:
         self.site, self.update = glm_rows(section(likelihood), x, y), update
 
@@ -217,7 +215,6 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def three_classes(rows: int = 90, seed: int = 0) -> pd.DataFrame:
-    """Points around three centres."""
     rng = np.random.default_rng(seed)
     label = np.arange(rows) % 3
     centres = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])
@@ -254,13 +251,6 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     assert ((q / prior).precision > 0).all()
     probability = NETWORK.probabilities(rows.x, q, 20, generator())
     assert (probability.argmax(1) == rows.y).double().mean() > 0.95
-
-
-def test_a_visit_stops_where_the_fit_rises_no_more():
-    rows, prior = data(three_classes()), DiagonalGaussian.standard(SIZE)
-    start = DiagonalGaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
-    *_, trace = refined(NETWORK, rows, prior, start, VisitSettings(500, 0.05), generator())
-    assert trace.evaluations < 500
 
 
 def test_labels_that_are_no_classes_are_named():

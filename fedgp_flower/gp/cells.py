@@ -1,8 +1,7 @@
 """Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
 
 A site halves its rows along the direction in which they spread most, and the halves again, down to cells of at least
-:data:`LEAST_ROWS`. It adds each cell's count, Σx and Σx² to the slot of the nearest anchor. Cells of several sites that
-meet in a slot are one larger cell. The draws follow the mixture of all cells.
+five. It adds each cell's count, Σx and Σx² to the slot of the nearest anchor, where cells of several sites are one.
 """
 
 from __future__ import annotations
@@ -70,11 +69,10 @@ def grouped(inputs: Array, least: int = LEAST_ROWS) -> Indices:
 def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array, Array, Array]:
     """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
     labels = grouped(inputs, least)
-    count = int(labels.max()) + 1
-    rows, *moments = (summed(labels, values, count) for values in (np.ones(len(inputs)), inputs, np.square(inputs)))
-    slots = nearest(moments[0] / rows[:, None], anchors)
-    found = [summed(slots, values, len(anchors)) for values in (rows, *moments)]
-    return found[0], found[1], found[2]
+    count, parts = int(labels.max()) + 1, (np.ones(len(inputs)), inputs, np.square(inputs))
+    rows, first, second = (summed(labels, values, count) for values in parts)
+    slots, slot_count = nearest(first / rows[:, None], anchors), len(anchors)
+    return summed(slots, rows, slot_count), summed(slots, first, slot_count), summed(slots, second, slot_count)
 
 
 def drawn(rows: Array, first: Array, second: Array, rng: np.random.Generator) -> Array:
@@ -96,8 +94,7 @@ def explaining(covariance: Array, products: Array, count: int) -> Indices:
 
     See Farahat et al., Greedy column subset selection for large-scale data sets (2015).
     """
-    left, explained = covariance.copy(), products.copy()
-    least = LEFT * left.diagonal()
+    left, explained, least = covariance.copy(), products.copy(), LEFT * covariance.diagonal()
     taken: list[int] = []
     for _ in range(count):
         variances = left.diagonal()

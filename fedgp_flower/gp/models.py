@@ -1,6 +1,4 @@
-"""The GPs of every site as models of GPyTorch: sparse ones with any likelihood, and an exact one.
-
-A sparse GP has q(v) of whitened inducing values v = L⁻¹u, L Lᵀ = K_zz + jitter.
+"""The GPs of every site: sparse ones with any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter, and exact ones.
 
 >>> from gpytorch.kernels import RBFKernel
 >>> model = WhitenedGP(RBFKernel().double(), torch.arange(3.0, dtype=torch.float64)[:, None], 1e-8)
@@ -128,8 +126,11 @@ class WiredModel(gpytorch.Module):
 
     def wire_parameters(self) -> dict[str, Parameter]:
         """Every parameter by its wire name, in a fixed order."""
-        kernel = {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
-        return {**kernel, "likelihood.log_noise": self.likelihood.noise_covar.raw_noise}
+        return {**self.wired_kernel(), "likelihood.log_noise": self.likelihood.noise_covar.raw_noise}
+
+    def wired_kernel(self) -> dict[str, Parameter]:
+        """Those of the kernel."""
+        return {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
 
     def to_arrays(self) -> NamedArrays:
         """Current parameters under their wire names, as float64 arrays."""
@@ -184,8 +185,7 @@ class SparseGP(WiredModel, WhitenedGP):
         """Mean aᵀm and variance k_xx - aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx."""
         pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
         mean, variance = (torch.cat(part) for part in zip(*pieces, strict=True))
-        if not bool((variance > 0).all()):
-            count = int((variance <= 0).sum())
+        if count := int((variance <= 0).sum()):
             raise NumericsError(f"{count} of {len(variance)} predictive variances are not positive.")
         return mean, variance
 
@@ -214,15 +214,11 @@ class LatentGP(SparseGP):
 
     def wire_parameters(self) -> dict[str, Parameter]:
         """Inducing points, kernel, constant, and what the likelihood has."""
-        kernel = {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
         hyper = {HYPER: self.hyper} if self.hyper.numel() else {}
-        return {LOCATIONS: self.inducing_points, **kernel, CONSTANT: self.constant, **hyper}
+        return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log density, up to a constant, of log ℓ ~ N(½ log D + ½, 1) and log k(x, x) ~ N(log 4, 1).
-
-        Without it classes that can be separated drive the amplitude to infinity.
-        """
+        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, 1): classes may drive the amplitude to infinity without."""
         total, reach = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name or is_amplitude(name):

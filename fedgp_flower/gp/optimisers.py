@@ -1,8 +1,4 @@
-"""Every optimiser: one Adam, and L-BFGS at one place or by exchanges.
-
-Torch parameters are maximised in place: :func:`ascend` (a few plain steps), :func:`adam` (noisy objectives, with a
-stopping rule) and :func:`maximise` (L-BFGS). Arrays whose moments travel or are saved use :class:`AdamState`.
-"""
+"""Every optimiser: of torch parameters, in place; of arrays whose moments travel; and L-BFGS by exchanges."""
 
 from __future__ import annotations
 
@@ -160,16 +156,15 @@ def maximise(
 ) -> Trace:
     """L-BFGS-B on torch parameters, in place: they hold the best point afterwards.
 
-    The objective reads the parameters' current data; its samples must be fixed. A trial point at which a matrix is not
-    positive definite, or the value not finite, counts as very bad, so that the line search steps back; at the start it
-    is an error. It stops at a relative change of the value, or an entry of the projected gradient, below tolerance.
+    A trial point at which a matrix is not positive definite, or the value not finite, counts as very bad, so that the
+    line search steps back; at the start it is an error.
     """
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 
     values: list[float] = []
 
     def negative(flat: Array) -> tuple[float, Array]:
-        _scatter(flat, parameters)
+        scatter(flat, parameters)
         try:
             value = objective()
             if not bool(torch.isfinite(value)):
@@ -180,21 +175,23 @@ def maximise(
                 raise
             return 10.0 * abs(values[0]) + 1e6, np.zeros_like(flat)
         values.append(value.item())
-        return -value.item(), -_gather(slopes)
+        return -value.item(), -gather(slopes)
 
     limits = [bound for p, bound in zip(parameters, bounds, strict=True) for _ in range(p.numel())] if bounds else None
     options: dict[str, float] = {"maxcor": PAIRS, "maxfun": max_evaluations, "maxiter": max_evaluations}
     options |= {"ftol": tolerance, "gtol": gradient_tolerance}
-    end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
-    _scatter(np.asarray(end.x), parameters)
+    end = minimize(negative, gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
+    scatter(np.asarray(end.x), parameters)
     return Trace((*values, -float(end.fun)), int(end.nfev))
 
 
-def _gather(tensors: Sequence[Tensor]) -> Array:
+def gather(tensors: Sequence[Tensor]) -> Array:
+    """Tensors as one vector."""
     return np.concatenate([to_array(tensor).ravel() for tensor in tensors])
 
 
-def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
+def scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
+    """The inverse: set parameters from one vector."""
     pieces = torch.from_numpy(flat.copy()).split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.data.copy_(piece.view_as(parameter))
