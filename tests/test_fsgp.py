@@ -86,17 +86,6 @@ def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
     assert [len(sites) for sites in sampled(0, 0.01)] == [1, 1, 1, 1]
 
 
-def test_the_learning_rate_decays_by_rounds() -> None:
-    flat = configured(**SGD, optimizer__decay=0.5, num_server_rounds=2)
-    snapshots = Recorder()
-    strategy = run(FaultyGrid(flat, 2), snapshots)
-    again = run(FaultyGrid(flat | {"num-server-rounds": 1, "optimizer.learning-rate": 0.05}, 2))
-    first = start_of(flat, 2)
-    after = {n.removeprefix(PARAMETERS): a for n, a in snapshots.snapshots[0].arrays.items()}
-    for name in parameters(strategy):  # one step at half the rate goes half as far
-        assert parameters(again)[name] - first[name] == pytest.approx(0.5 * (after[name] - first[name]), rel=1e-9)
-
-
 def test_sums_of_honest_rows_are_never_refused() -> None:
     draw = np.random.default_rng(0)
     for size in (1, 2, 30):
