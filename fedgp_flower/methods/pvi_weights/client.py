@@ -115,10 +115,7 @@ class BNNClient(SiteClient):
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, estimated from the draws of a prediction."""
-        rows, source = (
-            self._classes(self.rows),
-            random_source(self.config.seed, "fit", self.site.site),
-        )
+        rows, source = self._classes(self.rows), random_source(self.config.seed, "fit", self.site.site)
         values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
@@ -148,14 +145,7 @@ class BNNClient(SiteClient):
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         rate = cast(PVIOptions, self.config.shared).learning_rate or LEARNING_RATE
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(
-            self.network,
-            self._classes(data),
-            context,
-            start,
-            VisitSettings(steps, rate),
-            source,
-        )
+        return refined(self.network, self._classes(data), context, start, VisitSettings(steps, rate), source)
 
     def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
         binary = self.config.model.likelihood == "bernoulli"

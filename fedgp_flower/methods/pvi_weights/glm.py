@@ -97,13 +97,9 @@ def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonSte
 
 
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
-    """N(0, s² I) over the weights, in the form of q."""
+    """N(0, I) of the weights, the intercept's too, in the form of q: inputs are standardised."""
     size = options.num_weights(num_inputs)
-    precision = options.prior_scale**-2
-    return NaturalParameters(np.zeros(size), -0.5 * precision * (np.eye(size) if options.full else np.ones(size)))
-
-
-# ---- Prediction -----------------------------------------------------------------------------------------------------
+    return NaturalParameters(np.zeros(size), -0.5 * (np.eye(size) if options.full else np.ones(size)))
 
 
 @dataclass(frozen=True, slots=True)

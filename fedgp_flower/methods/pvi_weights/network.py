@@ -56,9 +56,8 @@ class WeightSpaceNetwork:
 
     def initial(self, generator: Generator) -> Float[Tensor, " P"]:
         """A random mean, which breaks the symmetry of hidden units: all sites draw the same."""
-        sizes = ((self.hidden, self.inputs), (self.classes, self.hidden))
         parts = []
-        for rows, columns in sizes:
+        for rows, columns in ((self.hidden, self.inputs), (self.classes, self.hidden)):
             weights = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * (2 / columns) ** 0.5
             parts.append(torch.cat([weights, weights.new_zeros(rows, 1)], 1).flatten())
         return torch.cat(parts)
@@ -127,9 +126,6 @@ def refined(
     trace = adam(objective, latent.parameters, settings, count)
     with torch.no_grad():
         return latent.density(), late_mean(trace), trace
-
-
-# ---- Prediction -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
