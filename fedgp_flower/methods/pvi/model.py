@@ -238,7 +238,7 @@ class GaussianFactor:
 
 
 Factor: TypeAlias = PseudoObservations | GaussianFactor
-"""A factor t(u | Z, β): a factor of v at draws of (Z, β); unconstrained parameters that an optimiser may move; a message."""
+"""A factor t(u | Z, β): of v at draws of (Z, β), as unconstrained parameters that an optimiser moves, as a message."""
 
 
 def factors_of(message: Factors, *, tied: bool) -> list[Factor]:

@@ -15,16 +15,20 @@ from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, 
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.updates import LinearRows
-from fedgp_flower.methods.pvi_weights.glm import LinearPosterior, NewtonStep, glm_rows, optimum, prior_of
-from fedgp_flower.methods.pvi_weights.network import (
+from fedgp_flower.methods.pvi_weights.model import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
     START_SCALE,
     STEPS,
+    LinearPosterior,
     NetworkPosterior,
+    NewtonStep,
     VisitSettings,
     WeightSpaceNetwork,
     class_rows,
+    glm_rows,
+    optimum,
+    prior_of,
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions

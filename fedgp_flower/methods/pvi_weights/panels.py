@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedgp_flower.methods.pvi.panels import intervals, product_panels
-from fedgp_flower.methods.pvi_weights.glm import q_of
+from fedgp_flower.methods.pvi_weights.model import q_of
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
