@@ -140,13 +140,13 @@ BUILT_IN: Mapping[str, Method] = {
         panels="fedgp_flower.methods.pvi_weights.panels:network_panels",
         forget="strategies.pvi:forget_site",
     ),
-    "fsgp": Method(
+    "fsgp": replace(
+        _SGPR,
         summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fsgp:FSGP",
         client="fedgp_flower.methods.sgpr.client:FSGPClient",
-        posterior="fedgp_flower.methods.sparse_posterior:saved_model",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
