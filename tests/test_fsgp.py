@@ -22,8 +22,6 @@ from strategies.server.session import Contract
 from strategies.server.shapes import points_like_inputs
 
 SGD = {"method": "fsgp", "optimizer__name": "sgd", "optimizer__steps": 1}
-PARAMETERS = "state.parameters."
-"""Prefix in a checkpoint."""
 
 
 def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
