@@ -20,11 +20,11 @@ from fedgp_flower.scores import (
     transformed_scores,
 )
 from fedgp_flower.shared_messages import TargetMoments
-from fedgp_flower.transforms import TRANSFORMS, Transform
+from fedgp_flower.transforms import Transform
 from strategies.server.enrolment import chosen
 
 NO_CHANGE = Transform("yeo-johnson")
-POWERS = TRANSFORMS["yeo-johnson"].powers
+POWERS = Transform("yeo-johnson").powers
 Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])
 
 

@@ -18,7 +18,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.transforms import TRANSFORMS
+from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
 THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
@@ -175,7 +175,7 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str) 
     wrong = (values < 0) | (values != np.round(values))
     if likelihood == "poisson" and wrong.any():
         raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
-    if transform in TRANSFORMS and TRANSFORMS[transform].positive and (values <= 0).any():
+    if transform in TRANSFORMS and Transform(transform).positive and (values <= 0).any():
         raise DataError(
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
             " Set it to 'yeo-johnson', which takes any"
