@@ -50,10 +50,7 @@ def typed(
     kinds: Mapping[str, Kind] | None = None,
     missing: str = "error",
 ) -> pd.DataFrame:
-    """The named columns as float64 (numeric) or text (categorical), every cell usable or missing.
-
-    A column without a kind in ``kinds`` is judged by its cells. Where ``missing`` is ``error`` no cell may be missing.
-    """
+    """The named columns as float64 (numeric) or text (categorical), every cell usable or missing."""
     found, problems = cells_of(frame, names, kinds or {}, missing)
     if problems:
         raise DataError(f"{file}: {problems}")
@@ -132,11 +129,7 @@ def number_labels(numbers: pd.Series) -> pd.Series:
 
 
 def codes_in(frame: pd.DataFrame) -> dict[str, Mask]:
-    """Cells of typed numbers that may be a code for a missing cell, such as −999, by column.
-
-    A number other than zero is suspected where it repeats and lies outside of all others, farther from the nearest than
-    they are from each other.
-    """
+    """Cells that may be a code for a missing one, such as −999: they repeat, and lie far outside of all others."""
     found = {str(name): _codes(column.to_numpy()) for name, column in frame.items() if column.dtype == np.float64}
     return {name: mask for name, mask in found.items() if mask.any()}
 
@@ -199,11 +192,7 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
 
 
 def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
-    """A sentence for each typed text column whose levels are nearly unique, or more than ``most``.
-
-    The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
-    a new row, even where some of them come back. Two levels are a class, however few the rows.
-    """
+    """A sentence for each text column whose levels are nearly unique, or more than ``most``: levels leave the site."""
     problems = []
     for name in (name for name in names if kind_of(frame[name]) == "categorical"):
         levels = int(frame[name].nunique())

@@ -1,8 +1,4 @@
-"""Deal the rows of a table to simulated sites: Flower Datasets' partitioners and three others.
-
-Every row goes to exactly one site; only ``natural`` leaves out rows, those of groups that are too small. The same seed
-deals the same rows.
-"""
+"""Deal the rows of a table to simulated sites; only ``natural`` leaves out rows, those of groups that are too small."""
 
 from __future__ import annotations
 

@@ -63,10 +63,7 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
 def describe(
     frame: pd.DataFrame, features: Sequence[str], target: str, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> SiteDescription:
-    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed.
-
-    With public ``ranges`` it is that of as many rows spread evenly over them, and tells only how many rows there are.
-    """
+    """Sums and level counts of typed training rows; with public ``ranges``, of as many rows spread evenly over them."""
     columns, schema = _schema(frame, features, target)
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
     sums, missing = summed(values), np.isnan(values).sum(axis=0)
@@ -195,10 +192,7 @@ def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
 
 
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
-    """Standardised inputs [N, D] of typed rows; a level unknown to the schema has all its indicators zero.
-
-    A missing cell has the mean over all sites in its inputs, or NaN where rows with missing cells are left out.
-    """
+    """Standardised inputs [N, D] of typed rows; a missing cell has the mean over sites, or NaN if rows are dropped."""
     require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
     blocks = [np.empty((len(frame), 0))]
     for column in preparation.columns:

@@ -54,11 +54,7 @@ def plane_wave(seed: int) -> Made:
 
 
 def five_blocks(seed: int) -> Made:
-    """A draw of a GP seen by five sites, each on a different block of x: 40 training and 20 test rows a site.
-
-    Blocks [2.4k − 0.8, 2.4k + 0.8], k = −2..2, leave gaps of 0.8 between the sites. The kernel is RBF with
-    lengthscale 1 and variance 1, noise sd 0.1, so that a method can be held against the true hyperparameters.
-    """
+    """A draw of a GP, lengthscale 1, variance 1, noise sd 0.1, seen by five sites, each on a different block of x."""
     draw = generator(seed, "five-blocks")
     site = np.repeat(np.arange(5), 60)
     x = 2.4 * (site - 2) + draw.uniform(-0.8, 0.8, site.size)

@@ -45,10 +45,7 @@ def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
-    """The file's columns, by name, with the types the file suggests; missing cells are NaN.
-
-    ``as_written`` keeps the cells of a CSV as text: ids keep their zeros.
-    """
+    """The file's columns; missing cells are NaN. ``as_written`` keeps cells of a CSV as text: ids keep zeros."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")
     if not path.name.endswith(SUFFIXES):

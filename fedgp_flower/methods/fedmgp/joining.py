@@ -1,13 +1,9 @@
 """A unit that joins with few rows: its parameters φ_m = (R, s, σ) are integrated over, not taken as a point.
 
-Given q(u) = N(m, V), which has not seen the unit's rows, and φ_m, its targets are N(s A m, s² B + σ² I), with A the
-features of a smoothing R and B = A V Aᵀ + diag(a² − ‖A_n‖²). In the eigenvectors of B each s and σ takes N products.
-φ_m lies on a grid of ρ = log(1 + 2R/S), which sees R/S = 0 as well as ten, log σ, and s around its best at each; the
-grid is drawn together around the posterior it finds, twice. Predictions are mixtures over the grid.
-
-A priori p(ρ) ∝ exp(−2ρ), so that R is S/5 in the median and has a heavy tail, s ~ N(0, 10 ȳ²/a²) and log σ ~ N(½ log
-.09 ȳ², 1.5²), ȳ² the mean square of the targets: around what every unit starts from. For one latent function of one
-input.
+Given q(u) = N(m, V) and φ_m its targets are N(s A m, s² B + σ² I), with A the features of a smoothing R and
+B = A V Aᵀ + diag(a² − ‖A_n‖²). φ_m lies on a grid of ρ = log(1 + 2R/S), log σ and s, drawn together around its
+posterior twice; predictions are mixtures over it. A priori p(ρ) ∝ exp(−2ρ), s ~ N(0, 10 ȳ²/a²) and log σ ~
+N(½ log .09 ȳ², 1.5²), with ȳ² the mean square of the targets. For one latent function of one input.
 """
 
 from __future__ import annotations

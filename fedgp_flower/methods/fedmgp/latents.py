@@ -30,10 +30,7 @@ PRECISION, SHIFT = "natural.precision", "natural.shift"
 
 @message()
 class LatentFunctions:
-    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17).
-
-    The amplitudes a_i are redundant with those of the units; they let the server rescale every unit at once.
-    """
+    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17)."""
 
     inducing: Float[ndarray, "J D"] = leaves("W, pseudo-inputs")
     scales: Float[ndarray, "I D"] = leaves("diagonals of S_i, squared lengthscales")
@@ -61,10 +58,7 @@ def spacing(inducing: Array) -> Array:
 
 
 def latents_at(inducing: Array, multiples: Sequence[float], jitter: float) -> LatentFunctions:
-    """Lengthscales = spacing of the pseudo-inputs times one multiple per latent function; no data needed.
-
-    A start that is too long is what makes the model collapse to a flat g.
-    """
+    """Lengthscales = spacing of the pseudo-inputs times a multiple per latent function; longer ones make g collapse."""
     scales = np.outer(np.square(multiples), spacing(inducing) ** 2)
     return LatentFunctions(inducing, scales, np.ones(len(multiples)), jitter)
 
@@ -132,10 +126,7 @@ class UnitStatistics:
 
 
 def to_natural(q: LatentPosterior, count: int) -> tuple[Array, Array]:
-    """λ [I, J, J] and h [I, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q).
-
-    That product keeps each function's covariance given the others: λ_i is its block of the joint precision.
-    """
+    """λ [I, J, J] and h [I, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q)."""
     mean, eye = q.mean.reshape(count, -1), np.eye(len(q.mean))
     joint = cho_solve(cho_factor(q.covariance, lower=True), eye).reshape(*mean.shape, *mean.shape)
     precision = np.einsum("iaib->iab", joint)
