@@ -118,7 +118,7 @@ BUILT_IN: Mapping[str, Method] = {
         posterior="fedgp_flower.methods.pvi.posterior:saved_model",
         panels="fedgp_flower.methods.pvi.panels:panels",
         forget="strategies.pvi:forget_site",
-        forgotten="fedgp_flower.methods.pvi.posterior:changes",
+        forgotten="fedgp_flower.methods.pvi.panels:changes",
     ),
     "pvi-glm": Method(
         summary="Bayesian linear, logistic and Poisson regression by PVI: a factor of the weights per site",
@@ -126,7 +126,7 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.pvi_weights.options:GLMOptions",
         strategy="strategies.pvi_weights:PVIGLM",
         client="fedgp_flower.methods.pvi_weights.client:GLMClient",
-        posterior="fedgp_flower.methods.pvi_weights.posterior:saved_model",
+        posterior="fedgp_flower.methods.pvi_weights.glm:saved_model",
         panels="fedgp_flower.methods.pvi_weights.panels:panels",
         forget="strategies.pvi:forget_site",
     ),
@@ -136,17 +136,17 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.pvi_weights.options:BNNOptions",
         strategy="strategies.pvi_weights:PVIBNN",
         client="fedgp_flower.methods.pvi_weights.client:BNNClient",
-        posterior="fedgp_flower.methods.pvi_weights.posterior:saved_network",
+        posterior="fedgp_flower.methods.pvi_weights.network:saved_network",
         panels="fedgp_flower.methods.pvi_weights.panels:network_panels",
         forget="strategies.pvi:forget_site",
     ),
-    "fsgp": Method(
+    "fsgp": replace(
+        _SGPR,
         summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fsgp:FSGP",
         client="fedgp_flower.methods.sgpr.client:FSGPClient",
-        posterior="fedgp_flower.methods.sparse_posterior:saved_model",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
