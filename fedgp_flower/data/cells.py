@@ -1,8 +1,7 @@
 """Decide what kind a column is, and refuse cells a model cannot use, by file, column and row.
 
-A column is numeric when at least half of its non-empty cells are numbers; its other cells are then errors. Any other
-column is categorical and its cells are levels. A decimal comma is read as a point. Rows are counted from 1 and do not
-count the header.
+A column is numeric when at least half of its filled cells are numbers; its other cells are then errors. Any other
+column is categorical and its cells are levels. A decimal comma is read as a point. Rows are counted from 1.
 """
 
 from __future__ import annotations

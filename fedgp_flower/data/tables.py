@@ -1,8 +1,4 @@
-"""Read a CSV or Parquet file as it is, refusing files that cannot be a table with a header.
-
-Nothing here or in :mod:`fedgp_flower.data.cells` puts the content of a cell into a message: a site's error travels to
-the server. A header that holds numbers may be a row of data, so its names are not repeated either.
-"""
+"""Read a CSV or Parquet file as it is; no cell stands in a message, for a site's error travels to the server."""
 
 from __future__ import annotations
 

@@ -28,11 +28,6 @@ NODES = 25
 """Of ρ, of log σ and of s."""
 SPREAD, AMPLITUDES = 1.5, 10.0
 """Prior sd of log σ; prior variance of s over ȳ²/a²."""
-REACH = 5.0
-"""Posterior standard deviations on each side that a finer grid covers."""
-PASSES = 3
-LEAST = 1e-6
-"""Nodes of less weight, relative to the heaviest, are left out."""
 
 
 def predict_joining(
@@ -43,7 +38,7 @@ def predict_joining(
     gaps, N, power = squared_gaps(np.concatenate([seen, x]), latents.inducing), len(y), float(np.mean(y**2))
     variance, centre = AMPLITUDES * power / height**2, 0.5 * math.log(START_NOISE * power)
     rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
-    for _ in range(PASSES):
+    for _ in range(3):
         K = np.stack([feature(gaps, scale, height, factor, scale * math.expm1(width) / 2) for width in rho])
         KV, left = K @ q.covariance, np.maximum(height**2 - np.square(K).sum(2), 0)  # [R, N + N', J], [R, N + N']
         B = KV[:, :N] @ K[:, :N].transpose(0, 2, 1) + left[:, :N, None] * np.eye(N)
@@ -57,7 +52,7 @@ def predict_joining(
         rho = drawn_together(rho, weights.sum((1, 2)), 0.0, WIDEST)
         log_sd = drawn_together(log_sd, weights.sum((0, 2)))
     mean, square = np.zeros(len(x)), np.zeros(len(x))
-    kept = np.where(weights > LEAST * weights.max(), weights, 0)
+    kept = np.where(weights > 1e-6 * weights.max(), weights, 0)
     kept /= kept.sum()
     spread = (KV * K).sum(2) + left  # the diagonal of B
     for r, share in enumerate(kept):
@@ -92,7 +87,7 @@ def drawn_together(nodes: Array, weights: Array, low: float = -math.inf, high: f
     """Nodes over the mean ± 5 sd of the weights; half a distance between nodes is the least sd."""
     mean = float(weights @ nodes)
     sd = max(math.sqrt(float(weights @ np.square(nodes - mean))), 0.5 * float(nodes[1] - nodes[0]))
-    return middles(max(mean - REACH * sd, low), min(mean + REACH * sd, high))
+    return middles(max(mean - 5 * sd, low), min(mean + 5 * sd, high))
 
 
 def middles(low: float, high: float) -> Array:

@@ -1,8 +1,4 @@
-"""What a unit and the server of FedMGP share: latent functions at pseudo-inputs, their posterior, a unit's sums.
-
-Latent functions are whitened, g_i = L_i u_i with u_i ~ N(0, I), so the sums of all units add up to a precision
-I + Σ_m G_m that is never smaller than the identity. Each is a message, or a part of one; nothing here sees data.
-"""
+"""What a unit and the server of FedMGP share: whitened latent functions g_i = L_i u_i, their posterior, its sums."""
 
 from __future__ import annotations
 
@@ -147,10 +143,7 @@ def from_parameters(
 
 
 def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
-    """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ [I, J, J] and h [I, J].
-
-    With P the reversal of the order, λ = P M Mᵀ P makes P M⁻ᵀ P the lower factor of λ⁻¹.
-    """
+    """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ and h."""
     try:
         turned = np.linalg.cholesky(precision[:, ::-1, ::-1])
     except np.linalg.LinAlgError:
@@ -195,11 +188,7 @@ def _factor(total: UnitStatistics) -> tuple[Array, bool]:
 
 
 def best_scales(total: UnitStatistics, num_latents: int) -> tuple[float, Array]:
-    """The common amplitudes a [I] that maximise the bound of rescaled statistics, and that bound.
-
-    Its gradient in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J. Without this step EM crawls along the
-    ridge on which all amplitudes grow and g shrinks.
-    """
+    """Amplitudes a [I] with the best bound; its slope in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J."""
 
     def negative(log_a: Array) -> tuple[float, Array]:
         trial = total.rescaled(np.exp(log_a))

@@ -1,4 +1,4 @@
-"""What a unit of a finished FedMGP run predicts, and what the report of a run shows of units and what they share."""
+"""What a unit of a finished FedMGP run predicts, and what the report shows of units and what they share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others.
-
-All of it needs individual statistics. A unit that took its M-step with q fixed has E_q‖y − f‖²/σ² = N, which ties what
-it sends together; a lie that respects every tie is one that other rows could have sent.
-"""
+"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others."""
 
 from __future__ import annotations
 

@@ -125,11 +125,7 @@ def starting_parameters(data: UnitData, latents: LatentFunctions, *, smooth: boo
 def _regression(
     data: UnitData, latents: LatentFunctions, q: LatentPosterior
 ) -> Callable[[Sequence[Array]], tuple[Array, float]]:
-    """From features K_i to the best amplitudes [I] and noise variance, an EM step.
-
-    With F the latent functions at the rows, H = E_q FᵀF and c = E_q Fᵀy, E_q‖y − Fs‖² is least at s = H⁻¹c, where
-    σ² = (yᵀy − cᵀs)/N.
-    """
+    """From features K_i to s = H⁻¹c and σ² = (yᵀy − cᵀs)/N, with F at the rows, H = E_q FᵀF and c = E_q Fᵀy."""
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
     y, power, means = data.y, float(data.y @ data.y), q.mean.reshape(count, J)
     excess = np.ascontiguousarray(q.second_moment().reshape(count, J, count, J).transpose(0, 2, 1, 3))
