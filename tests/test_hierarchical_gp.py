@@ -19,10 +19,10 @@ from test_closed_form import dense_bound
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, on_the_wire
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
-from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation
+from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.hierarchical_gp import USUAL_SITES, one_round, smooth_factor, smooth_start, widened
+from strategies.hierarchical_gp import USUAL_SITES, one_round, smooth_start, widened
 from strategies.server.questions import Roster, drive
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
@@ -70,7 +70,7 @@ def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, l
     states: list[Any] = [smooth_start(on_the_wire(model.theta()), POINTS.numpy(), 7)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
-        states.append(drive(one_round(states[-1], roster, partial(smooth_factor, start)), sites)[0])
+        states.append(drive(one_round(states[-1], roster, partial(inducing_factor, start)), sites)[0])
     return model, states, units
 
 

@@ -33,7 +33,9 @@ from numpy import ndarray
 from scipy.stats import t as student
 from torch import Tensor
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -46,6 +48,7 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
     share_of,
 )
 from fedgp_flower.methods.sfvi.structured import PredictiveMoments
+from fedgp_flower.shared_messages import Shape
 from fedgp_flower.typing import Array, Square, Targets, Vector
 
 Theta: TypeAlias = Mapping[str, Tensor]
@@ -74,6 +77,14 @@ LEVEL = 0.95
 NORMAL = 1.959963984540054
 LEAST_SEEN = 3
 """Rows from which a unit can be predicted."""
+LEAST_POINTS, MARGIN = 3, 0.025
+"""Fewest pseudo-inputs of units, and how far the grid goes beyond the inputs at each end, as a share of their range."""
+EQUATION = (
+    "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
+    "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
+    "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
+    "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
+)
 
 
 def first_theta() -> dict[str, Tensor]:
@@ -88,6 +99,20 @@ def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in theta.items()}
 
 
+def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
+    """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
+    histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
+    if len(histogram) > 1:
+        here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
+        raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
+    if count < LEAST_POINTS:
+        raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
+    filled = np.flatnonzero(histogram[0])
+    low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
+    beyond = MARGIN * (high - low)
+    return np.linspace(low - beyond, high + beyond, count)[:, None]
+
+
 def placed(inputs: Array, points: Array) -> Float[Tensor, " N"]:
     """Inputs [N, 1] as shares of the range of the pseudo-inputs [J, 1]."""
     return torch.from_numpy((inputs[:, 0] - points.min()) / np.ptp(points))
@@ -100,9 +125,9 @@ def matern32(x: Float[Tensor, " N"], other: Float[Tensor, " K"], log_lengthscale
     return correlation
 
 
-def inducing_factor(theta: Theta, inducing: Float[Tensor, " J"], jitter: float) -> Float[Tensor, "J J"]:
+def inducing_factor(inducing: Float[Tensor, " J"], jitter: float, log_lengthscale: Tensor) -> Float[Tensor, "J J"]:
     """L with L Lᵀ = k_ℓ(W, W), and jitter."""
-    correlation = matern32(inducing, inducing, theta["lengthscale"])
+    correlation = matern32(inducing, inducing, log_lengthscale)
     return kernel_cholesky(correlation, variance=correlation.new_ones(()), jitter=jitter, of="k(W, W) of the trend")
 
 
@@ -219,7 +244,7 @@ class RoughDeviation:
 
     def _features(self, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
         """The features Φ."""
-        factor = inducing_factor(self.theta, self.inducing, self.jitter)
+        factor = inducing_factor(self.inducing, self.jitter, self.theta["lengthscale"])
         cross = matern32(self.inducing, x, self.theta["lengthscale"])
         return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
 

@@ -15,6 +15,7 @@ by the bound of Titsias.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from itertools import product
 
@@ -22,9 +23,11 @@ import numpy as np
 import torch
 from gpytorch import settings
 from jaxtyping import Float
+from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.gp.kernels import prior_variance
+from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -51,11 +54,34 @@ ROUNDING = 1e-9
 """Nats by which equal sums may differ."""
 NODES = {0: 1, 1: 7, 2: 5, 3: 3}
 """Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
+VARIANCES = ("outputscale", "variance", "noise")
+EQUATION = (
+    "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
+    "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a site that nobody has seen "
+    "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise is a log-normal mixture; "
+    "theta.log_width has log w of noise, amplitude and lengthscale. x and y are standardised."
+)
 
 
 def shaped_gp(section: ModelSection, points: Array) -> HierarchicalModel:
     """The hierarchical GP whose sites differ in the shape of their deviation, at its initial θ."""
     return HierarchicalModel(section, torch.as_tensor(points), widths=FIRST_WIDTHS)
+
+
+def prior_of(name: str) -> tuple[float, float]:
+    """Standard deviation of a logarithm of θ under its normal prior, and κ of its exponential one."""
+    variance = any(kind in name for kind in VARIANCES)
+    if "site_slope" in name or ("deviation." in name and variance):
+        return 4.0, 0.5 if variance else 1.0
+    return 2.0 if variance else 1.0, 0.0
+
+
+@torch.no_grad()
+def inducing_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> torch.Tensor:
+    """L with L Lᵀ = K_zz of the trend at a θ."""
+    model.load_theta(values)
+    kzz = model.trend(model.inputs).to_dense()
+    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
 class Dense:
