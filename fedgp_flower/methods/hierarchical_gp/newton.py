@@ -89,10 +89,9 @@ def expansion(total: ExpansionShare) -> Expansion:
     ``slopes`` has a row like :meth:`Sums.flat` for each entry of θ, along which sites move their z_k. ``curvature`` is
     ΣJ″ at fixed q(Z_G); sites take it at the q(Z_G) they were sent, so that it is exact where that has settled.
     """
-    precision, shift, constant, slopes, curvature = (
-        torch.tensor(part) for part in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
-    )
-    sums = Sums(precision, shift, constant)
+    parts = (total.precision, total.shift, total.constant, total.slopes, total.curvature)
+    *known, slopes, curvature = (torch.tensor(part) for part in parts)
+    sums = Sums(*known)
     q_global, factor = posterior(sums.precision, sums.shift)
     mean, size = q_global.mean, len(sums.shift)
     rows, columns = torch.tril_indices(size, size)

@@ -206,12 +206,8 @@ class SmoothDeviation:
         k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
         """
         offsets, shares = self.mixture(q_global)
-        here, (there, left_over), means, variances = (
-            self.model.shared(self.features),
-            self.model.shared(features),
-            [],
-            [],
-        )
+        here, (there, left_over) = (self.model.shared(rows) for rows in (self.features, features))
+        means, variances = [], []
         for offset in offsets:
             covariance, noise, _ = self.parts(offset, here)
             cross, prior = self._cross(features, self.shape(offset))
