@@ -20,10 +20,10 @@ from fedgp_flower.data.sites import load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.sfvi import panels
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory, Slopes
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
+from fedgp_flower.methods.sfvi.posterior import deviations
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
@@ -117,7 +117,7 @@ def test_deviations_along_one_input(tmp_path: Path) -> None:
     finished = read_run(folder)
     shift = finished.predictions["mean"] - Predictor.of_run(folder)(finished.predictions[["input.x"]].to_numpy())[0]
     assert finished.predictions["deviation"].to_numpy() == pytest.approx(shift.to_numpy(), abs=1e-8)
-    figure = panels.deviations(finished.predictions, ["input.x"], "y")
+    figure = deviations(finished.predictions, ["input.x"], "y")
     lines = [line for line in figure.axes[0].lines if line.get_label().startswith("site")]
     assert max(np.abs(line.get_ydata()).max() for line in lines) > 1e-3
     assert lines[0].get_linestyle() == "-"

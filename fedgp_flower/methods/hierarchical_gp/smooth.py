@@ -141,14 +141,10 @@ class SmoothDeviation:
             weights, open_deviation = self._weights(self.features, shape)
             return LowRank(noise, weights), noise, left_over + open_deviation.sum()
 
-    def shared(self) -> tuple[Tensor, Tensor]:
-        """Φ of the rows and what it leaves open, which do not depend on z_k."""
-        with settings.trace_mode():
-            return self.model.shared(self.features)
-
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
-        """P_k, p_k and c_k at a z_k; ``known`` is :meth:`shared`."""
-        known = known or self.shared()
+        """P_k, p_k and c_k at a z_k; ``known`` are Φ of the rows and what it leaves open, whatever z_k."""
+        with settings.trace_mode():
+            known = known or self.model.shared(self.features)
         covariance, noise, left_over = self.parts(offset, known)
         rows = torch.cat([known[0], self.targets[None]])
         products = covariance.inner(rows, rows)

@@ -59,7 +59,8 @@ class AmortisedModel(SampledModel):
     ``counts``: features are counts of words and latents are topics; otherwise features lie between 0 and 1.
     """
 
-    def __init__(self, num_inputs: int, options: SFVIOptions, *, counts: bool, binary: bool) -> None:
+    def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool) -> None:
+        counts = options.model == "prodlda"
         width = options.latents if counts else options.hidden
         self.layers = num_inputs + options.classes, width + 1
         super().__init__(torch.zeros(math.prod(self.layers), dtype=torch.float64))
@@ -83,8 +84,7 @@ class AmortisedModel(SampledModel):
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> AmortisedModel:
         """A code of as many entries as there are hidden units, or topics."""
-        counts, binary = options.model == "prodlda", section.likelihood == "bernoulli"
-        return cls(num_inputs, options, counts=counts, binary=binary)
+        return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     def seen(self, features: Rows) -> Rows:
         """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""

@@ -205,11 +205,6 @@ class HierarchicalModel(ClosedFormModel, GP):
         """Z, under the name that sparse GPs have for it."""
         return self.inputs
 
-    def hold(self, q_global: GlobalPosterior) -> HierarchicalModel:
-        """Predict by this q(Z_G)."""
-        self.q_global = q_global
-        return self.eval()
-
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """F at a site that nobody has seen: the trend, and a deviation from its prior."""
         weights, _ = self.shared(inputs)

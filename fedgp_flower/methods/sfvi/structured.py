@@ -255,11 +255,6 @@ class SampledModel(StructuredModel):
         function = self.function(site, z_global, z_local)
         return self.observed.moments(function, torch.zeros_like(function), self.hyper(z_global))
 
-    def link(self, site: SiteRows, z_global: Shared, z_local: Units) -> Tensor:
-        """The function on the scale where effects add up; of two classes the log odds of the second."""
-        function = self.function(site, z_global, z_local)
-        return function[..., 1] - function[..., 0] if self.binary else function
-
     def site_term(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
@@ -316,7 +311,8 @@ class SampledModel(StructuredModel):
         if q_local is not None:
             z_local = q_local.transform(z_global, q_global.mean, z_local)
         if link:
-            values = self.link(site, z_global, z_local)
+            values = self.function(site, z_global, z_local)
+            values = values[..., 1] - values[..., 0] if self.binary else values  # the log odds of the second class
             return PredictiveMoments(values.mean(0), values.var(0, correction=0))
         mean, variance = self.observation(site, z_global, z_local)
         return PredictiveMoments(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))
