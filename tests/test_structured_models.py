@@ -234,7 +234,7 @@ def test_local_steps_are_those_of_torchs_adam(generator):
     for rate in rates:
         adam.param_groups[0]["lr"] = rate
         adam.zero_grad()
-        bound = other.global_term(q_global, None) + ratio * other.site_term(q_global, q_local, None, 0)
+        bound = other.whole_term(q_global, q_local, None, 0, ratio)
         bound.backward()
         adam.step()
         values.append(bound.item())
