@@ -409,8 +409,11 @@ def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
     """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells."""
     told, (features, target) = _parse(description), _parse_schema(schema)
+    columns = (*features, target)
+    if {(name, known.kind) for name, known in told.items()} != {(column.name, column.kind) for column in columns}:
+        raise ProtocolError("its columns are not those the other sites agreed on")
     sums: list[list[float]] = []
-    for column in (*features, target):
+    for column in columns:
         known = told[column.name]
         held = [float(known.counts.get(level, 0)) for level in column.shown]
         found = [[n, 0.0, n - n**2 / known.rows] for n in held] or [known.sums.tolist()]

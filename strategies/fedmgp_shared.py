@@ -27,7 +27,7 @@ from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -71,8 +71,8 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
 
     A grid where ``model.num-inducing`` gives it three points or more along every input, otherwise scattered points.
     """
-    answers, count = (yield from shapes_of_inputs(roster)), config.model.num_inducing
-    histogram = np.sum([shape.histogram for shape in answers.values()], axis=0)
+    shape, count = (yield from shape_of_inputs(roster)), config.model.num_inducing
+    histogram = shape.histogram
     if histogram[:, [0, -1]].any():
         logger.warning(
             "some inputs are more than %g standard deviations from their mean; pseudo-inputs end there. Transform them",
@@ -82,7 +82,7 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
     side -= side ** len(histogram) > count
     if side < LEAST_SIDE:
         logger.info("%d pseudo-inputs make no grid over %d inputs; they are scattered", count, len(histogram))
-        return initial_locations(answers, config.model, config.seed)
+        return initial_locations(shape, config.model, config.seed)
     axes = []
     for counts in histogram:
         filled = np.flatnonzero(counts)

@@ -15,7 +15,7 @@ from fedgp_flower.shared_messages import Parameters
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
-from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 
@@ -30,9 +30,9 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Inducing points from federated statistics, hyperparameters as configured; no moments."""
-        answers = yield from shapes_of_inputs(roster)
-        locations = initial_locations(answers, self.config.model, self.config.seed)
-        return first_state({LOCATIONS: locations, **initial_hyperparameters(answers)})
+        shape = yield from shape_of_inputs(roster)
+        locations = initial_locations(shape, self.config.model, self.config.seed)
+        return first_state({LOCATIONS: locations, **shape.start})
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
@@ -57,7 +57,7 @@ class FGPR(FederatedStrategy[AveragingState]):
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Hyperparameters start where the configuration says."""
-        return first_state(initial_hyperparameters((yield from shapes_of_inputs(roster))))
+        return first_state((yield from shape_of_inputs(roster)).start)
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Steps on the evidence of each site."""

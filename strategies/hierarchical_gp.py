@@ -44,7 +44,7 @@ from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 from strategies.sfvi_avg import saved
 
@@ -261,12 +261,12 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def initialise(self, roster: Roster) -> Asking[NewtonState]:
         """The mode of the prior of θ, and inducing inputs from where inputs lie."""
         section = self.config.model
-        shapes = yield from shapes_of_inputs(roster)
+        shape = yield from shape_of_inputs(roster)
         if self.options.rough:
-            points = rough.pseudo_inputs(shapes, section.num_inducing)
+            points = rough.pseudo_inputs(shape.histogram, section.num_inducing)
             theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
             return first_state(theta, points, len(points), rough_units=True)
-        points = initial_locations(shapes, section, self.config.seed)
+        points = initial_locations(shape, section, self.config.seed)
         model = smooth.shaped_gp(section, points)
         return smooth_start(on_the_wire(model.theta()), points, model.global_size)
 

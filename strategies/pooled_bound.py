@@ -14,7 +14,7 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import explaining
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import CONSTANT, SparseGP
 from fedgp_flower.gp.optimisers import outlook, pack, unpack
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient
 from fedgp_flower.gp.sums import (
@@ -60,10 +60,17 @@ MEANINGS = {
     "kernel.lengthscale": "lengthscale per input",
     "kernel.outputscale": "prior variance of f",
     "likelihood.noise": "σ², noise variance of an observation",
+    CONSTANT: "c, mean of f",
+    "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2",
 }
-EQUATION = (
+GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
     "x and y standardised by input.mean, input.scale, target.mean, target.scale."
+)
+OBSERVED = (
+    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
+    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
+    "and input.scale, Student-t targets by target.mean and target.scale."
 )
 
 
@@ -291,12 +298,14 @@ def progress(exchanges: int, gains: Array, a_round: int, rows: float) -> dict[st
 
 def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     """Arrays, meanings and the equation of prediction for a sparse GP with whitened q(v)."""
-    values = posterior.values
-    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS]}
-    arrays |= {"inducing.mean": posterior.mean, "inducing.covariance": posterior.covariance}
-    arrays |= {name.replace(".log_", ".", 1): np.exp(array) for name, array in values.items() if ".log_" in name}
-    coordinates = dict.fromkeys(arrays, "standardised")
-    coordinates |= {"inducing.mean": "whitened", "inducing.covariance": "whitened"}
+    values, q = posterior.values, {"inducing.mean": posterior.mean, "inducing.covariance": posterior.covariance}
+    natural = {name.replace(".log_", ".", 1): np.exp(array) for name, array in values.items() if ".log_" in name}
+    constant = {name: array for name, array in values.items() if name == CONSTANT}
+    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant}
+    coordinates = dict.fromkeys(arrays, "standardised") | dict.fromkeys(q, "whitened")
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
     described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
-    return Posterior(arrays, meanings, coordinates, EQUATION, described)
+    if not constant:
+        return Posterior(arrays, meanings, coordinates, GAUSSIAN, described)
+    described |= {"likelihood": model.likelihood}
+    return Posterior(arrays, meanings, coordinates | dict.fromkeys(constant, "latent"), OBSERVED, described)

@@ -64,7 +64,7 @@ from strategies.server.questions import (
     Total,
     lengthscale_facts,
 )
-from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
@@ -247,9 +247,9 @@ class PVI(FederatedStrategy[PVIState]):
         """The first Z from federated statistics, the same for all sites; nothing is known of the function yet."""
         if self.agreement:
             return (yield from self.agreement.start(roster))
-        answers = yield from shapes_of_inputs(roster)
-        locations = initial_locations(answers, self.config.model, self.config.seed)
-        first = {"inducing": locations, "hyper": initial_hyperparameters(answers)["hyper"]}
+        shape = yield from shape_of_inputs(roster)
+        locations = initial_locations(shape, self.config.model, self.config.seed)
+        first = {"inducing": locations, "hyper": shape.start["hyper"]}
         return begin(first, self.table, roster.rows)
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:

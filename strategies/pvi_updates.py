@@ -299,7 +299,7 @@ class AgreedParameters:
 
     def saved(self, q: PooledPosterior) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""
-        return saved(q, self.problem.model) if self.exact else svgp.saved(q, self.problem.model)
+        return saved(q, self.problem.model)
 
     def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
         """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""

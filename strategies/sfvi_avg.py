@@ -38,7 +38,7 @@ from strategies.server.questions import (
     Total,
     lengthscale_facts,
 )
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -158,7 +158,7 @@ def first_state(strategy: FederatedStrategy[SFVIState], roster: Roster) -> Askin
     """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
     options, section, shared = cast(SFVIOptions, strategy.options), strategy.config.model, dict[str, ndarray]()
     if options.row.inducing:
-        shared[SHARED] = initial_locations((yield from shapes_of_inputs(roster)), section, strategy.config.seed)
+        shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, strategy.config.seed)
     points = torch.from_numpy(shared[SHARED]) if shared else None
     model = configured(options, section, len(options.columns(strategy.preparation.names)), points)
     q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=options.structure == "full")

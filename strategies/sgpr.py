@@ -33,7 +33,7 @@ from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, objective, sums_at
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
-from strategies.server.shapes import points_like_inputs, shapes_of_inputs
+from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -142,8 +142,8 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     """Two chains, from a sketch of all rows around points that lie where inputs do."""
     section, seed = problem.model, problem.seed
-    shapes = yield from shapes_of_inputs(roster)
-    anchors = points_like_inputs(shapes, SLOTS, np.random.default_rng([seed, *b"anchors"]))
+    shape = yield from shape_of_inputs(roster)
+    anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
     num_inputs = anchors.shape[1]
     model = pooled_bound.empty_model(section, num_inputs)
     sizes = {"C": SLOTS, "H": sum(array.size for array in model.values())}

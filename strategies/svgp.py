@@ -27,13 +27,11 @@ from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, told_by_total
+from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, saved, told_by_total
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
-from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -55,11 +53,6 @@ USUAL = 60
 """Exchanges where the configuration leaves them to the method."""
 TOLERANCE = 1e-6
 """Nats per row: the ascent ends where the latest evaluations gained less than this."""
-EQUATION = (
-    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
-    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
-    "and input.scale, Student-t targets by target.mean and target.scale."
-)
 
 
 @message()
@@ -98,16 +91,15 @@ class SVGPState:
 
 def at(values: Mapping[str, ndarray]) -> SVGPState:
     """Before the first evaluation, where q is the prior."""
-    size, inducing = pack(values).size, len(values["inducing.locations"])
-    nothing = np.empty((0, size))
-    zeros = np.zeros((inducing, inducing)), np.zeros(inducing)
+    nothing, count = np.empty((0, pack(values).size)), len(values[LOCATIONS])
+    zeros = np.zeros((count, count)), np.zeros(count)
     return SVGPState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
     model = problem.model
-    locations = initial_locations((yield from shapes_of_inputs(roster)), model, problem.seed)
+    locations = initial_locations((yield from shape_of_inputs(roster)), model, problem.seed)
     values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
     if model.likelihood == "bernoulli":
         values[CONSTANT][:] = ndtri(problem.target["share"])
@@ -190,10 +182,10 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
 
 def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
     """The unit of each entry of w: of Z a share of the first lengthscale, of all others one."""
-    start = LatentGP(model, torch.from_numpy(values["inducing.locations"])).to_arrays()
+    start = LatentGP(model, torch.from_numpy(values[LOCATIONS])).to_arrays()
     lengths = [np.exp(array).mean() for name, array in start.items() if "lengthscale" in name]
     unit = UNIT * float(np.mean(lengths)) if lengths else 1.0
-    return pack({n: np.full_like(a, unit if n == "inducing.locations" else 1.0) for n, a in values.items()})
+    return pack({name: np.full_like(array, unit if name == LOCATIONS else 1.0) for name, array in values.items()})
 
 
 def finished(problem: Problem, state: SVGPState) -> bool:
@@ -212,16 +204,6 @@ def posterior(state: SVGPState) -> PooledPosterior:
     """The accepted parameters, with q after the step that their totals allow."""
     q = improved(state).posterior()
     return PooledPosterior(state.values, q.mean.numpy(), q.covariance.numpy())
-
-
-def saved(found: PooledPosterior, model: ModelSection) -> Posterior:
-    """Parameters in natural units, q of whitened inducing values."""
-    plain = pooled_bound.saved(found, model)
-    arrays = {**plain.arrays, CONSTANT: found.values[CONSTANT]}
-    meanings = {CONSTANT: "c, mean of f", "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2"}
-    coordinates = {**plain.coordinates, CONSTANT: "latent"}
-    described = {**plain.model, "likelihood": model.likelihood}
-    return Posterior(arrays, {**plain.meanings, **meanings}, coordinates, EQUATION, described)
 
 
 class SVGP(FederatedStrategy[SVGPState]):

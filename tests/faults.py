@@ -144,7 +144,6 @@ class Killed(BaseException):
 
 
 def fill(disk: Path) -> None:
-    """Take all room that a disk has left."""
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
 
 

@@ -33,13 +33,13 @@ MUTANTS = (
     ("len(q.mean) + log_determinant)", "len(q.mean) - log_determinant)", "svgp"),
     ("targets * mean - (mean + variance / 2).exp()", "targets * mean - (mean + variance).exp()", "likelihoods svgp"),
     # agreement of the sites, scores, baselines
-    ("2 * gap * residual + rows * gap**2)", "2 * gap * residual)", "preparation data_sites"),
+    ("2 * gap * residual + rows * gap**2)", "2 * gap * residual)", "preparation"),
     ("parts = -0.5 * z**2 - np.log(sds)", "parts = -(z**2) - np.log(sds)", "metrics"),
     ("(2 * sds / math.sqrt(math.pi))", "(2 * sds / math.pi)", "metrics"),
     ("likelihood - 0.5 * tried @ penalty @ tried", "likelihood - tried @ penalty @ tried", "linear"),
     # a shared trend with deviations
-    ("symmetric(curvature + 0.5 * whole", "symmetric(curvature + whole", "hierarchical_gp closed_form"),
-    (".log().sum() + 0.5 * sums.shift @ mean", ".log().sum() + sums.shift @ mean", "hierarchical_gp closed_form"),
+    ("symmetric(curvature + 0.5 * whole", "symmetric(curvature + whole", "hierarchical_gp"),
+    (".log().sum() + 0.5 * sums.shift @ mean", ".log().sum() + sums.shift @ mean", "hierarchical_gp"),
     # factors and barycentres
     ("-0.5 * torch.cholesky_inverse(L))", "-torch.cholesky_inverse(L))", "factors pvi"),
 )

@@ -59,11 +59,9 @@ class DrawnGP(HierarchicalModel, SampledModel):
         return (rows.sum(-1) + prior)[..., None]
 
     def observation(self, site, z_global, z_local):
-        """Moments of a noisy observation."""
         return self.observed.moments_with(*self._given(site, z_global, z_local))
 
     def function(self, site, z_global, z_local):
-        """Mean of f."""
         return self._given(site, z_global, z_local)[0]
 
     def _given(self, site, z_global, z_local):
@@ -74,7 +72,6 @@ class DrawnGP(HierarchicalModel, SampledModel):
 
 
 def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):
-    """The same where sites differ in shape."""
     return two_kernels(HierarchicalModel(section(jitter), inputs, widths=widths))
 
 
@@ -93,7 +90,6 @@ def two_kernels(model):
 
 
 def gp_sites(model, generator, *, sizes=(6, 5, 7), num_inducing=3, binary=False):
-    """Sites of one-dimensional data."""
     model.site_inducing = num_inducing
     sites = []
     for key, size in enumerate(sizes):
@@ -104,12 +100,10 @@ def gp_sites(model, generator, *, sizes=(6, 5, 7), num_inducing=3, binary=False)
 
 
 def prior_of(model):
-    """The arrays a server needs of a model."""
     return Prior(model.fixed_log_scale.numpy(), model.block.numpy())
 
 
 def as_global(mean, covariance):
-    """N(mean, covariance) in the family's coordinates."""
     factor = np.linalg.cholesky(covariance)
     scale = np.diag(factor)
     lower = (factor / scale[:, None])[np.tril_indices(len(mean), -1)]

@@ -54,7 +54,6 @@ def classification_site(rng, rows, _inputs, worse=0.0):
 def make_run(
     folder, *, inputs=1, sites=6, rows=40, baselines=True, keep=True, classes=False, failures=(), labels=(), seed=0
 ):
-    """Write every file of a run and return its path."""
     rng = np.random.default_rng(seed)
     make = classification_site if classes else regression_site
     made = {str(k): make(rng, int(rows * (0.5 + k / max(sites - 1, 1))), inputs, 1.0 + k % 4) for k in range(sites)}

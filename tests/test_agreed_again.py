@@ -85,7 +85,6 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 
 def landscape() -> dict[str, pd.DataFrame]:
-    """Sea, a meridian, an islet of four training rows, and two ordinary sites."""
     sea = waves(40, 9)
     return {
         "atlantic": sea.assign(x1=sea["x1"] + 6, y=-1.0),
@@ -97,7 +96,6 @@ def landscape() -> dict[str, pd.DataFrame]:
 
 
 def scores(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> dict[str, dict[str, float]]:
-    """Scores by site of a run in which nobody fails."""
     usual = {"num_server_rounds": 4, "model__num_inducing": 12, "test_fraction": 0.25, "sites": len(frames)}
     end = run(FaultyGrid(configured(**(usual | keys)), csv_nodes(folder, frames, POLICY)))
     assert (blamed(end), set(end.preparation.rows)) == ({}, set(frames))

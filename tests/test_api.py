@@ -30,7 +30,6 @@ SEEN: list[tuple[int, int]] = []
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run over a table, dealt by a column."""
     options = FEW | {"output-dir": str(tmp_path_factory.mktemp("api")), "name": "first"}
     frame = table().assign(ward=lambda frame: frame["ward"].map("ward {}".format))
     hear = lambda row, total: SEEN.append((row["round"], total))  # noqa: E731
@@ -99,7 +98,6 @@ SAME = {"rtol": 1e-9, "atol": 1e-9}
 
 @pytest.fixture(scope="module", params=["fsgp", "pvi", "hierarchical-gp"])
 def finished(request, tmp_path_factory):
-    """A short run of a method that saves a posterior."""
     options = FEW | SHORT | {"output-dir": str(tmp_path_factory.mktemp("posterior")), "name": "run"}
     return fg.run(admissions(), method=request.param, target="outcome", sites=2, num_rounds=2, options=options)
 

@@ -27,7 +27,6 @@ def _no_data_folder():
 
 @pytest.fixture
 def fedgp(monkeypatch, capsys):
-    """Call the entry point; returns exit status, output and errors."""
 
     def call(*words) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fedgp", *map(str, words)])
@@ -44,26 +43,22 @@ def one_line(text: str) -> str:
 
 
 def in_process(factory: pytest.TempPathFactory, *words: str) -> Path:
-    """A tiny run with two sites, made once for several tests."""
     flat = parse_assignments([*TINY, f"output-dir={factory.mktemp('runs')}", "name=run", "num-server-rounds=1", *words])
     return run_in_process(flat, 2)
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A run that shares a posterior."""
     return in_process(tmp_path_factory, "method=fsgp")
 
 
 @pytest.fixture(scope="module")
 def personal(tmp_path_factory):
-    """A run whose predictions need a site's own rows."""
     return in_process(tmp_path_factory, "method=fgpr")
 
 
 @pytest.fixture
 def broken(shared, tmp_path):
-    """The folder of a run that could not be completed."""
     (tmp_path / "broken").mkdir()
     shutil.copy(shared / "config.toml", tmp_path / "broken")
     return tmp_path / "broken"
@@ -107,15 +102,10 @@ def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
     ("words", "status", "message"),
     [
         (["model.kernal=rbf"], 2, "unknown configuration key `model.kernal`; did you mean `model.kernel`"),
-        (["seed"], 2, "`seed` is not of the form KEY=VALUE"),
         (["--config", "/nowhere/run.toml"], 2, "there is no file /nowhere/run.toml"),
-        (["dataset=nowhere"], 2, "`dataset` = 'nowhere' is not known. Built-ins: diabetes"),
-        (["dataset=sine", "split=4"], 2, "`split` = 4"),
         (["dataset=sine", "target=z"], 2, "missing column `z`"),
         (["--sites", "0"], 2, "needs a number of sites"),
-        (["resume=true"], 2, "`resume` needs `name`"),
         (["resume=true", "name=gone"], 1, "nothing to resume"),
-        (["name=../up"], 2, "without a path"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

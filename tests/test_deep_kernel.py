@@ -33,7 +33,6 @@ class Small(DeepKernelOptions):
 
 @pytest.fixture(scope="module")
 def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A network, rows of classes, and new rows."""
     generator = torch.Generator().manual_seed(1)
     options = Small.model_validate({"classes": C})
     x, new = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (N, 7))
@@ -42,7 +41,6 @@ def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def summed(model: DeepKernel, x: torch.Tensor, y: torch.Tensor, sites: list[torch.Tensor]) -> Heads:
-    """Over sites."""
     with torch.no_grad():
         parts = [heads_of([model.sums(x[i], y[i]).without_personal(share) for share in SHARES]) for i in sites]
     return add(parts)

@@ -154,7 +154,6 @@ SIMULATION_KINDS = frozenset({"query.pooled", "query.predictions"})
 
 
 def leaving() -> list[str]:
-    """The table of ``docs/leaves.md``, a line for each message."""
     methods: dict[tuple[str, Any], list[str]] = {}
     for name in BUILT_IN:
         for found in answers(name):
@@ -186,7 +185,6 @@ def content_of(kind: str, answer: Any) -> str:
 
 
 def leaves() -> str:
-    """``docs/leaves.md``, its table anew."""
     before, after = LEAVES.read_text(encoding="utf-8").split("| message |", 1)
     return before + "\n".join(leaving()) + "\n\n" + after.split("\n\n", 1)[1]
 

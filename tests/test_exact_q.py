@@ -99,7 +99,6 @@ def random_unit(num_latents: int, dims: int, seed: int = 0):  # type: ignore[no-
 
 
 def expected_fit(latents: LatentFunctions, q: LatentPosterior, data: UnitData, phi: UnitParameters) -> float:
-    """E_q log p(y | f) from the statistics."""
     return statistics(data, latents, phi).expected(q)
 
 
@@ -318,7 +317,6 @@ Answers = dict[str, list[UnitStatistics]]
 
 
 def asked(num_units: int, rounds: int, dims: int = 1) -> tuple[ExactState, tuple[Move, ...], Answers]:
-    """A state, its trial moves, and what honest units answer."""
     states, phi, data = federate(signals(dims, num_units=num_units), grid(dims), rounds)
     state, moves = states[-1], trial_moves(states[-1])
     return (
@@ -379,7 +377,6 @@ def test_few_sites_cannot_steer_the_lengthscales() -> None:
 
 
 def starts(dims: int = 1, num_latents: int = 1) -> dict[str, UnitStatistics]:
-    """First looks of honest units."""
     W = grid(dims)
     latents = start(W, (1.0, 2.0)[:num_latents]).latents
     found = {}

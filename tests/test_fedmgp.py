@@ -31,7 +31,6 @@ UNITS = ("a", "b", "c", "d")
 
 
 def wave(seed: int, rows: int = 40, low: float = -1.7, high: float = 1.7) -> pd.DataFrame:
-    """A scaled view of one function of one input."""
     draw = np.random.default_rng(seed)
     x = np.linspace(low, high, rows) if seed else np.linspace(low, 0.4, rows)
     gain = (-1) ** seed * (0.6 + 0.4 * seed)
@@ -51,13 +50,11 @@ def keys(**changes: Any) -> dict[str, Any]:
 
 
 def shared(strategy: Any) -> tuple[Any, Any]:
-    """Latent functions and q(u) now."""
     view = strategy.current.view("")
     return view.latents, view.posterior
 
 
 def memory(grid: FaultyGrid, strategy: Any, site: str) -> UnitState | None:
-    """What a unit remembers."""
     arrays = load_state(grid.contexts[grid.node_of(site)], strategy.network.run).arrays
     return decode(UnitState, arrays) if arrays else None
 
@@ -231,7 +228,6 @@ WEIGHT = np.exp(-0.5 * Z**2) / np.exp(-0.5 * Z**2).sum()
 
 
 def pseudo(**changes: Any) -> dict[str, Any]:
-    """Pseudo-gradients alone."""
     return keys(**({"method": "fedmgp", "optimizer__learning_rate": 0.02} | changes))
 
 

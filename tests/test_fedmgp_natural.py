@@ -1,16 +1,13 @@
 """Natural pseudo-gradients: exact steps, pooled fixed points, and rules of aggregation with answers by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import FaultyGrid, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exact_q import grid, random_unit
-from test_fedmgp import keys, nodes
 
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.methods.fedmgp.latents import (
@@ -67,7 +64,6 @@ def prior(latents: LatentFunctions) -> NamedArrays:
 
 
 def sent(units: list[Any], weight: float) -> dict[str, NamedArrays]:
-    """Δ_m of every unit after four local steps of size 0.2 from the prior."""
     zeros = prior(units[0][1])
     ends = [natural_steps(zeros, *unit, steps(4, 0.2, weight))[0] for unit in units]
     return {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
@@ -113,17 +109,6 @@ def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
         theta[PRECISION][0], np.eye(J) + sum(part.precision for part in parts), rtol=1e-6, atol=1e-6
     )
     np.testing.assert_allclose(theta[SHIFT][0], sum(part.shift for part in parts), rtol=1e-6, atol=1e-6)
-
-
-def test_a_run_learns_and_ends_where_exact_rounds_do(tmp_path: Path) -> None:
-    flat = keys(method="fedmgp", fedmgp__natural_step=0.1, num_server_rounds=12, optimizer__batch_size=16)
-    natural, exact = (
-        run(FaultyGrid(flat, nodes(tmp_path))),
-        run(FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path))),
-    )
-    assert set(natural.current.parameters) == {SCALES, PRECISION, SHIFT}
-    error = natural.evaluation["test_standardised"]["rmse"] / exact.evaluation["test_standardised"]["rmse"]
-    assert error < 1.25
 
 
 def test_agreement_reads_what_rows_say_and_counts_out_another_process() -> None:

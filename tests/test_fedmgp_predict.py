@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, configured, csv_nodes
+from faults import configured
 from scipy.stats import multivariate_normal
 
-from fedgp_flower import server_app
 from fedgp_flower.cli import main
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.fedmgp.joining import AMPLITUDES, DECAY, SPREAD, WIDEST, predict_joining
@@ -23,12 +22,10 @@ ROUGH = {"method": "fedmgp-exact", "model__num_inducing": 12, "num_server_rounds
 
 
 def shape(x: np.ndarray) -> np.ndarray:
-    """What units share."""
     return np.sin(3 * x) + 0.5 * np.cos(5 * x)
 
 
 def signals() -> pd.DataFrame:
-    """Four units along one input; the first is masked beyond 0.4."""
     draw, x = np.random.default_rng(2), np.linspace(-1.7, 1.7, 40)
     frames = []
     for unit, gain in zip("abcd", (0.6, -1.0, 1.4, 2.0), strict=True):
@@ -96,23 +93,6 @@ def test_a_new_unit_joins_from_eight_rows(finished: Path, tmp_path: Path) -> Non
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
     with pytest.raises(RunError, match="took part"):
         Predictor.joined(finished, "b", tmp_path / "new.csv")
-
-
-def test_a_real_unit_predicts_from_its_own_files_alone(tmp_path: Path) -> None:
-    frames = {unit: part[["x", "y"]] for unit, part in signals().groupby("unit")}
-    nodes = [{**node, "state-dir": str(tmp_path / node["site"])} for node in csv_nodes(tmp_path, frames)]
-    flat = configured(**ROUGH, output_dir=str(tmp_path), name="run", test_fraction=0.2)
-    folder = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
-    rows = pd.read_json(folder / "metrics.json", typ="series")["per_site"]
-    unit = Predictor.at_site(folder, "b", data=tmp_path / "b.csv", state_dir=tmp_path / "b")
-    assert unit.site is not None
-    error = unit.predict(unit.site.test)["mean"].to_numpy() - unit.site.test["y"].to_numpy()
-    assert np.sqrt(np.mean(error**2)) == pytest.approx(next(row["rmse"] for row in rows if row["site"] == "b"))
-    assert not (folder / "sites").exists()
-    with pytest.raises(RunError, match="name the unit with `--site`"):
-        Predictor.of_all(folder)
-    with pytest.raises(RunError, match="missing"):
-        Predictor.at_site(folder, "b", data=tmp_path / "b.csv")
 
 
 AT = np.array([[-0.9], [0.05], [0.6]])

@@ -17,9 +17,9 @@ from fedgp_flower.gp.sums import INPUT_EDGES, exact_posterior, input_shape
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.options import ModelSection
-from fedgp_flower.shared_messages import Described
+from fedgp_flower.shared_messages import Described, Shape
 from strategies.server.session import Contract
-from strategies.server.shapes import copula_points
+from strategies.server.shapes import points_like_inputs
 
 SGD = {"method": "fsgp", "optimizer__name": "sgd", "optimizer__steps": 1}
 PARAMETERS = "state.parameters."
@@ -27,7 +27,6 @@ PARAMETERS = "state.parameters."
 
 
 def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
-    """The parameters before the first round."""
     return parameters(run(FaultyGrid(flat | {"num-server-rounds": 0}, sites)))
 
 
@@ -111,7 +110,6 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
 
 
 def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> SparseStatistics:
-    """Sums of ten rows, said so."""
     size = len(gram)
     return SparseStatistics(gram, np.zeros(size) + projection, np.array(square), np.array(float(size)), np.array(10.0))
 
@@ -176,10 +174,11 @@ def correlated(rows: int) -> np.ndarray:
     return (columns - columns.mean(axis=0)) / columns.std(axis=0)
 
 
-def test_copula_points_follow_marginals_and_correlations() -> None:
+def test_points_like_inputs_follow_marginals_and_correlations() -> None:
     x = correlated(4000)
     shape = input_shape(x)
-    z = copula_points(512, shape["input.histogram"], shape["input.products"], np.random.default_rng(0))
+    sums = Shape(shape["input.histogram"], shape["input.products"], np.array(0.0), {})
+    z = points_like_inputs(sums, 512, np.random.default_rng(0))
     width = INPUT_EDGES[1] - INPUT_EDGES[0]
     for column in (0, 2):  # a histogram knows a distribution up to the width of its bins
         assert kstest(z[:, column], x[:, column]).statistic < 0.5 * width

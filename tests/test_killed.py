@@ -27,8 +27,6 @@ ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
 
 
 class DyingGrid(FaultyGrid):
-    """A Grid that dies at its message number ``at``."""
-
     def __init__(self, flat: Mapping[str, Any], sites: int, folder: Path, at: int, *, answered: bool) -> None:
         super().__init__(flat, sites)
         self.keep_states(folder)
@@ -207,7 +205,6 @@ class LateGrid(FaultyGrid):
         self.asked, self.came, self.late = 0, 0, list[Message]()
 
     def arrival(self, message: Message) -> Message | None:
-        """The reply, unless it is late."""
         reply = super().arrival(message)
         visit = self.visits[-1]
         if reply is None or visit.site != "1" or visit.round < 1 or visit.phase == "evaluate":
@@ -219,7 +216,6 @@ class LateGrid(FaultyGrid):
         return None
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Late replies come before those that are waited for."""
         waiting = list(message_ids)
         late = [reply for reply in self.late if reply.metadata.reply_to_message_id not in waiting]
         self.late = [reply for reply in self.late if reply not in late]

@@ -129,7 +129,6 @@ subprocess.run([sys.executable, "-c", "{SLEEP}"], start_new_session=True, env={{
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """Somebody else's launch."""
     process = subprocess.Popen([sys.executable, "-c", SLEEP], env=os.environ | {TOKEN: "0" * 32})
     yield process
     process.kill()

@@ -163,7 +163,7 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 2 else "top"
 
 
-SITE_HALF = {"client", "learner", "memory", "private_client", "posterior", "panels"}
+SITE_HALF = {"client", "learner", "memory", "posterior", "panels"}
 """Modules of a method that only a site, or a reader of finished runs, imports."""
 FORBIDDEN = {
     "gp": {"strategies", "site half", "method", "clients", "data", "deploy"},

@@ -216,7 +216,6 @@ POINTS += "with-dash = toy_kernels:bounded\n"
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An installed package with two kernels."""
     (tmp_path / "toy_kernels.py").write_text(TOY)
     info = tmp_path / "toy_kernels-0.1.dist-info"
     info.mkdir()

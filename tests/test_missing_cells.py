@@ -179,7 +179,6 @@ def test_a_suspected_code_is_told_before_training_and_never_itself(tmp_path: Pat
 
 
 def hospitals(folder: Path) -> list[Path]:
-    """Three, one of which weighs in grams."""
     frames = {name: patients(seed=k) for k, name in enumerate(["north", "south", "grams"])}
     frames["grams"]["weight"] *= 1000
     csv_nodes(folder, frames)

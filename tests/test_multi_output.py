@@ -188,7 +188,6 @@ def test_joint_q_becomes_the_best_factorised_one() -> None:
 
 
 def local(count: int, rate: float, rows: np.ndarray | None = None) -> LocalSteps:
-    """Local steps with p = 1."""
     return LocalSteps(count, rate, 1.0, 1.0, lambda: rows)
 
 

@@ -24,7 +24,6 @@ def network(grid: FaultyGrid, **keys: Any) -> Network:
 
 
 def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
-    """Sites 0, 1, … and a network that knows them."""
     grid = FaultyGrid(configured(), count)
     net = network(grid, **keys)
     net.introduce(DESCRIBE)
@@ -32,14 +31,12 @@ def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
 
 
 def asked(net: Network, *, retries: int = 0) -> list[str]:
-    """Describe again; the sites that were heard."""
     messages = [net.message(site, DESCRIBE, ArrayRecord(), {}) for site in net.sites()]
     with no_waiting():
         return list(answers(net.exchange(messages, ANYTHING, retries=retries)))
 
 
 def ask(net: Network, *, retries: int = 0) -> list[str]:
-    """The same as a round of one exchange."""
     net.forgive()
     return asked(net, retries=retries)
 

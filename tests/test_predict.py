@@ -22,7 +22,6 @@ SITES = 3
 
 
 def table(rows: int = 90) -> pd.DataFrame:
-    """Numbers far from standard units, a column with two levels and one with three."""
     rng = np.random.default_rng(3)
     frame = pd.DataFrame({"age": rng.uniform(20, 80, rows), "dose": rng.lognormal(3, 0.5, rows)})
     frame["sex"], frame["clinic"] = rng.choice(["f", "m"], rows), rng.choice(["north", "south", "west"], rows)
@@ -33,7 +32,6 @@ def table(rows: int = 90) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A run on a table of numbers and levels."""
     folder = tmp_path_factory.mktemp("mixed")
     table().to_csv(folder / "mixed.csv", index=False)
     keys = {"dataset": str(folder / "mixed.csv"), "output-dir": str(folder), "name": "run", "num-server-rounds": 4}

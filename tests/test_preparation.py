@@ -25,7 +25,6 @@ def described(frame: pd.DataFrame, features=("x", "job"), target="y") -> SiteDes
 
 
 def agreed(frame: pd.DataFrame, owner: np.ndarray, **keys) -> Agreement:
-    """Deal the rows by ``owner`` and let the sites agree."""
     return agree({f"s{k}": described(frame[owner == k]) for k in np.unique(owner)}, **keys)
 
 

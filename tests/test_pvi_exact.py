@@ -1,7 +1,7 @@
 """Exact facts of PVI: conjugate models, fixed points, merging, rounds against sites that are plain functions."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pvi_oracles import collapsed_local_bound, log_normaliser
+from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.messages import decode, encode
@@ -21,13 +22,14 @@ from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, Pseud
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
+    Factor,
     PseudoObservations,
     SparseModel,
     expected_fit,
     local_free_energy,
     predict,
 )
-from fedgp_flower.methods.pvi.options import PRESETS, Plan
+from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import Contribution, cavities, cavity, forget, merge, posterior
 from fedgp_flower.methods.pvi_weights.glm import optimum
 from fedgp_flower.options import ModelSection
@@ -78,7 +80,6 @@ class Problem:
         return PseudoObservations(data.inputs, data.targets, torch.ones(len(data)).double())
 
     def site(self, site: int, likelihood: str = "gaussian") -> LinearRows:
-        """The site's rows as linear functions of the whitened inducing values."""
         return self.linear(self.rows[site], likelihood)
 
     def linear(self, rows: torch.Tensor, likelihood: str) -> LinearRows:
@@ -137,24 +138,6 @@ def test_a_fixed_point_is_stationary_for_global_vi_and_free_energies_add_up():
         local = problem.site(k, "bernoulli").free_energy(q, around)
         total += float(local - log_normaliser(q) + log_normaliser(around))
     assert total == pytest.approx(float(pooled.free_energy(q, prior)), abs=1e-9)
-
-
-@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
-def test_one_synchronous_gradient_step_is_the_pooled_step(likelihood):
-    """Property 3.1, at a posterior that is no fixed point; ``global-vi`` is this with damping 1."""
-    problem = Problem(3)
-    some = NaturalGaussian(0.1 * torch.ones(8).double(), -0.05 * torch.eye(8).double())
-    old = {str(k): some ** (k + 1.0) for k in range(3)}
-    state = PVIState(problem.prior(), {name: contribution(factor) for name, factor in old.items()})
-    q, prior, replies = posterior(state)["function"], state.prior["function"].gaussian, {}
-    for k in range(3):
-        around = cavity(state, str(k))["function"]
-        replies[str(k)] = contribution(gradient_step(problem.site(k, likelihood), q, around, old[str(k)], step=1e-4))
-    found = posterior(merge(state, replies, damping=damping_of(PRESETS["global-vi"], 3))[0])["function"]
-    pooled = problem.linear(torch.cat(problem.rows), likelihood)
-    expected = q * gradient_step(pooled, q, prior, prior.flat(), step=1e-4)
-    assert_same((found.eta1, found.eta2), (expected.eta1, expected.eta2), rtol=1e-11, atol=1e-11)
-    assert float((found.eta1 - q.eta1).abs().max()) > 1e-7, "the step must move the posterior"
 
 
 def test_forgetting_refuses_to_leave_an_improper_posterior():
@@ -231,24 +214,6 @@ def test_cavities_of_all_sites_at_once_are_those_of_each():
         for name, own in expected.items():
             torch.testing.assert_close(found[name].eta2, own.eta2, rtol=1e-14, atol=0)
     assert list(cavities(PVIState(state.prior))) == []
-
-
-def test_an_improper_update_is_damped_further_and_counted():
-    """Prior precision 1 and t̂ precision −3: proper only if ρ < ⅓, so ρ = 1 is halved twice."""
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
-    bad = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), 1.5).double())
-    merged, record = merge(state, {"s": Contribution(blocks(b=bad))}, damping=1.0)
-    assert (record.damping, record.halvings, record.refused) == (0.25, 2, ())
-    assert float(posterior(merged)["b"].precision) == pytest.approx(0.25)
-
-
-def test_an_update_that_cannot_be_made_proper_is_refused():
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
-    nan = DiagonalGaussian(torch.full((1,), float("nan")).double(), torch.full((1,), -0.5).double())
-    merged, record = merge(state, {"s": Contribution(blocks(b=nan))}, damping=1.0)
-    assert record.refused == ("s",)
-    assert (record.damping, dict(record.size)) == (0.0, {})
-    assert merged is state
 
 
 def test_an_improper_site_does_not_hold_up_the_others():
@@ -332,7 +297,6 @@ LINEAR = LocalOptimum("weights")
 
 
 def first() -> PVIState:
-    """N(0, I) of v."""
     return PVIState({"weights": NaturalParameters(np.zeros(8), -0.5 * np.eye(8))})
 
 
@@ -343,7 +307,6 @@ class Rows:
     rows: LinearRows
 
     def train(self, request: Visit) -> Refined:
-        """The factor at the optimum of the local free energy."""
         context = request.context["weights"].gaussian
         return Refined(0.0, 1, weights=NaturalParameters.of(optimum(self.rows, context, context)[0].factor))
 
@@ -460,3 +423,21 @@ def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:
     for site, words in (("1", "no factor in this posterior; sites that have one: 0"), ("0", "only one")):
         with pytest.raises(NumericsError, match=words):
             forget(trained(problem, Plan(), 1), site)
+
+
+def collapsed_local_bound(draws: Draws, others: Sequence[Factor], data: Data) -> Tensor:
+    r"""The local free energy maximised over the site's own factor, for a Gaussian likelihood.  [S].
+
+    log ∫ N(y; Aᵀv, σ²I) q_\k(v) dv − Σ (k_xx − aᵀa)/2σ²: Titsias' bound with the cavity in place of the prior.
+    """
+    cavity, A, noise = draws.product(others), draws.project(data.inputs), draws.noise[:, None]
+    spread = torch.linalg.solve_triangular(cavity.chol, A, upper=False)
+    covariance = spread.mT @ spread + torch.diag_embed(noise.expand(-1, len(data)))
+    mean = (A * cavity.mean[..., None]).sum(-2)
+    missing = (draws.prior_variance(data.inputs) - A.square().sum(-2)) / noise
+    return MultivariateNormal(mean, covariance).log_prob(data.targets) - 0.5 * missing.sum(-1)
+
+
+def log_normaliser(q: Gaussian) -> Tensor:
+    """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
+    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.described()[2])

@@ -42,8 +42,6 @@ VALUES: dict[str, ndarray] = {
 
 @dataclass
 class Site:
-    """Rows that answer with sums, or with expectations."""
-
     x: ndarray
     y: ndarray
 
@@ -102,14 +100,10 @@ def close(found: tuple[ndarray, ndarray], expected: tuple[ndarray, ndarray]) -> 
 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
-@pytest.mark.parametrize("schedule", ["sequential", "synchronous"])
+@pytest.mark.parametrize("schedule", ["sequential", "synchronous", "asynchronous"])
 def test_one_visit_each_is_the_pooled_posterior_whatever_the_partition(number: int, schedule: Any) -> None:
-    state = visited(shards(number), Plan(schedule, damping=1.0), 1 if schedule == "synchronous" else number)
-    close(predicted(state), titsias(X, Y))
-
-
-def test_answers_as_they_come_are_the_pooled_posterior() -> None:
-    state = visited(shards(3), Plan("asynchronous", damping=1.0, concurrency=1), 3)
+    plan = Plan(schedule, damping=1.0, concurrency=1)
+    state = visited(shards(number), plan, 1 if schedule == "synchronous" else number)
     close(predicted(state), titsias(X, Y))
 
 
@@ -204,15 +198,6 @@ def test_classes_work_by_default(tmp_path: Any) -> None:
     pooled, found = svgp.posterior(end.current.svgp), product(end.current)
     assert found.mean == pytest.approx(pooled.mean, abs=0.05)
     assert found.covariance == pytest.approx(pooled.covariance, abs=0.02)
-
-
-def test_small_sites_are_named(tmp_path: Any) -> None:
-    nodes = csv_nodes(tmp_path, {"big": waves(60, 0), "low": waves(26, 2)})
-    named = run(FaultyGrid(configured(**KEYS, pvi__exchanges=4), nodes)).warnings()
-    assert any(
-        "low have fewer than 3 rows for each of 12" in text and "`model.num-inducing` = 7" in text for text in named
-    )
-    assert any("69 rows of all sites are fewer than 3 for each of 24 points" in text for text in named)
 
 
 def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():

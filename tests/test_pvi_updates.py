@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from pvi_oracles import collapsed_local_bound
+from test_pvi_exact import collapsed_local_bound
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.optimisers import AdamSettings
@@ -150,19 +150,10 @@ def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     assert value == pytest.approx(collapsed_local_bound(draws, [], data).item(), abs=1e-6)
 
 
-def test_first_factor_of_labels_is_weak():
-    data = sine()
-    labels = Data(data.inputs, (data.targets > 0).double())
-    own = first_factor(model("bernoulli"), labels, grid("bernoulli"), "free")
-    assert not own.tied
-    assert float(own.root.square().sum()) == pytest.approx(0.6)
-
-
 # Counts.
 
 
 def counts(level: float, rows: int = 60) -> Data:
-    """Poisson counts around exp(level)."""
     x = 6 * torch.rand(rows, 1, generator=generator(), dtype=torch.float64) - 3
     return Data(x, torch.poisson((level + 0.7 * x[:, 0].sin()).exp(), generator=generator(1)))
 

@@ -51,8 +51,6 @@ def section(likelihood: str) -> ModelSection:
 
 
 class Site:
-    """Answers as the client does, without a message."""
-
     def __init__(self, likelihood: str, x: np.ndarray, y: np.ndarray, update: str = "optimum") -> None:
         self.site, self.update = glm_rows(section(likelihood), x, y), update
 
@@ -217,7 +215,6 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def three_classes(rows: int = 90, seed: int = 0) -> pd.DataFrame:
-    """Points around three centres."""
     rng = np.random.default_rng(seed)
     label = np.arange(rows) % 3
     centres = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])
@@ -254,13 +251,6 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     assert ((q / prior).precision > 0).all()
     probability = NETWORK.probabilities(rows.x, q, 20, generator())
     assert (probability.argmax(1) == rows.y).double().mean() > 0.95
-
-
-def test_a_visit_stops_where_the_fit_rises_no_more():
-    rows, prior = data(three_classes()), DiagonalGaussian.standard(SIZE)
-    start = DiagonalGaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
-    *_, trace = refined(NETWORK, rows, prior, start, VisitSettings(500, 0.05), generator())
-    assert trace.evaluations < 500
 
 
 def test_labels_that_are_no_classes_are_named():

@@ -42,14 +42,12 @@ def execute(folder: Path, *faults: Fault, kill_at: int = 0, then: Callable[[], N
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """metrics.json and the rows of the history."""
     with (path / "history.csv").open() as lines:
         return json.loads((path / "metrics.json").read_text()), list(csv.DictReader(lines))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def calm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """An uninterrupted run."""
     keys = KINDS[request.param]
     return keys, execute(tmp_path_factory.mktemp(request.param), **keys)
 

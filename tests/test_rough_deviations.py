@@ -14,10 +14,9 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration
-from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Sums, expansion, posterior
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
 from fedgp_flower.methods.hierarchical_gp.rough import (
     CUTS,
     EDGES,
@@ -120,27 +119,6 @@ def test_with_several_the_bound_is_below_the_evidence_and_near_it() -> None:
     assert evidence - 0.1 < float(bound(total)) < evidence
 
 
-def expanded(every: list[RoughDeviation], own: Theta, sweeps: int) -> Expansion:
-    """The settled bound to second order, from sums over units."""
-    _, q = settled(every, own, sweeps)
-    return expansion(add([replace(unit, theta=own).derivatives(q) for unit in every]))
-
-
-def moved(own: Theta, name: str, by: float) -> Theta:
-    """Another first entry of a part of θ."""
-    return {**own, name: own[name] + by * torch.eye(len(own[name]), dtype=torch.float64)[0]}
-
-
-@pytest.mark.parametrize("name", ["amplitude", "roughness"])
-def test_the_gradient_from_sums_is_that_of_the_bound(name: str) -> None:
-    """Central differences of the settled bound."""
-    every, own, step = units(), theta(sure=None), 1e-4
-    low, high = (float(bound(settled(every, moved(own, name, by), sweeps=25)[0])) for by in (-step, step))
-    entry = sum(len(own[other]) for other in sorted(own) if other < name)
-    found = float(expanded(every, own, 25).gradient[entry])
-    assert found == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-5)
-
-
 def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> None:
     unit, own, q = units()[0], theta(sure=None), initial_global(len(INDUCING), scale=1.0, triangular=True)
     names = sorted(own)
@@ -166,16 +144,6 @@ def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> No
     impossible = {**theta(), "roughness": torch.tensor([0.0, 0, 0, 0, -2000], dtype=torch.float64)}
     found = replace(units()[0], theta=impossible).derivatives(start)
     assert all(np.isfinite(own.slopes).all() for own in (sure, found))
-
-
-@pytest.mark.parametrize("name", ["lengthscale"])
-def test_the_hessian_is_exact_where_one_roughness_is_sure(name: str) -> None:
-    """With several their weights follow q(u) too, which it leaves out."""
-    every, own, step = units(), theta(), 1e-4
-    low, high = (expanded(every, moved(own, name, by), 2).gradient for by in (-step, step))
-    entry = sum(len(own[other]) for other in sorted(own) if other < name)
-    curved = ((high - low) / (2 * step)).numpy()
-    np.testing.assert_allclose(expanded(every, own, 2).hessian[entry].numpy(), curved, rtol=1e-4, atol=1e-4)
 
 
 def test_prediction_is_the_conditional_of_the_joint() -> None:

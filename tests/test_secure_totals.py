@@ -281,7 +281,6 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
 
 @pytest.fixture
 def real_nodes(tmp_path):
-    """Three sites with a file, a key and a trust file each."""
     nodes = csv_nodes(tmp_path, {site: waves(40, seed) for seed, site in enumerate(("east", "north", "west"))})
     keyed(nodes, tmp_path)
     return nodes
@@ -303,7 +302,6 @@ def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, cap
 
 
 def mixed(rows, seed):
-    """Numbers far from zero, text, and cells that are missing."""
     rng = np.random.default_rng(seed)
     frame = waves(rows, seed).assign(far=1e9 + rng.standard_normal(rows), small=1e-6 * rng.standard_normal(rows))
     frame["ward"] = rng.choice(["a", "b", "c"], rows)

@@ -23,9 +23,7 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory, Slopes
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
-from fedgp_flower.methods.sfvi.posterior import deviations
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.network import LACKS, SharedContext
@@ -85,12 +83,10 @@ class Broken(Learner):
     """Its own latents are no numbers after a step; what it would send looks sound."""
 
     def gradient(self, *told: Any) -> tuple[float, Slopes]:
-        """One entry is broken."""
         value, slopes = super().gradient(*told)
         return value, {n: v * (torch.nan if n.startswith("local.") else 1) for n, v in slopes.items()}
 
     def local_steps(self, *told: Any, **named: Any) -> Any:
-        """One entry is broken."""
         end, value = super().local_steps(*told, **named)
         end[1].mean[...] = torch.nan
         return end, value
@@ -109,18 +105,6 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
         Predictor.at_site(folder, "a", data=tmp_path / "a.csv", state_dir=tmp_path / "state" / "b")
     with pytest.raises(RunError, match="`--site-data`"):
         Predictor.at_site(folder, "a")
-
-
-def test_deviations_along_one_input(tmp_path: Path) -> None:
-    told = tiny(partitioner="blocks", output_dir=str(tmp_path), name="run", keep_predictions=True)
-    folder = server_app.execute(FaultyGrid(told, 3), told, lambda row, total: None)
-    finished = read_run(folder)
-    shift = finished.predictions["mean"] - Predictor.of_run(folder)(finished.predictions[["input.x"]].to_numpy())[0]
-    assert finished.predictions["deviation"].to_numpy() == pytest.approx(shift.to_numpy(), abs=1e-8)
-    figure = deviations(finished.predictions, ["input.x"], "y")
-    lines = [line for line in figure.axes[0].lines if line.get_label().startswith("site")]
-    assert max(np.abs(line.get_ydata()).max() for line in lines) > 1e-3
-    assert lines[0].get_linestyle() == "-"
 
 
 class Watched(FaultyGrid):
@@ -142,7 +126,6 @@ class Watched(FaultyGrid):
         return reply
 
     def forget(self, site: str) -> None:
-        """The site loses its memory and keeps its node id."""
         self.contexts[self.node_of(site)].state = RecordDict()
 
 
@@ -158,7 +141,6 @@ def classes_csv(folder: Path) -> Path:
 
 
 def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Multinomial regression: no local latents, so that a site that forgets owes nothing but what was sent once."""
     own = {
         "method": "sfvi",
         "dataset": str(classes_csv(folder)),
@@ -211,7 +193,6 @@ def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
 
 
 def claiming(reply: Message) -> Message:
-    """A site that says it lacks what it was sent."""
     reply = arrays(lambda own: {})(reply) or reply
     reply.content.config_records["config"][LACKS] = True
     return reply
@@ -262,7 +243,6 @@ def words(array: np.ndarray) -> set[bytes]:
 
 
 def content(message: Message) -> bytes:
-    """Every byte of a message: arrays, numbers, texts."""
     records = message.content
     arrays = [array.data for record in records.array_records.values() for array in record.values()]
     numbers = [np.float64(value).tobytes() for record in records.metric_records.values() for value in record.values()]

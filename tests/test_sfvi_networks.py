@@ -1,5 +1,7 @@
-"""SFVI of networks with personal parts: the joint bound written in one place by torch.distributions, runs, panels."""
+"""Models of SFVI: networks with personal parts, amortised latents, mixed models; joint bounds in one place, runs."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ import torch
 from faults import configured
 from scipy import stats
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
-from torch.distributions import Categorical, Normal
+from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
+from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import named, unit_noise
+from fedgp_flower.methods.sfvi.amortised import CONCENTRATION, AmortisedModel
 from fedgp_flower.methods.sfvi.classes import PersonalNetwork, half_normal
+from fedgp_flower.methods.sfvi.mixed import MixedModel
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -129,3 +136,218 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, method: st
     table = one_class_each()[lambda frame: frame["silo"] == 1]
     chance = Predictor.at_site(folder, "1").predict(table).to_numpy()
     assert (chance.argmax(1) == table["label"]).mean() > 0.85
+
+
+WORDS = "ball,goal,disk,file,say"
+V, W, H, C, N = 6, 2, 4, 3, 9
+AMORTISED = ("vae", "prodlda")
+
+
+def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    options = SFVIOptions.model_validate({"model": name, "hidden": H, "latents": W, "classes": C})
+    model = AmortisedModel.configured(options, ModelSection(), V)
+    counts = torch.randint(4, (N, V), generator=generator).double()
+    features = counts.clamp(max=1) if name == "vae" else counts
+    return model, features, torch.randint(C, (N,), generator=generator).double()
+
+
+def sites_of(model: AmortisedModel, x: torch.Tensor, y: torch.Tensor, parts: int) -> list[Any]:
+    """Rows dealt to sites, whose draws are keyed by their number."""
+    return [replace(model.prepare(x[i], y[i]), keys=50 + i) for i in torch.arange(N).chunk(parts)]
+
+
+def asked(name: str, parts: int) -> tuple[dict[str, np.ndarray], float, dict[str, torch.Tensor], torch.Tensor]:
+    """Gradient and value of a round; q(Z_G), and its draws."""
+    model, x, y = model_and_rows(name)
+    plan = plan_of(model=name, samples=2)
+    rows = sites_of(model, x, y, parts)
+    q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), whole=False, triangular=False)
+    plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), *plan), plain)
+    assert all(not site.local for site in plain.values())  # nothing is learned at a site alone
+    eta = named(q_global)
+    assert state.bound is not None
+    return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
+
+
+@pytest.mark.parametrize("name", AMORTISED)
+def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: str) -> None:
+    """By weights of the decoder, under q(Z_G) whose density is held, and of the encoder."""
+    found, value, eta, noise = asked(name, 3)
+    model, x, y = model_and_rows(name)
+    eta = {key: own.clone().requires_grad_() for key, own in eta.items()}
+    theta = model.theta()
+    draws = unit_noise(11, 0, 50 + torch.arange(N), (1, 2), W)[0]
+    bound = torch.zeros((), dtype=torch.float64)
+    for s in range(2):
+        z_global = eta["q.mean"] + eta["q.log_scale"].exp() * noise[s]
+        held = Normal(eta["q.mean"].detach(), eta["q.log_scale"].detach().exp())
+        layer = z_global.reshape(V + C, -1)
+        mean, log_scale = model.encoder(
+            3 * x.log1p() / x.log1p().norm(dim=1, keepdim=True) if name == "prodlda" else x
+        ).chunk(2, -1)
+        q = Normal(mean, log_scale.exp())
+        z = mean + log_scale.exp() * draws[s]
+        if name == "vae":
+            prior, code = Normal(0.0, 1.0), torch.relu(model.get_submodule("decoder")(z))
+        else:
+            wide = torch.tensor(0.5 / CONCENTRATION, dtype=torch.float64).sqrt()  # τ² = (1 − 1/W)/α
+            prior, code = Normal(torch.zeros_like(wide), wide), z.softmax(-1)
+        outputs = torch.cat([code, torch.ones(N, 1).double()], 1) @ layer.T
+        if name == "vae":
+            fit = Bernoulli(logits=outputs[:, :V]).log_prob(x).sum()
+        else:
+            fit = (x * Categorical(logits=outputs[:, :V]).logits).sum()
+        fit = fit + Categorical(logits=outputs[:, V:]).log_prob(y).sum() - kl_divergence(q, prior).sum()
+        bound = bound + (fit + (Normal(0.0, 1.0).log_prob(z_global) - held.log_prob(z_global)).sum()) / 2
+    expected = torch.autograd.grad(bound, [*eta.values(), *theta.values()])
+    assert value == pytest.approx(float(bound.detach()), rel=1e-12)
+    for key, other in zip([*eta, *theta], expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(found[key]), other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", AMORTISED)
+def test_a_round_does_not_depend_on_the_partition(name: str) -> None:
+    (one, value, *_), (many, other, *_) = asked(name, 1), asked(name, 4)
+    assert value == pytest.approx(other, rel=1e-12)
+    for key, array in one.items():
+        np.testing.assert_allclose(array, many[key], rtol=1e-9, atol=1e-9)
+
+
+def test_features_that_are_none_are_refused() -> None:
+    for name, word in (("vae", "between 0 and 1"), ("prodlda", "counts")):
+        model, _, _ = model_and_rows(name)
+        with pytest.raises(DataError, match=word):
+            model.prepare(torch.full((2, V), -0.5).double(), torch.zeros(2).double())
+
+
+def documents(rows: int = 150) -> pd.DataFrame:
+    """Documents of two themes, each with words of its own, and common words in all."""
+    rng = np.random.default_rng(0)
+    theme = np.arange(rows) % 2
+    rates = np.where(theme[:, None] == 1, [6, 6, 0.2, 0.2, 9], [0.2, 0.2, 6, 6, 9])
+    frame = pd.DataFrame(rng.poisson(rates), columns=WORDS.split(",")).astype(float)
+    return frame.assign(theme=theme.astype(float))
+
+
+def test_a_topic_model_is_scored_saved_and_predicts(tmp_path: Path) -> None:
+    path, table = tmp_path / "table.csv", documents()
+    table.assign(theme=table["theme"].map({0.0: "disk", 1.0: "game"})).to_csv(path, index=False)
+    keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme", "standardise": False}
+    keys |= {"sfvi__model": "prodlda", "sfvi__classes": 2, "sfvi__hidden": 8, "sfvi__samples": 1}
+    keys |= {"sfvi__initial_scale": 0.1, "sfvi__learning_rate": 0.1, "dataset": str(path), "features": WORDS}
+    keys |= {"num_server_rounds": 45, "name": "run", "output_dir": str(tmp_path)}
+    folder = run_in_process(configured(**keys), 3)
+    assert load_run(folder).metrics.test["accuracy"] > 0.9
+    chance = Predictor.of_run(folder).predict(table)["probability of game"]
+    assert ((chance > 0.5) == table["theme"]).mean() > 0.9
+    report = (folder / "report.html").read_text()
+    assert "Topics" in report
+    assert "ball, goal" in report or "goal, ball" in report
+
+
+BETA, OMEGA, SIGMA = (0.4, -0.8, 0.5), (0.3, 0.9), -0.5
+"""Intercept and slopes; log precisions ω of intercept and slope of units; ς."""
+
+
+def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "gaussian") -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    unit = np.repeat(np.arange(units), visits)
+    a, b = rng.standard_normal((2, len(unit)))
+    own = rng.standard_normal((units, 2)) * np.exp(-np.array(OMEGA))
+    f = BETA[0] + BETA[1] * a + BETA[2] * b + own[unit, 0] + own[unit, 1] * a
+    draws = {
+        "gaussian": f + math.exp(-SIGMA) * rng.standard_normal(len(f)),
+        "bernoulli": (rng.uniform(size=len(f)) < 1 / (1 + np.exp(-f))).astype(float),
+        "poisson": rng.poisson(np.exp(0.5 * f)).astype(float),
+    }
+    site = np.array(["north", "south", "west"])[unit % 3]
+    return pd.DataFrame({"site": site, "all": "one", "unit": unit, "a": a, "b": b, "y": draws[likelihood]})
+
+
+def columns(frame: pd.DataFrame) -> list[torch.Tensor]:
+    return [torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b", "a"], "y", "unit")]
+
+
+def test_the_gaussian_model_is_the_closed_form_at_any_effects():
+    """log p(y, b | Z_G) − log p(b | y, Z_G) is log N(y; Xβ, Z Ω⁻¹ Zᵀ + σ²I) whatever b is (Chib 1995)."""
+    frame = table()
+    model = MixedModel(2, 1, likelihood="gaussian", prior_scale=2.0)
+    site = model.prepare(*columns(frame))
+    z_global = torch.tensor([*BETA, *OMEGA, SIGMA], dtype=torch.float64)
+    effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = model.log_local(site, z_global, effects).numpy()
+    scale = np.exp(-np.array(OMEGA))
+    for unit, own in frame.groupby("unit"):
+        design = np.stack([np.ones(len(own)), own["a"]], 1)
+        mean = BETA[0] + BETA[1] * own["a"] + BETA[2] * own["b"]
+        prior, noise = np.diag(scale**2), math.exp(-2 * SIGMA)
+        precision = np.diag(scale**-2) + design.T @ design / noise
+        centre = np.linalg.solve(precision, design.T @ (own["y"] - mean) / noise)
+        b = effects[unit].numpy() * scale
+        posterior = stats.multivariate_normal.logpdf(b, centre, np.linalg.solve(precision, np.eye(2)))
+        jacobian = np.log(scale).sum()
+        covariance = design @ prior @ design.T + noise * np.eye(len(own))
+        evidence = stats.multivariate_normal.logpdf(own["y"], mean, covariance)
+        assert found[unit] - posterior - jacobian == pytest.approx(evidence, rel=1e-10)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+def test_other_densities_are_scipy_s(likelihood):
+    frame = table(likelihood=likelihood)
+    model = MixedModel(2, 1, likelihood=likelihood)
+    site = model.prepare(*columns(frame))
+    z_global = torch.tensor([*BETA, *OMEGA], dtype=torch.float64)
+    effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    own = effects.numpy()[frame["unit"]] * np.exp(-np.array(OMEGA))
+    f = BETA[0] + BETA[1] * frame["a"] + BETA[2] * frame["b"] + own[:, 0] + own[:, 1] * frame["a"]
+    pmf = {
+        "bernoulli": stats.bernoulli.logpmf(frame["y"], 1 / (1 + np.exp(-f))),
+        "poisson": stats.poisson.logpmf(frame["y"], np.exp(f)),
+    }
+    expected = pd.Series(pmf[likelihood]).groupby(frame["unit"]).sum() + stats.norm.logpdf(effects.numpy()).sum(1)
+    np.testing.assert_allclose(model.log_local(site, z_global, effects), expected, rtol=1e-10)
+
+
+def keys(path: Path, **changes):
+    own = {
+        "method": "sfvi",
+        "dataset": str(path),
+        "features": "unit,a,b",
+        "target": "y",
+        "partitioner": "natural",
+        "partition__column": "site",
+        "min_sites": 1,
+        "sfvi__model": "glmm",
+        "sfvi__unit_column": "unit",
+        "sfvi__random_slopes": "a",
+        "sfvi__structure": "full",
+    }
+    return configured(**{**own, **changes})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    table().to_csv(tmp_path / "visits.csv", index=False)
+    return tmp_path / "visits.csv"
+
+
+def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(path, tmp_path):
+    folder = run_in_process(keys(path, name="run", output_dir=str(tmp_path), num_server_rounds=15), 3)
+    read = load_run(folder)
+    frame = table().head(4)
+    new = read.posterior.predict(frame)
+    known = read.posterior.predict(frame, site="north")
+    assert len(new) == len(known) == 4
+    assert (known["sd"].to_numpy()[frame["site"] == "north"] < new["sd"].to_numpy()[frame["site"] == "north"]).all()
+    assert "Effects" in (folder / "report.html").read_text()
+
+
+def test_a_slope_in_a_column_that_is_not_there_is_named():
+    options = SFVIOptions.model_validate({"model": "glmm", "unit-column": "unit", "random-slopes": "a, c"})
+    with pytest.raises(DataError, match=r"`sfvi.random-slopes`: 'c' .* there are unit, a, b"):
+        options.columns(("unit", "a", "b"))
+    assert SFVIOptions.model_validate({"model": "glmm", "unit-column": "unit", "random-slopes": "b"}).columns(
+        ("unit", "a", "b")
+    ) == [1, 2, 2]

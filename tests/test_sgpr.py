@@ -46,7 +46,6 @@ def rows(count: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray]:
-    """Parameters of unit amplitude."""
     draw = np.random.default_rng(1)
     model = SparseGP(ModelSection(kernel=kernel), torch.from_numpy(draw.uniform(-1.5, 1.5, (P, D))))
     values = model.to_arrays()
@@ -75,8 +74,6 @@ def test_the_profile_is_the_highest_of_a_fine_grid():
 
 
 class Site(SGPRClient):
-    """The real handlers on rows at hand."""
-
     def __init__(self, kernel: str, x: torch.Tensor, y: torch.Tensor) -> None:
         self.config, self.own = parse_config({"model.kernel": kernel}), (x, y)
         self.placement = Placement.of(self.config)
@@ -91,7 +88,6 @@ def problem(kernel: str = "rbf") -> Problem:
 
 
 def federation(parts: list[int], kernel: str = "rbf") -> dict[str, Site]:
-    """Sites with so many rows each."""
     x, y = rows()
     return {str(k): Site(kernel, *pair) for k, pair in enumerate(zip(x.split(parts), y.split(parts), strict=True))}
 

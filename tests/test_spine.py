@@ -44,12 +44,10 @@ KEYWORDS: dict[str, Any] = {"num_inducing": 5, "sites": 3, "round_timeout": 5.0,
 
 
 def own_grid(app: SiteApp | None = None, sites: int = 3) -> InProcessGrid:
-    """A grid whose sites know nothing but the rows that a user's function returns."""
     return InProcessGrid(app or make_client_app("fsgp", load_rows), {}, simulated_nodes(sites))
 
 
 def watched(grid: InProcessGrid) -> list[Message]:
-    """Every message that leaves the server from now on."""
     seen: list[Message] = []
     original = grid.push_messages
 

@@ -62,18 +62,6 @@ def test_a_restarted_node_finds_its_file_and_counts_on(tmp_path):
     assert same(load_state(node, "r1"), updated("r1"))
 
 
-def test_a_kill_while_writing_leaves_the_state_before(tmp_path, monkeypatch):
-    node = {"state-dir": str(tmp_path)}
-    save_state(context(**node), updated("r1"))
-    second = updated("r1")
-    second.replace({"a": np.zeros(1)})
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        save_state(context(**node), second)
-    monkeypatch.undo()
-    assert same(load_state(context(**node), "r1"), updated("r1"))
-
-
 def site(*values: float) -> RawSite:
     frame = pd.DataFrame({"x": [0.0, 1.0, 2.0], "y": list(values)})
     return RawSite("a", "a", 0, frame, frame[:0], ("x",), "y")
@@ -106,7 +94,6 @@ CONFIG = parse_config({})
 
 
 def prepared(node: Context, run: str = "r1", agreed: Preparation = AGREED) -> tuple[RawSite, list]:
-    """The site as a message of a new process has it, and the decisions of its policy."""
     rules = Rules("query.statistics").read(node.node_config)
 
     def read(applied: Rules) -> RawSite:

@@ -134,8 +134,6 @@ def test_the_bound_is_what_gpytorch_computes_of_the_exported_posterior(likelihoo
 
 
 class Site:
-    """Rows that answer."""
-
     def __init__(self, model: ModelSection, x: torch.Tensor, y: torch.Tensor) -> None:
         self.model, self.rows = model, (x, y)
 

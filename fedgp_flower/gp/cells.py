@@ -70,11 +70,10 @@ def grouped(inputs: Array, least: int = LEAST_ROWS) -> Indices:
 def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array, Array, Array]:
     """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
     labels = grouped(inputs, least)
-    count = int(labels.max()) + 1
-    rows, *moments = (summed(labels, values, count) for values in (np.ones(len(inputs)), inputs, np.square(inputs)))
-    slots = nearest(moments[0] / rows[:, None], anchors)
-    found = [summed(slots, values, len(anchors)) for values in (rows, *moments)]
-    return found[0], found[1], found[2]
+    count, parts = int(labels.max()) + 1, (np.ones(len(inputs)), inputs, np.square(inputs))
+    rows, first, second = (summed(labels, values, count) for values in parts)
+    slots, slot_count = nearest(first / rows[:, None], anchors), len(anchors)
+    return summed(slots, rows, slot_count), summed(slots, first, slot_count), summed(slots, second, slot_count)
 
 
 def drawn(rows: Array, first: Array, second: Array, rng: np.random.Generator) -> Array:
@@ -96,8 +95,7 @@ def explaining(covariance: Array, products: Array, count: int) -> Indices:
 
     See Farahat et al., Greedy column subset selection for large-scale data sets (2015).
     """
-    left, explained = covariance.copy(), products.copy()
-    least = LEFT * left.diagonal()
+    left, explained, least = covariance.copy(), products.copy(), LEFT * covariance.diagonal()
     taken: list[int] = []
     for _ in range(count):
         variances = left.diagonal()

@@ -23,12 +23,10 @@ def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Ten
     ``scales`` are the diagonals of S_i, the smoothings those of R_i of the two functions, all [I, D].
     """
     width = smoothing + smoothing_other + scales  # [I, D]
-    doubled, doubled_other = 2 * smoothing + scales, 2 * smoothing_other + scales
-    height = ((doubled * doubled_other).pow(0.25) / width.sqrt()).prod(-1)  # [I]
+    height = (((2 * smoothing + scales) * (2 * smoothing_other + scales)).pow(0.25) / width.sqrt()).prod(-1)  # [I]
     gaps = (x[:, None, :] - other[None, :, :]).square()  # [N, N', D]
     exponent = torch.einsum("nkd,id->ink", gaps, -0.5 / width)
-    covariance: Tensor = height[:, None, None] * exponent.exp()
-    return covariance
+    return height[:, None, None] * exponent.exp()
 
 
 class ConvolvedKernel(Kernel):

@@ -3,15 +3,8 @@
 ``rbf``, ``matern32``, ``matern52``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``matern52 + linear``, or
 ``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have a scale each; a product has one.
 
-Another package brings a kernel under a name, by an entry point of the group ``fedgp_flower.kernels``::
-
-    [project.entry-points."fedgp_flower.kernels"]
-    rational_quadratic = "my_package.kernels:rational_quadratic"
-
-    def rational_quadratic(num_inputs: int, ard: bool) -> gpytorch.kernels.Kernel:
-        return gpytorch.kernels.RQKernel(ard_num_dims=num_inputs if ard else None)
-
-Every site of a run needs the package.
+Another package brings a kernel under a name, by an entry point of the group ``fedgp_flower.kernels``: a function of
+``(num_inputs, ard)`` that returns a kernel of GPyTorch. Every site of a run needs the package.
 """
 
 from __future__ import annotations
@@ -97,9 +90,7 @@ def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = 
             kernel = _joined(ProductKernel, [_build(side, model, num_inputs, False) for side in (left, right)])
         case _:
             name = cast(ast.Name, node).id
-            kernel = _atom(name, model, num_inputs)
-            if name == "linear":
-                return kernel  # its variance is its scale
+            kernel, scaled = _atom(name, model, num_inputs), scaled and name != "linear"  # its variance is its scale
     return Scaled(kernel, outputscale_constraint=log_positive()) if scaled else kernel
 
 
@@ -152,9 +143,8 @@ def wire_name(parameter: str) -> str:
 @cache
 def amplitude_names(model: ModelSection, num_inputs: int) -> tuple[str, ...]:
     """Wire names of what scales a kernel as a whole: the amplitudes of the terms of a sum, or the one in front."""
-    raw = [name for name, _ in build_kernel(model, num_inputs).named_parameters()]
-    front = re.compile(r"(kernels\.\d+\.)?raw_(outputscale|variance)")
-    return tuple(f"kernel.{wire_name(name)}" for name in raw if front.fullmatch(name))
+    front, named = re.compile(r"(kernels\.\d+\.)?raw_(outputscale|variance)"), build_kernel(model, num_inputs)
+    return tuple(f"kernel.{wire_name(name)}" for name, _ in named.named_parameters() if front.fullmatch(name))
 
 
 def is_amplitude(name: str) -> bool:
@@ -215,12 +205,11 @@ class BatchedKernel:
         self, hyper: Float[Tensor, "S P"], left: Float[Tensor, "S M D"], right: Float[Tensor, "... N D"]
     ) -> Float[Tensor, "S M N"]:
         """Covariances k_β(left, right) of every sample."""
-        return self._call(hyper, left, right.expand(len(hyper), *right.shape[-2:]), False)
+        return self._call(hyper, left, right, diagonal=False)
 
     def diagonal(self, hyper: Float[Tensor, "S P"], inputs: Float[Tensor, "... N D"]) -> Float[Tensor, "S N"]:
         """Prior variances k_β(x, x) of every sample."""
-        batch = inputs.expand(len(hyper), *inputs.shape[-2:])
-        return self._call(hyper, batch, batch, True)
+        return self._call(hyper, inputs, inputs, diagonal=True)
 
     def raw(self, hyper: Float[Tensor, "S P"]) -> dict[str, Tensor]:
         """The kernel's raw parameters for every sample, batched in front."""
@@ -235,6 +224,7 @@ class BatchedKernel:
             module.get_parameter(name).data.copy_(value[0])
         return module.kernel
 
-    def _call(self, hyper: Tensor, left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
-        values: Tensor = torch.func.functional_call(self._module, self.raw(hyper), (left, right, diagonal))
+    def _call(self, hyper: Tensor, *inputs: Tensor, diagonal: bool) -> Tensor:
+        batches = (rows.expand(len(hyper), *rows.shape[-2:]) for rows in inputs)
+        values: Tensor = torch.func.functional_call(self._module, self.raw(hyper), (*batches, diagonal))
         return values

@@ -22,7 +22,7 @@ from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likeli
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Bernoulli, Poisson, StudentT
+from torch.distributions import Poisson, StudentT
 
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.lazy import special
@@ -50,8 +50,7 @@ class Noise:
 class PointLikelihood(ABC):
     """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike."""
 
-    initial: Float[Tensor, " R"] = NONE
-    """Parameters at the start, in logarithms."""
+    initial: Float[Tensor, " R"] = NONE  # parameters at the start, in logarithms
 
     def __init__(self, nodes: int = 20) -> None:
         points, weights = np.polynomial.hermite.hermgauss(nodes)  # for N(0, ½)
@@ -61,9 +60,9 @@ class PointLikelihood(ABC):
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """The conditional log p(y | f)."""
 
-    @abstractmethod
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
-        """The same model as a likelihood of GPyTorch."""
+        """The same model as a likelihood of GPyTorch, which has no logistic one."""
+        raise NotImplementedError
 
     def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Values of f that targets suggest, and the precision of each: where factors start; here weak."""
@@ -233,7 +232,7 @@ class HeavyTailed(PointLikelihood):
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log density of Student-t noise around f."""
         freedom, scale = 2.0 + hyper[..., -1:].exp(), hyper[..., -2:-1].exp()
-        return StudentT(df=freedom, loc=function, scale=scale, validate_args=False).log_prob(targets)
+        return StudentT(freedom, function, scale, validate_args=False).log_prob(targets)
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean m and variance v + scale² ν / (ν − 2)."""
@@ -399,22 +398,7 @@ class Logit(PointLikelihood):
         probability = expected_softplus(mean, variance)[1]
         return probability, probability * (1.0 - probability)
 
-    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """:class:`LogitBernoulli`: GPyTorch's is the probit."""
-        return LogitBernoulli()
-
-
-class LogitBernoulli(_OneDimensionalLikelihood):
-    """The same as a likelihood of GPyTorch."""
-
-    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Bernoulli:
-        """The distribution of y given f."""
-        return Bernoulli(logits=function_samples)
-
 
 def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:
-    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit.
-
-    ``noise`` is the variance of Gaussian noise.
-    """
+    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit."""
     return Logit() if name == "bernoulli" else build_point_likelihood(name, noise=noise)

@@ -128,8 +128,11 @@ class WiredModel(gpytorch.Module):
 
     def wire_parameters(self) -> dict[str, Parameter]:
         """Every parameter by its wire name, in a fixed order."""
-        kernel = {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
-        return {**kernel, "likelihood.log_noise": self.likelihood.noise_covar.raw_noise}
+        return {**self.wired_kernel(), "likelihood.log_noise": self.likelihood.noise_covar.raw_noise}
+
+    def wired_kernel(self) -> dict[str, Parameter]:
+        """Those of the kernel."""
+        return {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
 
     def to_arrays(self) -> NamedArrays:
         """Current parameters under their wire names, as float64 arrays."""
@@ -184,8 +187,7 @@ class SparseGP(WiredModel, WhitenedGP):
         """Mean aᵀm and variance k_xx - aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx."""
         pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
         mean, variance = (torch.cat(part) for part in zip(*pieces, strict=True))
-        if not bool((variance > 0).all()):
-            count = int((variance <= 0).sum())
+        if count := int((variance <= 0).sum()):
             raise NumericsError(f"{count} of {len(variance)} predictive variances are not positive.")
         return mean, variance
 
@@ -214,9 +216,8 @@ class LatentGP(SparseGP):
 
     def wire_parameters(self) -> dict[str, Parameter]:
         """Inducing points, kernel, constant, and what the likelihood has."""
-        kernel = {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
         hyper = {HYPER: self.hyper} if self.hyper.numel() else {}
-        return {LOCATIONS: self.inducing_points, **kernel, CONSTANT: self.constant, **hyper}
+        return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
         """Log density, up to a constant, of log ℓ ~ N(½ log D + ½, 1) and log k(x, x) ~ N(log 4, 1).

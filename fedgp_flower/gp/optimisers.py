@@ -169,7 +169,7 @@ def maximise(
     values: list[float] = []
 
     def negative(flat: Array) -> tuple[float, Array]:
-        _scatter(flat, parameters)
+        scatter(flat, parameters)
         try:
             value = objective()
             if not bool(torch.isfinite(value)):
@@ -180,21 +180,23 @@ def maximise(
                 raise
             return 10.0 * abs(values[0]) + 1e6, np.zeros_like(flat)
         values.append(value.item())
-        return -value.item(), -_gather(slopes)
+        return -value.item(), -gather(slopes)
 
     limits = [bound for p, bound in zip(parameters, bounds, strict=True) for _ in range(p.numel())] if bounds else None
     options: dict[str, float] = {"maxcor": PAIRS, "maxfun": max_evaluations, "maxiter": max_evaluations}
     options |= {"ftol": tolerance, "gtol": gradient_tolerance}
-    end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
-    _scatter(np.asarray(end.x), parameters)
+    end = minimize(negative, gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
+    scatter(np.asarray(end.x), parameters)
     return Trace((*values, -float(end.fun)), int(end.nfev))
 
 
-def _gather(tensors: Sequence[Tensor]) -> Array:
+def gather(tensors: Sequence[Tensor]) -> Array:
+    """Tensors as one vector."""
     return np.concatenate([to_array(tensor).ravel() for tensor in tensors])
 
 
-def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
+def scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
+    """The inverse: set parameters from one vector."""
     pieces = torch.from_numpy(flat.copy()).split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.data.copy_(piece.view_as(parameter))

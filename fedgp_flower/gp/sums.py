@@ -161,35 +161,27 @@ def profiled(sums: SparseSums) -> Profile:
     unexplained = float(sums.prior_variance) - float(gram.diagonal().sum())
     count, squares = float(sums.count), float(sums.target_squares)
 
-    def noise_at(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ratio = log_ratio.exp()[:, None]
-        grown = 1 + ratio * spectrum  # [G, M]
-        residual = squares - (ratio * weights / grown).sum(1)
-        return (residual / count).clamp(min=LEAST_NOISE), residual, grown
-
-    def bound(log_ratio: torch.Tensor) -> torch.Tensor:
-        noise, residual, grown = noise_at(log_ratio)
-        fit = count * (2 * math.pi * noise).log() + residual / noise
-        return -0.5 * (fit + grown.log().sum(1) + log_ratio.exp() * unexplained)
-
-    def slope(log_ratio: torch.Tensor) -> torch.Tensor:
-        noise, _, grown = noise_at(log_ratio)
+    def at(log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The noise, F and its slope by log r."""
         ratio = log_ratio.exp()
+        grown = 1 + ratio[:, None] * spectrum  # [G, M]
+        residual = squares - (ratio[:, None] * weights / grown).sum(1)
+        noise = (residual / count).clamp(min=LEAST_NOISE)
+        fit = count * (2 * math.pi * noise).log() + residual / noise
         trace = (spectrum / grown).sum(1) - (weights / grown.square()).sum(1) / noise + unexplained
-        return -0.5 * ratio * trace
+        return noise, -0.5 * (fit + grown.log().sum(1) + ratio * unexplained), -0.5 * ratio * trace
 
     grid = torch.linspace(*LOG_RATIO, 261, dtype=torch.float64)
-    best = int(bound(grid).argmax())
+    best = int(at(grid)[1].argmax())
     low, high = grid[max(best - 1, 0)][None], grid[min(best + 1, len(grid) - 1)][None]
-    if bool(slope(low) > 0) and bool(slope(high) < 0):
+    top = grid[best][None]  # at an end of the search, or where the noise reaches its floor
+    if bool(at(low)[2] > 0) and bool(at(high)[2] < 0):
         for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if bool(slope(middle) > 0) else (low, middle)
+            top = (low + high) / 2
+            low, high = (top, high) if bool(at(top)[2] > 0) else (low, top)
         top = (low + high) / 2
-    else:
-        top = grid[best][None]  # at an end of the search, or where the noise reaches its floor
-    noise = noise_at(top)[0]
-    return Profile(float(bound(top)), float(noise * top.exp()), float(noise))
+    noise, value, _ = at(top)
+    return Profile(float(value), float(noise * top.exp()), float(noise))
 
 
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:

@@ -107,7 +107,7 @@ BUILT_IN: Mapping[str, Method] = {
         paper="Honkela and Melkas, Gaussian processes with differential privacy (2021), by sums",
         options="fedgp_flower.methods.sgpr.options:PrivateSGPROptions",
         strategy="strategies.private_sgpr:PrivateSGPR",
-        client="fedgp_flower.methods.sgpr.private_client:PrivateSGPRClient",
+        client="fedgp_flower.methods.sgpr.client:PrivateSGPRClient",
     ),
     "pvi": Method(
         summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",

@@ -208,8 +208,6 @@ def reunite(network: Network, met: Agreement, sites: Iterable[str]) -> None:
 def _welcome(network: Network, met: Agreement, described: Mapping[str, Answer]) -> None:
     for site, answer in described.items():
         try:
-            if _columns(answer.texts["schema"]) != _columns(met.schema):
-                raise ProtocolError("its columns are not those the other sites agreed on")
             met.sums[site] = encoded_sums(_description(answer), met.schema)
         except ProtocolError as error:
             network.dismiss(site, str(error))
@@ -217,15 +215,6 @@ def _welcome(network: Network, met: Agreement, described: Mapping[str, Answer]) 
         logger.info("site %s %s", site, "is back" if site in met.rows else "joined")
         met.labels[site] = answer.texts["label"]
         met.rows[site] = answer.number("num-examples")
-
-
-def _columns(schema: str) -> set[tuple[str, str]] | None:
-    """Names and kinds; a site may have its columns in another order. None where the text is no schema."""
-    try:
-        parsed = json.loads(schema)
-        return {(column["name"], column["kind"]) for column in [*parsed["features"], parsed["target"]]}
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _description(answer: Answer) -> SiteDescription:

@@ -19,7 +19,7 @@ from fedgp_flower.messages import message, too_far
 from fedgp_flower.options import AveragingSection, OptimizerSection
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.shared_messages import MOVE, Step, Stepped, WeightedStep
-from fedgp_flower.typing import AnyShape, NamedArrays
+from fedgp_flower.typing import AnyShape
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
 RULES: Mapping[str, Callable[[float], FedAvg]] = {
@@ -41,7 +41,7 @@ class AveragingState:
     moments: Mapping[str, AnyShape]
 
 
-def first_state(parameters: NamedArrays) -> AveragingState:
+def first_state(parameters: Mapping[str, np.ndarray]) -> AveragingState:
     """The state before the first round; every array has an axis, because Flower's clipping passes over one without."""
     return AveragingState({name: np.atleast_1d(array) for name, array in parameters.items()}, {})
 

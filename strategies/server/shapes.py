@@ -8,7 +8,7 @@ and inside the box of a uniform one. Scrambled Sobol points leave fewer holes th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +21,19 @@ from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import add, encode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Nothing, Shape
-from fedgp_flower.typing import Array, Json, NamedArrays
+from fedgp_flower.typing import Array, Json
 from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
 
 
-def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
-    """What sites say of where their inputs lie, and the initial hyperparameters; of totals, one answer of all sites."""
+def shape_of_inputs(roster: Roster) -> Asking[Shape]:
+    """Where the inputs of all sites lie, and the median of the initial hyperparameters: honest sites send the same."""
     if roster.totals_only:
         summed: Summed[Shape] = yield Total(Shape, Nothing())
         if summed.total is None:
             raise RunError("no total of where inputs lie; see the failures above")
         count = len(summed.sites) - summed.silent
         start = {name: np.asarray(array / count) for name, array in summed.total.start.items()}
-        return {"all": replace(summed.total, start=start)}
+        return replace(summed.total, start=start)
     answers: dict[str, Shape] = yield Each(Shape, {site: Nothing() for site in roster.sites}, retries=1)
     layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
     usual = Counter(layouts.values()).most_common(1)
@@ -42,7 +42,9 @@ def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
         del answers[site]
     if not answers:
         raise RunError("no site answered where its inputs lie; see the failures above")
-    return answers
+    starts = [shape.start for shape in answers.values()]
+    start = {name: np.asarray(np.median([known[name] for known in starts], axis=0)) for name in starts[0]}
+    return replace(add(answers.values()), start=start)
 
 
 def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
@@ -65,25 +67,14 @@ def middle(counts: Array) -> list[float]:
     return [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
 
 
-def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
-    """The median over sites, since every honest site sends the same."""
-    names = next(iter(answers.values())).start
-    return {name: np.asarray(np.median([shape.start[name] for shape in answers.values()], axis=0)) for name in names}
-
-
-def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:
+def initial_locations(shape: Shape, model: ModelSection, seed: int) -> Array:
     """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
-    return points_like_inputs(answers, model.num_inducing, np.random.default_rng([seed, *b"inducing"]))
+    return points_like_inputs(shape, model.num_inducing, np.random.default_rng([seed, *b"inducing"]))
 
 
-def points_like_inputs(answers: Mapping[str, Shape], count: int, rng: np.random.Generator) -> Array:
-    """Points [M, D] like the inputs of all sites, from the sums of what sites say of them."""
-    total = add(answers.values())
-    return copula_points(count, total.histogram.astype(np.float64), total.products, rng)
-
-
-def copula_points(count: int, histogram: Array, products: Array, rng: np.random.Generator) -> Array:
-    """Points [M, D] from the pooled counts [D, B] of :func:`fedgp_flower.gp.sums.input_shape` and XᵀX [D, D]."""
+def points_like_inputs(shape: Shape, count: int, rng: np.random.Generator) -> Array:
+    """Points [M, D] like the inputs of all sites, from their counts in bins [D, B] and XᵀX [D, D]."""
+    histogram, products = shape.histogram, shape.products
     rows = float(histogram[0].sum())
     spread = np.sqrt(np.maximum(np.diag(products) / rows, 1e-12))
     correlation = products / rows / np.outer(spread, spread)

@@ -48,7 +48,6 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
     share_of,
 )
 from fedgp_flower.methods.sfvi.structured import PredictiveMoments
-from fedgp_flower.shared_messages import Shape
 from fedgp_flower.typing import Array, Square, Targets, Vector
 
 Theta: TypeAlias = Mapping[str, Tensor]
@@ -99,9 +98,8 @@ def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in theta.items()}
 
 
-def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
+def pseudo_inputs(histogram: Array, count: int) -> Array:
     """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
-    histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
     if len(histogram) > 1:
         here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
         raise RunError(f"`hierarchical.deviation` = 'rough' {here}")

@@ -1,8 +1,9 @@
-"""The site's half of sgpr, svgp, fsgp and fgpr: sums, shares of gradients, expectations, local steps, prediction."""
+"""The site's half of sgpr, svgp, sgpr-private, fsgp and fgpr: sums, gradients, expectations, steps, prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +11,22 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.linalg import bounded
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
-from fedgp_flower.gp.optimisers import LOGARITHM, ascend, maximise
+from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, scatter
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, prior
+from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     Expectations,
     PooledPosterior,
+    PrivateRequest,
+    PrivateSums,
     Sketch,
     SparseStatistics,
     TrialAdjoints,
@@ -30,10 +35,12 @@ from fedgp_flower.methods.sgpr.messages import (
     apart,
     numbered,
 )
+from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import ModelSection
+from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
-from fedgp_flower.typing import Array, Rows, Targets
+from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 ROWS = 250
 """Of a site, at most, that its fit sees: O(n³)."""
@@ -44,6 +51,10 @@ _whiteners: dict[Hashable, Whitener] = {}
 """What all sites of this process compute from the latest parameters alone."""
 LATEST = 8
 """How many: a message asks for the sums at several parameters."""
+ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
+"""What says nothing of training rows beyond their number, and what is paid for, with differential privacy."""
+ASKED = "asked"
+"""Array of the site's state: the hash of the question that its latest release answered."""
 
 
 class SparseClient(SiteClient):
@@ -178,6 +189,45 @@ def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tenso
     return Stepped.of(request, model.to_arrays(), value)
 
 
+class PrivateSGPRClient(SparseClient):
+    """SGPR with differential privacy: noisy sums, as often as the budget lets it.
+
+    The latest release, and how many there were, stand in the site's state.
+    """
+
+    def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
+        """As usual, of few kinds."""
+        if (kind.partition(".")[2] or kind) not in ANSWERED:
+            raise ProtocolError(f"`privacy.epsilon` is set: `{kind}` would tell more of rows than is accounted for")
+        return super().asked(kind, arrays, numbers)
+
+    def private(self, request: PrivateRequest) -> PrivateSums:
+        """Sums of the clipped rows with this site's part of the noise.
+
+        Who did not get a release asks for it again and gets the same one, which tells nothing more: where it has all of
+        its noise. A part of it would tell more, since the total may have been of others.
+        """
+        budget, asked = Budget.of(self.config), np.frombuffer(bytes.fromhex(content_digest("", encode(request))), "u1")
+        kept = dict(self.state.arrays)
+        if request.sharing == 1 and np.array_equal(kept.pop(ASKED, ()), asked):
+            return decode(PrivateSums, kept)
+        if self.state.updates >= budget.releases:
+            raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `sgpr.trials`")
+        if request.sharing < 1:
+            raise ProtocolError("`sharing` is a number of sites")
+        whitener, (inputs, targets) = self.whitener(request.values), self.tensors
+        sums = pooled_sums(self.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
+        released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, self._rng())
+        self.state.replace({**encode(released), ASKED: asked})
+        return released
+
+    def _rng(self) -> np.random.Generator:
+        """From the operating system; in a simulation from the seed, where nothing is secret anyway."""
+        if not self.site.simulated:
+            return np.random.default_rng()
+        return np.random.default_rng([self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()])
+
+
 # A site's estimate of the hyperparameters, with its curvature: several sites add theirs to one start for all.
 
 
@@ -190,37 +240,20 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
     chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
     named = model.wire_parameters()
-    parameters = list(named.values())
-    centres, spreads = zip(*(prior(name, inputs.shape[1]) for name in named), strict=True)
-    with torch.no_grad():
-        for parameter, centre in zip(parameters, centres, strict=True):
-            parameter.fill_(centre)
+    parameters, priors = list(named.values()), [prior(name, inputs.shape[1]) for name in named]
+    model.load({name: np.full(p.shape, centre) for (name, p), (centre, _) in zip(named.items(), priors, strict=True)})
 
     def objective() -> torch.Tensor:
-        away = [((p - c) / s).square().sum() for p, c, s in zip(parameters, centres, spreads, strict=True)]
+        away = [((p - centre) / sd).square().sum() for p, (centre, sd) in zip(parameters, priors, strict=True)]
         return len(chosen) * model.log_evidence() - 0.5 * torch.stack(away).sum()
 
-    bounds = [LOGARITHM for _ in parameters]
-    maximise(objective, parameters, max_evaluations=EVALUATIONS, bounds=bounds)
-    mode = np.concatenate([parameter.detach().numpy().ravel() for parameter in parameters])
-    precision = curvature(objective, parameters)
+    def slopes(place: Array) -> Array:
+        scatter(place, parameters)
+        return gather(torch.autograd.grad(objective(), parameters))
+
+    maximise(objective, parameters, max_evaluations=EVALUATIONS, bounds=[LOGARITHM for _ in parameters])
+    mode = gather(parameters)
+    steps = DIFFERENCE * np.eye(len(mode))
+    whole = np.stack([slopes(mode - step) - slopes(mode + step) for step in steps]) / (2 * DIFFERENCE)
+    precision = bounded(whole / 2 + whole.T / 2)
     return precision, precision @ mode
-
-
-def curvature(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Array:
-    """−∂²/∂θ² of an objective [H, H], its eigenvalues bounded below."""
-
-    def slopes() -> Array:
-        return np.concatenate([slope.numpy().ravel() for slope in torch.autograd.grad(objective(), parameters)])
-
-    columns = []
-    for parameter in parameters:
-        flat = parameter.data.view(-1)
-        for index in range(flat.numel()):
-            flat[index] += DIFFERENCE
-            above = slopes()
-            flat[index] -= 2 * DIFFERENCE
-            columns.append((slopes() - above) / (2 * DIFFERENCE))
-            flat[index] += DIFFERENCE
-    whole = np.stack(columns)
-    return bounded(whole / 2 + whole.T / 2)
