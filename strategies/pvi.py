@@ -2,7 +2,7 @@
 
 Ashman et al., *Partitioned variational inference* (2022), Algorithm 1; for sparse GPs with distributions over inducing
 inputs and hyperparameters, *Federated learning of sparse Gaussian processes*. q(θ) ∝ p(θ) ∏ₖ tₖ(θ); products, cavities
-and the merge are in :mod:`fedgp_flower.methods.pvi.state`, what a site is asked in :mod:`strategies.pvi_updates`.
+and the merge are in :mod:`strategies.pvi_state`, what a site is asked in :mod:`strategies.pvi_updates`.
 
 Bayesian committee machines, variational continual learning, streaming VB and global VI are only a choice of
 :data:`~fedgp_flower.methods.pvi.options.PRESETS`. Asynchronous visits follow Section 4 of the paper: an answer is
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -35,19 +35,17 @@ from fedgp_flower.methods.pvi.messages import (
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel, factors_of, prediction_draws
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, saved_arrays
-from fedgp_flower.methods.pvi.state import factor_strengths, forget, merge, of_function, without
-from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot
-from fedgp_flower.typing import AnyShape, NamedArrays
+from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS
+from strategies.pvi_state import PVIState, factor_strengths, forget, merge, of_function, without
 from strategies.pvi_updates import (
     AgreedParameters,
-    LocalOptimum,
     Proposal,
-    PVIState,
     Update,
     agreed,
     averaged,
+    local_optimum,
     marginals,
     product,
     standard_normal,
@@ -144,7 +142,7 @@ def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
     return in_turn(plan, set(roster.sites) - set(roster.busy), record.attempts, room, generator)
 
 
-def due(plan: Plan, sites: Sequence[str], visits: Mapping[str, int]) -> list[str]:
+def due(plan: Plan, sites: Collection[str], visits: Mapping[str, int]) -> list[str]:
     """Sites that the plan may still visit."""
     return [site for site in sites if not plan.passes or visits.get(site, 0) < plan.passes]
 
@@ -180,9 +178,6 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
     """A checkpoint from which a site's factor, its rows and the records of its visits are gone.
 
     Its label stays, since simulated rows go on being dealt to as many sites as there were, and so do its failures.
-
-    Raises:
-        NumericsError: the site has no factor, or what remains is no density.
     """
     state = encode(forget(state_of(snapshot), site))
     arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
@@ -193,16 +188,6 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
 
 
 # ---- What a run says of the posterior -------------------------------------------------------------------------------
-
-
-def begin(first: Mapping[str, AnyShape], options: PVIOptions, rows: Mapping[str, int]) -> PVIState:
-    """Before the first round: N(0, I) of every block in the product; Z and β outside of it begin as points."""
-    blocks = {name: DiagonalGaussian.standard(first[name].size) for name in LATENTS if name in options.product}
-    priors = {name: NaturalParameters.of(block) for name, block in blocks.items()}
-    if options.linear:
-        priors["whitened"] = standard_normal(len(first["inducing"]))
-    points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
-    return PVIState(priors, shared=points, first=first, rows=rows)
 
 
 def free_energy(state: PVIState, request: object, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
@@ -218,70 +203,74 @@ def free_energy(state: PVIState, request: object, divergences: Mapping[str, floa
     return {"free_energy": {"total": total, "fit": fit, **divergences}}
 
 
+def parts_of(state: PVIState) -> tuple[Marginals, Factors]:
+    """q(Z), q(β) and the factors of all sites."""
+    return marginals(state), of_function(state.sites.values())
+
+
 class PVI(FederatedStrategy[PVIState]):
     """Partitioned variational inference of a sparse GP."""
 
     method = "pvi"
-    options_class: ClassVar[type[MethodOptions]] = PVIOptions
+    options_class = PVIOptions
     state_class = PVIState
-
-    @property
-    def table(self) -> PVIOptions:
-        """The table ``pvi.*``."""
-        return cast(PVIOptions, self.config.shared)
+    options: PVIOptions
 
     @property
     def plan(self) -> Plan:
         """How sites are visited; factors that do not depend on the other sites are damped only if that is wanted."""
-        plan = self.table.plan(self.config.seed)
+        plan = self.options.plan(self.config.seed)
         return replace(plan, damping=plan.damping or 1.0) if self.agreement else plan
 
     @property
     def agreement(self) -> AgreedParameters | None:
         """The rounds that agree on Z and β before the first visit, where sites do not refine them."""
-        if self.options is not self.table or not self.table.agrees:  # models of weights have other options
+        if not self.options.agrees:
             return None
-        return AgreedParameters.of(self.config, self.preparation.training_target, self.table.exchanges)
+        return AgreedParameters.of(self.config, self.preparation.training_target, self.options.exchanges)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
-        """The first Z from federated statistics, the same for all sites; nothing is known of the function yet."""
+        """The first Z from federated statistics, the same for all sites; nothing is known of the function yet.
+
+        N(0, I) of every block in the product; Z and β outside of it begin as points.
+        """
         if self.agreement:
             return (yield from self.agreement.start(roster))
-        shape = yield from shape_of_inputs(roster)
+        shape, options = (yield from shape_of_inputs(roster)), self.options
         locations = initial_locations(shape, self.config.model, self.config.seed)
         first = {"inducing": locations, "hyper": shape.start["hyper"]}
-        return begin(first, self.table, roster.rows)
+        blocks = {name: DiagonalGaussian.standard(first[name].size) for name in LATENTS if name in options.product}
+        priors = {name: NaturalParameters.of(block) for name, block in blocks.items()}
+        if options.linear:
+            priors["whitened"] = standard_normal(len(locations))
+        points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
+        return PVIState(priors, shared=points, first=first, rows=roster.rows)
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """A round that agrees on Z and β, until only the rounds of one visit each are left; or a visit."""
-        if self.agreement and not state.values:
+        if not self.agreement:
+            averaged = ("inducing",) if self.options.averages else ()
+            update = local_optimum(self.options.function, averaged, tied=self.options.tied)
+            return (yield from one_round(state, roster, self.plan, update))
+        if not state.values:
             left = self.planned_rounds - roster.round + 1
             needed = 1 if self.plan.schedule == "synchronous" else len(roster.sites)
             if left > needed and not self.agreement.finished(state):
                 return (yield from self.agreement.one_round(state, roster))
             pooled = yield from self.agreement.pooled(state, roster)
             state = agreed(replace(state, rows=roster.rows), pooled.values)
-        update = yield from self.update(state, roster)
+        update = yield from self.agreement.update(state, roster)
         return (yield from one_round(state, roster, self.plan, update))
-
-    def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
-        """What a site is asked on a visit."""
-        if self.agreement:
-            return (yield from self.agreement.update(state, roster))
-        averaged = ("inducing",) if self.table.averages else ()
-        return LocalOptimum(self.table.function, averaged, self.table.tied)
 
     def finished(self, state: PVIState) -> bool:
         """Whether the plan visits no site any more, or visits change nothing."""
+        sites, plan, record = self.roster().sites, self.plan, state.record
         if self.agreement and not state.values:
             return False
-        sites, record = self.roster().sites, state.record
-        settled = self.agreement and self.agreement.settled(record, sites, self.plan.damping)
-        return not due(self.plan, sites, record.visits) or bool(settled)
+        settled = self.agreement and self.agreement.settled(record, sites, plan.damping)
+        return not due(plan, sites, record.visits) or bool(settled)
 
-    def converged(self, state: PVIState) -> bool:
-        """Whether nothing changes any more."""
-        return self.finished(state)
+    converged = finished
 
     def predictive(self, state: PVIState, roster: Roster) -> Asking[Predicted]:
         """q(Z), q(β) and the factors; at an agreed Z and β their product, before the first visit what totals say."""
@@ -293,7 +282,7 @@ class PVI(FederatedStrategy[PVIState]):
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names
         relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), which all sites have refined")
-        arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.table.tied)
+        arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.options.tied)
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
@@ -330,15 +319,10 @@ class PVI(FederatedStrategy[PVIState]):
         q, factors = parts_of(state)
         model = SparseModel(self.config.model, state.first["inducing"].shape[1])
         draws = prediction_draws(q, model, PREDICTION_DRAWS, self.config.seed)
-        function = draws.product(factors_of(factors, tied=self.table.tied))
+        function = draws.product(factors_of(factors, tied=self.options.tied))
         kl = {"kl_function": float(function.kl(draws.prior()).mean())}
         for name, latent in zip(LATENTS, (q.inducing, q.hyper), strict=True):
             kl[f"kl_{name}"] = 0.0
             if latent.value is None:
                 kl[f"kl_{name}"] = float(latent.natural().gaussian.kl(DiagonalGaussian.standard(latent.size)))
         return (yield from free_energy(state, Predictive(q, factors), kl))
-
-
-def parts_of(state: PVIState) -> tuple[Marginals, Factors]:
-    """q(Z), q(β) and the factors of all sites."""
-    return marginals(state), of_function(state.sites.values())

@@ -1,6 +1,6 @@
 """The local updates of PVI: what a site is asked on a visit, and how its answer is read; and how Z and β are agreed on.
 
-With :class:`LocalOptimum` the site optimises. The other two need a Z and β that all sites share, which rounds of
+In :func:`local_optimum` the site optimises. The other two need a Z and β that all sites share, which rounds of
 :mod:`strategies.sgpr` (Gaussian noise) or :mod:`strategies.svgp` (other likelihoods) find before the first visit. At
 them a site's factor of v = L⁻¹u follows from sums of its rows: exactly with Gaussian noise, so that one visit each
 gives the posterior of all rows whatever the partition (Ashman et al. 2022, Section 2), and as a natural gradient
@@ -9,10 +9,10 @@ otherwise (Property 3.2).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -21,16 +21,14 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.sums import collapsed_bound
-from fedgp_flower.messages import message
 from fedgp_flower.methods.pvi.messages import LATENTS, Marginal, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import Contribution, Product, Record, cavity, of_function, posterior
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
-from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
 from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, saved, told_by_total
+from strategies.pvi_state import Contribution, PVIState, Record, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
@@ -40,16 +38,6 @@ SETTLED_EXACT, SETTLED = 1e-6, 1e-3
 :data:`SETTLED`."""
 HEAVY = 4.0
 """Weight of pseudo-observations for each row beyond which an answer is refused; honest ones have about 1."""
-
-
-@message()
-class PVIState(Product):
-    """The product, and where the rounds that agree on Z and β are."""
-
-    values: Mapping[str, AnyShape] = field(default_factory=dict)
-    """Z and β that all sites share; empty while they are looked for, or where each site refines them."""
-    sgpr: sgpr.SGPRState | None = None
-    svgp: svgp.SVGPState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +51,41 @@ class Proposal:
     """New values of latents outside the product."""
 
 
-class Update(ABC):
+@dataclass(frozen=True, slots=True)
+class Update:
     """What a site is asked on a visit, and how its answer is read."""
 
-    answer: ClassVar[type[Any]]
-    """The class of an answer."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes of the answer's dimensions."""
-        return {}
-
-    @abstractmethod
-    def request(self, state: PVIState, site: str, plan: Plan) -> Any:
-        """The message to a site."""
-
-    @abstractmethod
-    def read(self, state: PVIState, site: str, answer: Any) -> Proposal:
-        """The proposal in an answer.
-
-        Raises:
-            ProtocolError: the answer cannot be used.
-        """
+    answer: type[Any]
+    request: Callable[[PVIState, str, Plan], Any]
+    """The message to a site."""
+    read: Callable[[PVIState, str, Any], Proposal]
+    """The proposal in a site's answer, or a ProtocolError where it cannot be used."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the answer's dimensions."""
 
 
 # ---- The site optimises ---------------------------------------------------------------------------------------------
 
 
-def context(state: Product, site: str, plan: Plan) -> dict[str, Gaussian]:
+def local_optimum(function: str, averaged: Sequence[str] = (), *, tied: bool = False) -> Update:
+    """The site maximises its local free energy, by the update of the configuration.
+
+    ``function`` is the part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``.
+    """
+    return Update(Refined, partial(visit, function), partial(proposed, {function, *averaged}, tied))
+
+
+def visit(function: str, state: PVIState, site: str, plan: Plan) -> Visit:
+    """What the others know, and the site's factor to start from."""
+    around = context(state, site, plan)
+    known = {name: NaturalParameters.of(around[name]) for name in state.prior}
+    q = NaturalParameters.of(posterior(state)[function]) if function in state.prior else None
+    others = of_function(each for name, each in state.sites.items() if name != site or not plan.deletion)
+    before = of_function([state.sites[site]]) if plan.deletion and site in state.sites else None
+    return Visit(known, q, marginals(state) if state.first else None, others, before)
+
+
+def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
     """What a site multiplies its likelihood with in a local update.
 
     With deletion it is the cavity; without, the posterior itself (streaming). The Bayesian committee machine that
@@ -102,7 +97,7 @@ def context(state: Product, site: str, plan: Plan) -> dict[str, Gaussian]:
     return cavity(state, site) if plan.deletion else posterior(state)
 
 
-def marginals(state: Product) -> Marginals:
+def marginals(state: PVIState) -> Marginals:
     """q(Z) and q(β); before the first merge they are narrow around where they begin."""
     known = {name: Marginal.of(q) for name, q in posterior(state).items() if state.version and name in LATENTS}
     known |= state.shared
@@ -112,52 +107,32 @@ def marginals(state: Product) -> Marginals:
     return Marginals(**known)
 
 
-@dataclass(frozen=True)
-class LocalOptimum(Update):
-    """The site maximises its local free energy, by the update of the configuration."""
-
-    function: str
-    """The part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``."""
-    averaged: tuple[str, ...] = ()
-    """Latents whose new values an answer holds, for the server to average."""
-    tied: bool = False
-    answer = Refined
-
-    def request(self, state: PVIState, site: str, plan: Plan) -> Visit:
-        """What the others know, and the site's factor to start from."""
-        around = context(state, site, plan)
-        known = {name: NaturalParameters.of(around[name]) for name in state.prior}
-        q = NaturalParameters.of(posterior(state)[self.function]) if self.function in state.prior else None
-        others = of_function(each for name, each in state.sites.items() if name != site or not plan.deletion)
-        before = of_function([state.sites[site]]) if plan.deletion and site in state.sites else None
-        return Visit(known, q, marginals(state) if state.first else None, others, before)
-
-    def read(self, state: PVIState, site: str, answer: Refined) -> Proposal:
-        """The factors t̂ₖ of an answer, and the latents that are outside the product."""
-        expected = {self.function, *self.averaged, *state.prior}
-        if answer.parts.keys() != expected:
-            held, wanted = (", ".join(f"`{name}`" for name in sorted(names)) for names in (answer.parts, expected))
-            raise ProtocolError(f"the answer holds {held}, expected {wanted}")
-        latents = {"inducing": answer.inducing, "hyper": answer.hyper}
-        shared = {name: part for name, part in latents.items() if part and part.value is not None}
-        factors = {name: part.natural() for name, part in latents.items() if part and part.value is None}
-        if function := answer.values or answer.whitened or answer.weights:
-            factors[self.function] = function
-        if odd := shared.keys() & state.prior.keys() or factors.keys() & set(self.averaged):
-            raise ProtocolError(f"`{odd.pop()}`: a value where a distribution is expected, or the other way round")
-        for name, part in (factors | shared).items():
-            known = state.prior.get(name) or state.shared.get(name)
-            size = known.size if known else len(state.first["inducing"])
-            if part.size != size:
-                raise ProtocolError(f"`{name}`: {part.size} entries, expected {size}")
-            if name in state.prior and factors[name].eta2.shape != state.prior[name].eta2.shape:
-                raise ProtocolError(f"`{name}.eta2`: shape {factors[name].eta2.shape}, unlike the prior")
-        if answer.points is not None and self.tied:
-            weight, rows = float(np.square(answer.points.root).sum()), state.rows[site]
-            if weight > HEAVY * rows:
-                what = f"pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
-                raise ProtocolError(f"`points.root`: {what}")
-        return Proposal(Contribution(factors, answer.points), answer.objective, shared)
+def proposed(asked: set[str], tied: bool, state: PVIState, site: str, answer: Refined) -> Proposal:
+    """The factors t̂ₖ of an answer, and the latents that are outside the product."""
+    expected = asked | set(state.prior)
+    if answer.parts.keys() != expected:
+        held, wanted = (", ".join(f"`{name}`" for name in sorted(names)) for names in (answer.parts, expected))
+        raise ProtocolError(f"the answer holds {held}, expected {wanted}")
+    latents = {"inducing": answer.inducing, "hyper": answer.hyper}
+    shared = {name: part for name, part in latents.items() if part and part.value is not None}
+    factors = {name: part.natural() for name, part in latents.items() if part and part.value is None}
+    gaussians = {"values": answer.values, "whitened": answer.whitened, "weights": answer.weights}
+    factors |= {name: part for name, part in gaussians.items() if part}
+    if odd := shared.keys() & state.prior.keys() or factors.keys() & state.shared.keys():
+        raise ProtocolError(f"`{odd.pop()}`: a value where a distribution is expected, or the other way round")
+    for name, part in (factors | shared).items():
+        known = state.prior.get(name) or state.shared.get(name)
+        size = known.size if known else len(state.first["inducing"])
+        if part.size != size:
+            raise ProtocolError(f"`{name}`: {part.size} entries, expected {size}")
+        if name in state.prior and factors[name].eta2.shape != state.prior[name].eta2.shape:
+            raise ProtocolError(f"`{name}.eta2`: shape {factors[name].eta2.shape}, unlike the prior")
+    if answer.points is not None and tied:
+        weight, rows = float(np.square(answer.points.root).sum()), state.rows[site]
+        if weight > HEAVY * rows:
+            what = f"pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
+            raise ProtocolError(f"`points.root`: {what}")
+    return Proposal(Contribution(factors, answer.points), answer.objective, shared)
 
 
 def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> PVIState:
@@ -174,51 +149,31 @@ def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> P
 # ---- Factors from sums at an agreed Z and β -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExactFactor(Update):
-    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ²."""
+def exact_factor(values: Mapping[str, ndarray]) -> Update:
+    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ².
 
-    values: Mapping[str, ndarray]
-    answer = SparseStatistics
+    The objective is the bound on the evidence of these rows alone.
+    """
+    noise = noise_of(values)
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """M."""
-        return {"M": len(self.values[LOCATIONS])}
-
-    def request(self, state: PVIState, site: str, plan: Plan) -> Parameters:
-        """The parameters: the factor depends on nothing else."""
-        del state, site, plan
-        return Parameters(self.values)
-
-    def read(self, state: PVIState, site: str, answer: SparseStatistics) -> Proposal:
-        """The factor; the objective is the bound on the evidence of these rows alone."""
-        noise, rows = noise_of(self.values), state.rows[site]
+    def read(state: PVIState, site: str, answer: SparseStatistics) -> Proposal:
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(Contribution({"whitened": factor}), collapsed_bound(answer, noise) / rows)
+        return Proposal(Contribution({"whitened": factor}), collapsed_bound(answer, noise) / state.rows[site])
+
+    return Update(SparseStatistics, lambda *_: Parameters(values), read, {"M": len(values[LOCATIONS])})
 
 
-@dataclass(frozen=True)
-class NaturalGradient(Update):
-    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m."""
+def natural_gradient(q: PooledPosterior) -> Update:
+    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m.
 
-    q: PooledPosterior
-    answer = Expectations
+    The objective is the expected log likelihood.
+    """
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """M."""
-        return {"M": len(self.q.mean)}
-
-    def request(self, state: PVIState, site: str, plan: Plan) -> PooledPosterior:
-        """Parameters and q: the same for all sites of a round."""
-        del state, site, plan
-        return self.q
-
-    def read(self, state: PVIState, site: str, answer: Expectations) -> Proposal:
-        """The factor; the objective is the expected log likelihood."""
-        factor = NaturalParameters(answer.slope + answer.curvature @ self.q.mean, -0.5 * answer.curvature)
+    def read(state: PVIState, site: str, answer: Expectations) -> Proposal:
+        factor = NaturalParameters(answer.slope + answer.curvature @ q.mean, -0.5 * answer.curvature)
         return Proposal(Contribution({"whitened": factor}), float(answer.fit) / state.rows[site])
+
+    return Update(Expectations, lambda *_: q, read, {"M": len(q.mean)})
 
 
 def standard_normal(size: int) -> NaturalParameters:
@@ -285,9 +240,9 @@ class AgreedParameters:
     def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
         """Sums at the agreed parameters; or expectations at the product, once every site has a factor in it."""
         if self.exact:
-            return ExactFactor(state.values)
+            return exact_factor(state.values)
         whole = all(site in state.sites for site in roster.sites)
-        return NaturalGradient(product(state) if whole else (yield from self.pooled(state, roster)))
+        return natural_gradient(product(state) if whole else (yield from self.pooled(state, roster)))
 
     def settled(self, record: Record, sites: Sequence[str], damping: float) -> bool:
         """Whether every site was visited and more visits change nothing."""

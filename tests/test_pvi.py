@@ -16,12 +16,11 @@ from fedgp_flower import server_app
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.pvi import panels as pvi_figures
 from fedgp_flower.methods.pvi.messages import NaturalParameters, PseudoPoints
-from fedgp_flower.methods.pvi.state import Contribution, factor_strengths
 from fedgp_flower.run import figures, forget, report
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 from strategies.pvi import forget_site, state_of
-from strategies.pvi_updates import PVIState
+from strategies.pvi_state import Contribution, PVIState, factor_strengths
 
 QUICK = {"pvi__steps": 4, "pvi__local_update": "adam"}
 SITES = 3

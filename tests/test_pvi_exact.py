@@ -30,11 +30,11 @@ from fedgp_flower.methods.pvi.model import (
     predict,
 )
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import Contribution, cavities, cavity, forget, merge, posterior
 from fedgp_flower.methods.pvi_weights.glm import optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, in_turn, next_visits, one_round
-from strategies.pvi_updates import LocalOptimum, PVIState, averaged
+from strategies.pvi_state import Contribution, PVIState, cavities, cavity, forget, merge, posterior
+from strategies.pvi_updates import averaged, local_optimum
 from strategies.server.questions import Asking, First, Refuse, Roster, drive
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}  # cond(K_zz) is about 1e3
@@ -293,7 +293,7 @@ def test_schedules():
     assert (damping_of(Plan("synchronous"), 4), damping_of(Plan("sequential"), 1)) == (0.25, 1.0)
 
 
-LINEAR = LocalOptimum("weights")
+LINEAR = local_optimum("weights")
 
 
 def first() -> PVIState:

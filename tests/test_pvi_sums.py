@@ -16,7 +16,6 @@ from fedgp_flower.gp.models import LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import profiled
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics, TrialSums, apart
 from fedgp_flower.options import ModelSection
@@ -24,7 +23,8 @@ from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Parameters
 from strategies import svgp
 from strategies.pvi import one_round
-from strategies.pvi_updates import ExactFactor, NaturalGradient, PVIState, agreed, product
+from strategies.pvi_state import PVIState, forget, posterior
+from strategies.pvi_updates import agreed, exact_factor, natural_gradient, product
 from strategies.server.questions import Roster, drive
 from strategies.sgpr import objective
 
@@ -88,7 +88,7 @@ def visited(sites: dict[str, Site], plan: Plan, rounds: int, asked: Any = None) 
     state = agreed(PVIState(), VALUES)
     for number in range(1, rounds + 1):
         roster = Roster({k: len(own.y) for k, own in sites.items()}, tuple(sites), (), number)
-        asking = one_round(state, roster, plan, asked or ExactFactor(VALUES))
+        asking = one_round(state, roster, plan, asked or exact_factor(VALUES))
         state, _ = drive(asking, sites)
         state = replace(state, sent={})
     return state
@@ -132,7 +132,7 @@ def test_with_gaussian_noise_the_natural_gradient_anywhere_is_the_exact_factor()
     values = {n: a for n, a in VALUES.items() if n != "likelihood.log_noise"}
     latent = LatentGP(ModelSection(noise=NOISE), torch.from_numpy(Z)).to_arrays()
     q = PooledPosterior(latent | values, RNG.standard_normal(6), root @ root.T / 6 + np.eye(6))
-    found = visited(shards(3), Plan("synchronous", damping=1.0), 1, NaturalGradient(q))
+    found = visited(shards(3), Plan("synchronous", damping=1.0), 1, natural_gradient(q))
     exact = visited(shards(3), Plan("synchronous", damping=1.0), 1)
     for own, whole in zip(posterior(found).values(), posterior(exact).values(), strict=True):
         torch.testing.assert_close(own.eta1, whole.eta1, rtol=1e-7, atol=1e-7)

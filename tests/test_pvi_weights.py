@@ -16,7 +16,6 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
-from fedgp_flower.methods.pvi.state import posterior
 from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.network import ClassRows, VisitSettings, WeightSpaceNetwork, refined
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
@@ -25,12 +24,13 @@ from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.shared_messages import Described
 from strategies.pvi import one_round
-from strategies.pvi_updates import LocalOptimum, PVIState
+from strategies.pvi_state import PVIState, posterior
+from strategies.pvi_updates import local_optimum
 from strategies.server.questions import Roster, drive
 
 SITES = ("a", "b", "c")
 NOISE = 0.3
-OPTIMUM = LocalOptimum(WEIGHTS)
+OPTIMUM = local_optimum(WEIGHTS)
 
 
 def rows(likelihood: str, n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

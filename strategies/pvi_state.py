@@ -22,6 +22,8 @@ from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.pvi.messages import Factors, Marginal, NaturalParameters, PseudoPoints
 from fedgp_flower.typing import AnyShape
+from strategies.sgpr import SGPRState
+from strategies.svgp import SVGPState
 
 MOST_HALVINGS = 40
 """Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
@@ -63,7 +65,7 @@ class Record:
 
 
 @message()
-class Product:
+class PVIState:
     """The global posterior kept as its parts, q = p ∏ₖ tₖ; a site that is absent has tₖ ≡ 1."""
 
     prior: Mapping[str, NaturalParameters] = field(default_factory=dict)
@@ -79,22 +81,23 @@ class Product:
     sent: Mapping[str, int] = field(default_factory=dict)
     """Asynchronous: the version that each site which is working was given."""
     record: Record = field(default_factory=Record)
+    values: Mapping[str, AnyShape] = field(default_factory=dict)
+    """Z and β that all sites share; empty while they are looked for, or where each site refines them."""
+    sgpr: SGPRState | None = None
+    svgp: SVGPState | None = None
 
 
-P = TypeVar("P", bound=Product)
-
-
-def posterior(state: Product) -> Blocks:
+def posterior(state: PVIState) -> Blocks:
     """The global q = p ∏ₖ tₖ by block; a block without a prior is the product of the sites' factors alone."""
     return _product(state.prior, state.sites.values())
 
 
-def cavity(state: Product, site: str) -> Blocks:
+def cavity(state: PVIState, site: str) -> Blocks:
     """The cavity p ∏_{m≠k} t_m, formed as a product, never by division."""
     return _product(state.prior, without(state.sites, site).values())
 
 
-def cavities(state: Product) -> Iterator[Blocks]:
+def cavities(state: PVIState) -> Iterator[Blocks]:
     """Every site's cavity in turn, in 3K products of those before it and those behind it."""
     factors = [_gaussians(each.factors) for each in state.sites.values()]
     nothing: Blocks = {}
@@ -125,7 +128,7 @@ def _times(left: Blocks, right: Blocks) -> Blocks:
     return left | {name: left[name] * factor if name in left else factor for name, factor in right.items()}
 
 
-def is_proper(state: Product) -> bool:
+def is_proper(state: PVIState) -> bool:
     """Whether q and every cavity are densities, in every block that has a prior."""
     candidates = chain([posterior(state)], cavities(state))
     return all(blocks[name].is_proper() for blocks in candidates for name in state.prior)
@@ -149,8 +152,8 @@ class MergeRecord:
 
 
 def merge(
-    state: P, replies: Mapping[str, Contribution], *, damping: float, deletion: bool = True
-) -> tuple[P, MergeRecord]:
+    state: PVIState, replies: Mapping[str, Contribution], *, damping: float, deletion: bool = True
+) -> tuple[PVIState, MergeRecord]:
     """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for every site that replied, all at once (Algorithm 1, step 3).
 
     Without deletion t̂ₖ is what the rows add to a posterior that already holds tₖ: tₖ ← tₖ t̂ₖ^ρ. If q or a cavity would
@@ -177,7 +180,7 @@ def merge(
     return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
 
 
-def _halvings(state: Product, reply: Mapping[str, Contribution], damping: float, deletion: bool) -> int:
+def _halvings(state: PVIState, reply: Mapping[str, Contribution], damping: float, deletion: bool) -> int:
     """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
     for count in range(MOST_HALVINGS):
         if is_proper(_merged(state, reply, dict.fromkeys(reply, damping * 0.5**count), deletion)):
@@ -185,7 +188,9 @@ def _halvings(state: Product, reply: Mapping[str, Contribution], damping: float,
     return MOST_HALVINGS
 
 
-def _merged(state: P, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool) -> P:
+def _merged(
+    state: PVIState, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
+) -> PVIState:
     if not rates:
         return state
     new = dict(state.sites)
@@ -201,7 +206,7 @@ def _merged(state: P, replies: Mapping[str, Contribution], rates: Mapping[str, f
 
 
 def _sizes(
-    state: Product, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
+    state: PVIState, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
 ) -> dict[str, float]:
     """How far each site alone moves q; infinite where alone it would be improper, or nothing of it has a prior."""
     before = posterior(state)
@@ -214,12 +219,8 @@ def _sizes(
     return sizes
 
 
-def forget(state: P, site: str) -> P:
-    """The state without a site's factor: q/tₖ. Exact, as if it had never been, in a conjugate model at fixed β and Z.
-
-    Raises:
-        NumericsError: the site is unknown, it is the only one, or what remains is improper.
-    """
+def forget(state: PVIState, site: str) -> PVIState:
+    """The state without a site's factor: q/tₖ. Exact in a conjugate model at fixed β and Z."""
     if site not in state.sites:
         known = ", ".join(sorted(state.sites)) or "none"
         raise NumericsError(f"site {site!r} has no factor in this posterior; sites that have one: {known}")
@@ -245,7 +246,7 @@ def forget(state: P, site: str) -> P:
     return left
 
 
-def factor_strengths(state: Product) -> dict[str, dict[str, float]]:
+def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
     """How much each site's factor says, by site and in units that compare sites.
 
     ``points``: M_k. ``weight``: tr S_k⁻¹, which for tied noise is in units of 1/σ², that is, in rows. ``directions``:
@@ -256,9 +257,9 @@ def factor_strengths(state: Product) -> dict[str, dict[str, float]]:
     for site, part in state.sites.items():
         says = {"rows": float(state.rows[site])}
         if part.points is not None:
-            says |= {"points": float(len(part.points.targets)), "weight": float(np.square(part.points.root).sum())}
+            says |= {"points": float(part.points.size), "weight": float(np.square(part.points.root).sum())}
         for name, factor in part.factors.items():
-            precision = -2.0 * factor.eta2
+            precision = factor.gaussian.precision.numpy()
             if name == "whitened":
                 says["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
             else:
