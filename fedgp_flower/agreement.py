@@ -83,7 +83,12 @@ class SiteDescription:
     label: str = ""
     dropped: int = 0
     """Rows left out for a missing cell."""
-    simulated: bool = False
+    partitions: int = 0
+    """Sites of a simulation; 0 where the site is real."""
+    bare: bool = False
+    """Whether it says nothing of rows, since it answers under masks alone."""
+    trusting: bool = False
+    """Whether the site has a trust file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +318,7 @@ def agree(
         names=tuple(name for column in columns for name in column.names),
         rows={site: told.num_examples for site, told in accepted.items()},
         labels={site: told.label for site, told in accepted.items()},
-        simulated=any(told.simulated for told in accepted.values()),
+        simulated=any(told.partitions for told in accepted.values()),
         training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
         columns=[pooled.facts for pooled in found],
         dropped=sum(told.dropped for told in accepted.values()),

@@ -223,6 +223,12 @@ class CoreConfig(Section):
             raise ValueError("expected the name of a folder inside `output-dir`, without a path")
         return name
 
+    @property
+    def terms(self) -> Json:
+        """How sites agree on columns: keyword arguments of :func:`fedgp_flower.agreement.agree`."""
+        known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
+        return {**known, "max_levels": self.max_levels, "missing": self.missing}
+
     def run_name(self, label: str = "") -> str:
         """Name of the run's folder; ``label`` stands for the data set."""
         words = (self.method, re.sub(r"[^\w.]+", "-", label or self.dataset), time.strftime("%Y%m%d-%H%M%S"))

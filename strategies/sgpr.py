@@ -6,8 +6,6 @@ its candidates are evaluated together. Two chains share every trip: one starts f
 fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With
 descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as
 many points as are kept, and the server keeps those that explain most (:func:`fedgp_flower.gp.cells.explaining`).
-
-The algorithm is a set of functions over :class:`Problem` and :class:`SGPRState`; :class:`SGPR` runs them under Flower.
 """
 
 from __future__ import annotations
@@ -146,24 +144,22 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
     num_inputs = anchors.shape[1]
     model = pooled_bound.empty_model(section, num_inputs)
-    sizes = {"C": SLOTS, "H": sum(array.size for array in model.values())}
+    sizes = {"C": SLOTS, "H": pack(model).size}
     summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors), sizes=sizes)
     if summed.total is None:
         raise RunError("no site answered where its inputs lie; see the failures above")
-    rng = np.random.default_rng([seed, *b"inducing"])
-    draws = drawn(summed.total.rows, summed.total.first, summed.total.second, rng)
+    sketch, rng = summed.total, np.random.default_rng([seed, *b"inducing"])
+    draws = drawn(sketch.rows, sketch.first, sketch.second, rng)
     distinct = len(np.unique(draws, axis=0))
     count = min(pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
     most = min(pooled_bound.candidates(count, roster, problem.small_sites), distinct)
     expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in model.items()}
     chains = []
-    for first in (agreed(summed.total, model), expected):
+    for first in (agreed(sketch, model), expected):
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
         chains.append(chain_at(pooled_bound.of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
     logger.info("%d inducing points; at most %d exchanges for training", count, problem.exchanges)
-    for words in pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES):
-        logger.warning(words)
     return SGPRState(tuple(chains), (), BEFORE, count)
 
 
@@ -198,12 +194,11 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
     tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
     totals, answered = yield from sums_at(tried, sites)
-    exchanges = state.exchanges + 1
     if not totals:
-        return replace(state, exchanges=exchanges)
+        return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    return SGPRState(tuple(chains), answered, exchanges, state.points)
+    return SGPRState(tuple(chains), answered, state.exchanges + 1, state.points)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -336,10 +331,8 @@ class SGPR(FederatedStrategy[SGPRState]):
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details = pooled_bound.facts(found.values, totals) | pooled_bound.progress(
-            state.exchanges, state.gains, A_ROUND, state.rows
-        )
-        details |= {"num_inducing": len(state.best.values[LOCATIONS])}
+        details = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(state.best.values[LOCATIONS])}
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:

@@ -3,14 +3,12 @@
 The server keeps (B, b), what all rows say of the whitened inducing values, and sends parameters w with
 q(v) = N((I + B)⁻¹ b, (I + B)⁻¹). Sites answer with sums: the expected log likelihood, its gradient by w, and what
 (B, b) would be where it no longer moves. From these alone the server takes a natural-gradient step in (B, b) and a
-quasi-Newton step in w, to which (B, b) is carried as pseudo-observations. A trial that loses is taken back, and both
-steps are halved. Whatever the partition, the sums and so the run are the same; see
-:mod:`fedgp_flower.methods.sgpr.duals`.
+quasi-Newton step in w, to which (B, b) is carried as pseudo-observations (:mod:`fedgp_flower.methods.sgpr.duals`). A
+trial that loses is taken back, and both steps are halved. Whatever the partition, the run is the same.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -33,8 +31,6 @@ from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, save
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
-
-logger = logging.getLogger("fedgp")
 
 WARM = 3
 """Evaluations with the first parameters, while q settles."""
@@ -105,8 +101,6 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
         values[CONSTANT][:] = ndtri(problem.target["share"])
     elif model.likelihood == "poisson":
         values[CONSTANT][:] = np.log(problem.target["mean"])
-    for words in told_by_total(len(locations), roster.rows):
-        logger.warning(words)
     return at(values)
 
 

@@ -142,9 +142,9 @@ def require_same_rows(context: Context, run: str, site: RawSite) -> None:
     """Remember the rows of a real site at its first message of a run, and refuse others later."""
     if site.simulated:
         return
-    path, kept = file_of(context, ROWS_FILE), record_of(context.state, ROWS, ConfigRecord)
-    known: Mapping[str, object] = kept or {}
-    if kept is None and path is not None:
+    path = file_of(context, ROWS_FILE)
+    known: Mapping[str, object] = record_of(context.state, ROWS, ConfigRecord) or {}
+    if not known and path is not None:
         try:
             known = read_json(path)
         except RunError:

@@ -1,8 +1,7 @@
 """Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
 
 A site halves its rows along the direction in which they spread most, and the halves again, down to cells of at least
-:data:`LEAST_ROWS`. It adds each cell's count, Σx and Σx² to the slot of the nearest anchor. Cells of several sites that
-meet in a slot are one larger cell. The draws follow the mixture of all cells.
+five. It adds each cell's count, Σx and Σx² to the slot of the nearest anchor, where cells of several sites are one.
 """
 
 from __future__ import annotations

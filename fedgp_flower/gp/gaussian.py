@@ -1,8 +1,7 @@
 """Gaussians in natural parameters: a product of densities is a sum, a cavity a difference, damping a multiple.
 
-A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision, as the
-approximate likelihoods of expectation propagation and partitioned variational inference do. Only what needs a density
-(moments, KL) requires η₂ ≺ 0; an improper factor is then an error, never repaired.
+A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision. Only what
+needs a density (moments, KL) requires η₂ ≺ 0; an improper factor is then an error, never repaired.
 """
 
 from __future__ import annotations

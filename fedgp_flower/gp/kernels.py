@@ -39,10 +39,7 @@ from fedgp_flower.options import KERNEL_GROUP, ModelSection, kernel_tree
 
 
 class Scaled(ScaleKernel):
-    """GPyTorch's kernel times an amplitude, without ``torch.broadcast_shapes`` where there are no batches.
-
-    That function loads SymPy, half a second of each process, and Flower answers every message in a new process.
-    """
+    """GPyTorch's, without ``torch.broadcast_shapes`` where there is no batch: SymPy, which it loads, takes .5 s."""
 
     @property
     def batch_shape(self) -> torch.Size:

@@ -1,9 +1,8 @@
 """Likelihoods: E_q log p(y | f), the predictive density, and the moments of y.
 
-The models are those of GPyTorch (Gaussian, probit Bernoulli, Student-t) and counts with rate eᶠ. Callers pass the
-parameters, as logarithms, so that one call serves many samples of them. Without a closed form a likelihood uses
-Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is torch's
-``log_ndtr``: GPyTorch's ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
+Callers pass the parameters, as logarithms, so that one call serves many samples of them. Without a closed form a
+likelihood uses Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is
+torch's ``log_ndtr``: GPyTorch's ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ class PointLikelihood(ABC):
         return (weights * self.log_density(targets, function, hyper)).sum(0)
 
     def slopes(self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """Σ E log p(y | f) with f ~ N(m, s), α = ∂/∂m and β = −2 ∂/∂s [N], and the derivative by the parameters [R].
-
-        They are those of the number that :meth:`expected` computes, also where that is quadrature.
-        """
+        """Σ of :meth:`expected`, α = ∂/∂m and β = −2 ∂/∂s [N] of f ~ N(m, s), and the derivative by parameters [R]."""
         leaves = [values.detach().double().requires_grad_() for values in (mean, variance, hyper)]
         with torch.enable_grad():
             total = self.expected(targets, *leaves).sum()
@@ -98,10 +94,7 @@ class PointLikelihood(ABC):
         """Mean and variance of a noisy observation."""
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Float[Tensor, " R"], scale: float) -> Scores:
-        """Scores in original units of a target standardised by ``scale``, f ~ N(mean, variance), all [N].
-
-        Intervals and CRPS are those of a Gaussian with the same two moments.
-        """
+        """Scores in original units of a target standardised by ``scale``; intervals and CRPS as of a Gaussian."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
         found = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)

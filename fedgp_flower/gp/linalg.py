@@ -1,8 +1,7 @@
 """Cholesky factors with the one jitter policy of the project, and what had to be repaired.
 
-A kernel matrix always gets ``jitter`` times its prior variance on the diagonal. If that is not enough,
-``psd_safe_cholesky`` adds more; the enclosing :func:`counting_repairs` counts it for the history of the run. Any other
-matrix that is not positive definite is an error.
+A kernel matrix gets ``jitter`` times its prior variance on the diagonal, and more only if that fails, which is counted.
+Any other matrix that is not positive definite is an error.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
 
 
 def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str = "K_zz") -> Tensor:
-    """L with L Lᵀ = K + jitter · variance · I, where more jitter is added, and counted, only if that fails.
-
-    K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
-    """
+    """L with L Lᵀ = K [..., M, M] + jitter · variance [...] · I; a repair is counted under the name ``of``."""
     stabilised = matrix.clone()
     stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
     factor, info = torch.linalg.cholesky_ex(stabilised)

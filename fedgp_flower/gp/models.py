@@ -1,6 +1,4 @@
-"""The GPs of every site as models of GPyTorch: sparse ones with any likelihood, and an exact one.
-
-A sparse GP has q(v) of whitened inducing values v = L⁻¹u, L Lᵀ = K_zz + jitter.
+"""The GPs of every site: sparse ones with any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter, and exact ones.
 
 >>> from gpytorch.kernels import RBFKernel
 >>> model = WhitenedGP(RBFKernel().double(), torch.arange(3.0, dtype=torch.float64)[:, None], 1e-8)
@@ -220,10 +218,7 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log density, up to a constant, of log ℓ ~ N(½ log D + ½, 1) and log k(x, x) ~ N(log 4, 1).
-
-        Without it classes that can be separated drive the amplitude to infinity.
-        """
+        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, 1): classes may drive the amplitude to infinity without."""
         total, reach = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name or is_amplitude(name):

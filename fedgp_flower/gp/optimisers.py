@@ -1,8 +1,4 @@
-"""Every optimiser: one Adam, and L-BFGS at one place or by exchanges.
-
-Torch parameters are maximised in place: :func:`ascend` (a few plain steps), :func:`adam` (noisy objectives, with a
-stopping rule) and :func:`maximise` (L-BFGS). Arrays whose moments travel or are saved use :class:`AdamState`.
-"""
+"""Every optimiser: of torch parameters, in place; of arrays whose moments travel; and L-BFGS by exchanges."""
 
 from __future__ import annotations
 
@@ -160,9 +156,8 @@ def maximise(
 ) -> Trace:
     """L-BFGS-B on torch parameters, in place: they hold the best point afterwards.
 
-    The objective reads the parameters' current data; its samples must be fixed. A trial point at which a matrix is not
-    positive definite, or the value not finite, counts as very bad, so that the line search steps back; at the start it
-    is an error. It stops at a relative change of the value, or an entry of the projected gradient, below tolerance.
+    A trial point at which a matrix is not positive definite, or the value not finite, counts as very bad, so that the
+    line search steps back; at the start it is an error.
     """
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 

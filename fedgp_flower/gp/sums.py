@@ -147,10 +147,7 @@ class Profile:
 def profiled(sums: SparseSums) -> Profile:
     """Where the bound of the kernel a·k is highest over a and the noise σ², from the sums of k.
 
-    With A = UΛUᵀ, β = (Uᵀb)² and r = a/σ²,
-
-        F = −½ [N log 2πσ² + Σ log(1 + rλ) + (s − Σ rβ/(1 + rλ))/σ² + r (c − Σ λ)],
-
+    With A = UΛUᵀ, β = (Uᵀb)² and r = a/σ², F = −½ [N log 2πσ² + Σ log(1 + rλ) + (s − Σ rβ/(1 + rλ))/σ² + r (c − Σ λ)],
     so σ²(r) = (s − Σ rβ/(1 + rλ))/N, and one number is left to search. By the envelope theorem the gradient of the
     maximum by everything else is the gradient of F at this a and σ².
     """

@@ -52,13 +52,7 @@ def agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> Ch
         dropped += site.dropped
         suspected += [f"{name}: {site.suspected}"] if site.suspected else []
     try:
-        agreement = agree(
-            described,
-            standardise=config.standardise,
-            likelihood=config.model.likelihood,
-            max_levels=config.max_levels,
-            missing=config.missing,
-        )
+        agreement = agree(described, **config.terms)
     except DataError as error:
         return Checked({}, (*problems, *([str(error)] if described else [])))
     problems += [f"{site}: {reason}" for site, reason in agreement.refused.items()]

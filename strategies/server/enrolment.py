@@ -33,12 +33,11 @@ from fedgp_flower.shared_messages import (
 )
 from fedgp_flower.transforms import TRANSFORMS, Transform
 from fedgp_flower.typing import Json
-from strategies.server.network import Answer, Network, pause_after
+from strategies.server.network import Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
+from strategies.server.totals import TRUST
 
 logger = logging.getLogger("fedgp")
-BARE = "bare"
-"""Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
 
 
@@ -68,9 +67,9 @@ def restored(snapshot: Snapshot) -> Agreement:
     return Agreement(arrays, **{**facts, "names": tuple(facts["names"])})
 
 
-def agreed(network: Network, config: RunConfig, described: Mapping[str, Answer]) -> Agreement:
+def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDescription]) -> Agreement:
     """What sites agree on from what each says of its columns; one that the others cannot agree with is dismissed."""
-    found = _agree({site: _description(answer) for site, answer in described.items() if site in network.nodes}, config)
+    found = agree({site: told for site, told in described.items() if site in network.nodes}, **config.terms)
     if found.constant and not found.simulated:
         raise DataError(
             f"constant column {', '.join(f'`{name}`' for name in found.constant)}: one value at all sites;"
@@ -79,19 +78,9 @@ def agreed(network: Network, config: RunConfig, described: Mapping[str, Answer])
     for site, reason in found.refused.items():
         network.dismiss(site, reason)
     network.require(config.min_sites)
-    if not any(described[site].number(BARE) for site in found.rows):
+    if not any(described[site].bare for site in found.rows):
         _tell(found)
     return found
-
-
-def _agree(told: Mapping[str, SiteDescription], config: RunConfig) -> Agreement:
-    return agree(
-        told,
-        standardise=config.standardise,
-        likelihood=config.model.likelihood,
-        max_levels=config.max_levels,
-        missing=config.missing,
-    )
 
 
 def _tell(found: Agreement) -> None:
@@ -104,10 +93,10 @@ def _tell(found: Agreement) -> None:
         logger.warning("%s", warning)
 
 
-def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
+def meet(network: Network, config: RunConfig) -> dict[str, SiteDescription]:
     """Wait for the sites and hear their descriptions; none says anything of its rows, or all do."""
     described = _gather(network, config)
-    open_sites = {site: answer for site, answer in described.items() if not answer.number(BARE)}
+    open_sites = {site: told for site, told in described.items() if not told.bare}
     if not open_sites:
         return described
     for site in sorted(described.keys() - open_sites.keys()):
@@ -127,7 +116,7 @@ def from_totals(network: Network, config: RunConfig, met: Agreement) -> Asking[A
     squares = _of_all(second, network, first.sites)
     parts = sums.sums, squares.residual * size, squares.squares * size**2
     arrays = summed_arrays(met.schema, parts, sums.missing, sums.levels, rows)
-    found = _agree({"all sites": SiteDescription(arrays, met.schema, rows, dropped=int(sums.dropped))}, config)
+    found = agree({"all sites": SiteDescription(arrays, met.schema, rows, dropped=int(sums.dropped))}, **config.terms)
     here = {site: count for site, count in met.rows.items() if site in network.nodes}
     found = replace(found, rows=here, labels=met.labels, simulated=met.simulated, sums={})
     network.require(config.min_sites)
@@ -145,7 +134,7 @@ def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None =
 def meet_again(network: Network, config: RunConfig, saved: Agreement) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
-    changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.number("num-examples")]
+    changed = [site for site, told in described.items() if saved.rows.get(site) != told.num_examples]
     if saved.simulated and changed:
         raise RunError(
             f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
@@ -154,12 +143,12 @@ def meet_again(network: Network, config: RunConfig, saved: Agreement) -> None:
     _welcome(network, saved, described)
 
 
-def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
-    described: dict[str, Answer] = {}
+def _gather(network: Network, config: RunConfig) -> dict[str, SiteDescription]:
+    described: dict[str, SiteDescription] = {}
     deadline = time.monotonic() + config.wait_seconds
     while True:
         described |= _introduced(network)
-        partitions = max((answer.number("partitions") for answer in described.values()), default=0)
+        partitions = max((told.partitions for told in described.values()), default=0)
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # else more sites may be on their way
         if len(network.heard if known else described) >= wanted:
@@ -177,13 +166,17 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
         time.sleep(0.1)
 
 
-def _introduced(network: Network) -> dict[str, Answer]:
+def _introduced(network: Network) -> dict[str, SiteDescription]:
     """Descriptions by nodes never heard of."""
-    described = network.introduce("query.describe")
-    for site in [site for site, answer in described.items() if not {"schema", "label"} <= answer.texts.keys()]:
-        network.dismiss(site, "its description lacks a schema or a label: other version of the app")
-        del described[site]
-    return described
+    found: dict[str, SiteDescription] = {}
+    for site, answer in network.introduce("query.describe").items():
+        texts, count = answer.texts, answer.number
+        if not {"schema", "label"} <= texts.keys():
+            network.dismiss(site, "its description lacks a schema or a label: other version of the app")
+            continue
+        counts = count("dropped"), count("partitions"), count("bare") > 0, count(TRUST) > 0
+        found[site] = SiteDescription(answer.arrays, texts["schema"], count("num-examples"), texts["label"], *counts)
+    return found
 
 
 def greet(network: Network, met: Agreement) -> None:
@@ -205,23 +198,16 @@ def reunite(network: Network, met: Agreement, sites: Iterable[str]) -> None:
         time.sleep(pause_after(waited))
 
 
-def _welcome(network: Network, met: Agreement, described: Mapping[str, Answer]) -> None:
-    for site, answer in described.items():
+def _welcome(network: Network, met: Agreement, described: Mapping[str, SiteDescription]) -> None:
+    for site, told in described.items():
         try:
-            met.sums[site] = encoded_sums(_description(answer), met.schema)
+            met.sums[site] = encoded_sums(told, met.schema)
         except ProtocolError as error:
             network.dismiss(site, str(error))
             continue
         logger.info("site %s %s", site, "is back" if site in met.rows else "joined")
-        met.labels[site] = answer.texts["label"]
-        met.rows[site] = answer.number("num-examples")
-
-
-def _description(answer: Answer) -> SiteDescription:
-    texts, dropped, simulated = answer.texts, answer.number("dropped"), answer.number("partitions") > 0
-    return SiteDescription(
-        answer.arrays, texts["schema"], answer.number("num-examples"), texts["label"], dropped, simulated
-    )
+        met.labels[site] = told.label
+        met.rows[site] = told.num_examples
 
 
 def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agreement]:

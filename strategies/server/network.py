@@ -186,12 +186,8 @@ class Network:
         return message
 
     def _message(self, node: int, kind: str, arrays: ArrayRecord, settings: Texts) -> Message:
-        stamps: Texts = {
-            "schema-version": SCHEMA_VERSION,
-            "run": self.run,
-            "round": self.round,
-            "communication": self.traffic.communications,
-        }
+        stamps: Texts = {"schema-version": SCHEMA_VERSION, "run": self.run, "round": self.round}
+        stamps = {**stamps, "communication": self.traffic.communications}
         content = RecordDict({"arrays": arrays, "config": ConfigRecord({**settings, **stamps})})
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
@@ -395,7 +391,7 @@ def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def pause_after(seconds: float) -> float:
-    """Seconds until the next look for replies that have not come for so long: a reply is late by a twentieth."""
+    """Seconds until the next look for replies after so many: a reply is late by a twentieth."""
     return min(max(seconds / 20, 0.01), 0.5)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from fedgp_flower.agreement import Agreement
+from fedgp_flower.agreement import Agreement, SiteDescription
 from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
 from fedgp_flower.messages import (
@@ -33,7 +33,6 @@ from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
 from strategies.server.network import (
-    Answer,
     Expected,
     Network,
     SharedContext,
@@ -57,7 +56,7 @@ from strategies.server.questions import (
     requests_of,
 )
 from strategies.server.shapes import note_ranges
-from strategies.server.totals import MEMBERS, TRUST, MaskedContract, Masking
+from strategies.server.totals import MEMBERS, MaskedContract, Masking
 
 logger = logging.getLogger("fedgp")
 
@@ -153,11 +152,9 @@ class Outstanding:
     """A question to one site that nobody waits for yet."""
 
     site: str
-    node: int
+    message: Message
     deadline: float
     request: object
-    echo: Texts
-    """What its reply must repeat."""
 
 
 class Session:
@@ -167,7 +164,7 @@ class Session:
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
         self.network, self.config, self.options = network, config, options
-        self.met: Mapping[str, Answer] = {}
+        self.met: Mapping[str, SiteDescription] = {}
         self.masking: Masking | None = None
         self.began = network.round > 0
         """Whether a first round has begun, after which nobody agrees again."""
@@ -202,8 +199,8 @@ class Session:
             return
         self.met = enrolment.meet(network, self.config)
         self.preparation = enrolment.agreed(network, self.config, self.met)
-        self._mask(all(answer.number(TRUST) for answer in self.met.values()), self.preparation.simulated)
-        if any(answer.number(enrolment.BARE) for answer in self.met.values()):
+        self._mask(all(told.trusting for told in self.met.values()), self.preparation.simulated)
+        if any(told.bare for told in self.met.values()):
             self._take(self.preparation)
             self.preparation = self.run(enrolment.from_totals(network, self.config, self.preparation))
 
@@ -298,7 +295,7 @@ class Session:
 
     def put(self, question: Several) -> Asked:
         """A question as messages: the first half of :meth:`ask`."""
-        requests, kind, added = requests_of(question, self.roster().sites), kind_of(question.answer), False
+        requests, kind = requests_of(question, self.roster().sites), kind_of(question.answer)
         match question:
             case Each():
                 self.require_clear(question.answer)
@@ -307,9 +304,7 @@ class Session:
             case Total() if self.masking is not None:
                 sizes = self.preparation.sizes(question.sizes)
                 return self._put_masked(self.masking.open(question, list(requests), sizes))
-            case Total():
-                added = True
-        contract = self._contract(question, requests, added=added)
+        contract = self._contract(question, requests)
         there = self.network.nodes  # a site of a resumed run may not be back
         messages = [self.message(site, kind, request) for site, request in requests.items() if site in there]
         return Asked(messages, contract, question)
@@ -321,11 +316,10 @@ class Session:
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
         """The answer that an algorithm is sent, from valid replies: the second half of :meth:`ask`."""
-        contract = asked.contract
-        if isinstance(contract, MaskedContract):
-            reply: Any = self._masked_total(contract, replies)
+        if isinstance(asked.contract, MaskedContract):
+            reply: Any = self._masked_total(asked.contract, replies)
         else:
-            reply = contract.settled(replies, self.network.fail)
+            reply = asked.contract.settled(replies, self.network.fail)
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.began:
@@ -354,8 +348,8 @@ class Session:
         """A request to one site; the sites that are sent the same share its arrays."""
         if self.packed is None or self.packed[0] is not request:
             arrays, numbers = to_parts(request)
-            record = (array_record if self.apart else packed_record)(arrays)
-            self.packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
+            record = array_record(arrays) if self.apart else packed_record(arrays)
+            self.packed = request, record, {**numbers, APART: True} if self.apart else {**numbers}
         _, record, settings = self.packed
         given = self.given.get(kind.partition(".")[0], ConfigRecord())
         return self.network.message(site, kind, record, {**given, **settings, **(masked or {})})  # type: ignore[dict-item]
@@ -369,10 +363,8 @@ class Session:
                 " method of totals"
             )
 
-    def _contract(
-        self, question: Several | First[Any], requests: Mapping[str, object], *, added: bool = False
-    ) -> Contract:
-        sizes = self.preparation.sizes(question.sizes)
+    def _contract(self, question: Several | First[Any], requests: Mapping[str, object]) -> Contract:
+        sizes, added = self.preparation.sizes(question.sizes), isinstance(question, Total)
         described = {site: enrolment.described(self.preparation, site) for site in requests}
         return Contract(question.answer, sizes, described, requests, not self.began, added)
 
@@ -386,9 +378,8 @@ class Session:
         while True:
             for site, request in unsent:
                 message = self.message(site, kind_of(question.answer), request)
-                deadline, echo = time.monotonic() + network.timeout, echo_of(message)
                 [pushed] = network.push([message])
-                self.outstanding[pushed] = Outstanding(site, network.nodes[site], deadline, request, echo)
+                self.outstanding[pushed] = Outstanding(site, message, time.monotonic() + network.timeout, request)
             unsent = []
             self._arrived = self._arrived or network.pull(self.outstanding)
             if self._arrived:
@@ -400,7 +391,7 @@ class Session:
                     unsent = [(answered.site, answered.request)]
                     continue
                 contract = self._contract(question, {answered.site: answered.request})
-                if not network.accept(answered.site, reply, contract, answered.echo):
+                if not network.accept(answered.site, reply, contract, echo_of(answered.message)):
                     return answered.site, None
                 network.took_part.add(answered.site)
                 return answered.site, contract.read(reply)
@@ -412,7 +403,8 @@ class Session:
     def _lost(self) -> str | None:
         """A site whose answer will not come: its time is up, or it is back under another node."""
         for pushed, asked in list(self.outstanding.items()):
-            if time.monotonic() > asked.deadline or self.network.nodes.get(asked.site) != asked.node:
+            gone = self.network.nodes.get(asked.site) != asked.message.metadata.dst_node_id
+            if gone or time.monotonic() > asked.deadline:
                 del self.outstanding[pushed]
                 self._arrived = [reply for reply in self._arrived if reply.metadata.reply_to_message_id != pushed]
                 self.network.fail(asked.site, f"no reply within {self.network.timeout:g} s, or its node is gone")

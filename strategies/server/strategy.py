@@ -7,27 +7,31 @@ round is complete. So a killed round is repeated from the last state, and Flower
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from pydantic import BaseModel
 
-from fedgp_flower.config import RunConfig
+from fedgp_flower.config import CoreConfig, RunConfig, parse
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.messages import stepped_from
-from fedgp_flower.options import Value
+from fedgp_flower.options import MethodOptions, Section, Value, meanings
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server import checkpoint, enrolment
 from strategies.server.algorithm import Algorithm, Course
-from strategies.server.keywords import configured, documented, signature
 from strategies.server.network import Network
 from strategies.server.questions import Each, Figures, Question, S, Total
 from strategies.server.scoring import Scoring
@@ -35,13 +39,26 @@ from strategies.server.session import Asked, Contract, Session
 
 logger = logging.getLogger("fedgp")
 
+IN_A_PROGRAM: Mapping[str, Value] = {
+    "baselines.linear": False,
+    "baselines.local-only": False,
+    "baselines.pooled": False,
+    "keep-predictions": False,
+    "evaluate-every": 1,
+}
+"""Defaults that differ where no run folder and no report is wanted."""
+NOT_FOR_A_STRATEGY = (
+    {"method", "dataset", "data_dir", "partitioner", "partition", "output_dir", "name", "resume"}
+    | {"num_server_rounds", "extra"}  # rounds are an argument of `start`
+)
+
 EvaluateAtServer = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class FederatedStrategy(Algorithm[S], Strategy):
     """The base of every Strategy of this project.
 
-    Keyword arguments are the fields of the configuration, see :mod:`strategies.server.keywords`. Flower's wrappers,
+    Keyword arguments are the fields of the configuration, see :func:`keys`. Flower's wrappers,
     such as ``DifferentialPrivacyServerSideFixedClipping(strategy, ...)``, start from arrays that they are given:
     ``wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid), num_rounds=10)``. They clip what sites send
     back, so they need a method whose sites send back the run's arrays; others are refused.
@@ -310,3 +327,62 @@ def floats(record: MetricRecord | None) -> Figures:
 def shapes_of(arrays: NamedArrays) -> dict[str, tuple[int, ...]]:
     """The shape of every array."""
     return {name: np.shape(array) for name, array in arrays.items()}
+
+
+# Keyword arguments of a Strategy are the fields of the configuration, documented where they are declared: with
+# ``PVI(num_inducing=100, seed=1)`` and ``model.num-inducing = 100``, ``seed = 1`` the same is meant. A keyword is the
+# field's name, behind that of its section where the method's table has a field of that name.
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """A keyword argument: its key in the configuration, its default, and what it is."""
+
+    key: str
+    default: object
+    meaning: str
+
+
+@cache
+def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
+    """The keywords for a method's table and the shared sections."""
+    tables: list[tuple[str, type[BaseModel]]] = [("", CoreConfig)]
+    tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
+    shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}
+    tables += [(name, type(section)) for name, section in shared.items() if name not in NOT_FOR_A_STRATEGY]
+    found: dict[str, Keyword] = {}
+    for table, section in tables:
+        for name, info in section.model_fields.items():
+            if not info.exclude and (table or name not in NOT_FOR_A_STRATEGY | shared.keys()):
+                key = f"{table}.{name}".removeprefix(".").replace("_", "-")
+                default, meaning = IN_A_PROGRAM.get(key, info.default), meanings(section).get(name, "")
+                found[f"{table}_{name}" if name in found else name] = Keyword(key, default, meaning)
+    return found
+
+
+def configured(method: str, options: type[MethodOptions], given: Mapping[str, Value | None]) -> RunConfig:
+    """The configuration that the keyword arguments ``given`` stand for."""
+    known = keys(options)
+    flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else f"; allowed: {', '.join(sorted(known))}"
+            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
+        if value is not None:  # None: the default
+            flat[known[name].key] = value
+    return parse(flat, {method: options})
+
+
+def signature(options: type[MethodOptions]) -> inspect.Signature:
+    """What an editor shows: every keyword with its default."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature([inspect.Parameter(n, kind, default=k.default) for n, k in keys(options).items()])
+
+
+def documented(doc: str | None, options: type[MethodOptions]) -> str:
+    """The docstring of a Strategy with a section of its keywords, from the docstrings of the fields they stand for."""
+    lines = [inspect.cleandoc(doc or ""), "", "Args:"]
+    for name, keyword in keys(options).items():
+        lines.append(f"    {name}: {keyword.meaning} (`{keyword.key}`, default {keyword.default!r})")
+    return "\n".join(lines)

@@ -18,7 +18,7 @@ import torch
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
-from fedgp_flower.gp.placement import to_array
+from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
 
@@ -40,8 +40,7 @@ class Duals:
 
     def posterior(self) -> WhitenedPosterior:
         """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
-        factor = self.factor()
-        covariance = torch.cholesky_solve(torch.eye(len(self.shift)).to(factor), factor)
+        covariance = torch.cholesky_inverse(self.factor())
         return WhitenedPosterior(covariance @ self.shift, symmetric(covariance))
 
     def divergence(self) -> Scalar:
@@ -66,8 +65,7 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
     points = old.inducing_points.detach()
     with torch.no_grad():
         before = old.factor()
-    eye = torch.eye(len(points)).to(points)
-    cross = new.kernel(points, new.inducing_points).to_dense() + new.nugget() * eye
+    cross = new.kernel(points, new.inducing_points).to_dense() + new.nugget() * torch.eye(len(points)).to(points)
     half = torch.linalg.solve_triangular(before, cross, upper=False)
     move = torch.linalg.solve_triangular(factor, half.mT, upper=False)  # Rᵀ
     offset = (new.constant - old.constant.detach()).expand(len(points), 1)
@@ -104,18 +102,15 @@ def expectations(
             incoming = torch.linalg.solve_triangular(factor.mT, incoming, upper=True)
             fit, slope = fit + value, slope + whitened @ alpha
             curvature = curvature + (whitened * beta) @ whitened.mT
-        outputs = [cross, prior, nugget]
-        grads = torch.autograd.grad(
-            outputs, [*moving.values()], [incoming, -beta / 2, -beta.sum() / 2], allow_unused=True
-        )
+        adjoints = incoming, -beta / 2, -beta.sum() / 2
+        grads = torch.autograd.grad((cross, prior, nugget), [*moving.values()], adjoints, allow_unused=True)
         for name, grad in zip(moving, grads, strict=True):
-            if grad is not None:
-                gradient[name] += grad
+            gradient[name] += 0 if grad is None else grad
         gradient[CONSTANT] += alpha.sum()
         if HYPER in gradient:
             gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
-    return Expectations(values, to_array(fit), to_array(slope), to_array(symmetric(curvature)))
+    return Expectations(values, *to_arrays(fit, slope, symmetric(curvature)))
 
 
 def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expectations) -> NamedArrays:
@@ -133,10 +128,7 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
         slope, curvature = torch.from_numpy(found.slope), torch.from_numpy(found.curvature)
         products = torch.outer(q.mean, slope) + curvature - q.covariance @ curvature
         by_factor = -torch.linalg.solve_triangular(factor.mT, products, upper=True).tril()
-        adjoints = [by_factor, slope - q.mean, (moved.precision - curvature) / 2, None]
-    outputs = [factor, q.mean, q.covariance, prior]
-    grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True)
-    return {
-        name: to_array(torch.zeros_like(parameter) if grad is None else grad)
-        for (name, parameter), grad in zip(named.items(), grads, strict=True)
-    }
+        adjoints = by_factor, slope - q.mean, (moved.precision - curvature) / 2, torch.ones_like(prior)
+    outputs = factor, q.mean, q.covariance, prior
+    grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True, materialize_grads=True)
+    return dict(zip(named, to_arrays(*grads), strict=True))

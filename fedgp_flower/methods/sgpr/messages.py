@@ -154,8 +154,6 @@ class TrialAdjoints:
 class TrialGradients:
     """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of a site's rows at each of several parameters.
 
-    The rest of the gradient comes through K_zz and follows from the totals.
-
     What lies here can only cost time: a step is taken where the totals of sums bear out that the bound rises.
     """
 
