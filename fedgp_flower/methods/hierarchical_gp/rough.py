@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy.stats import t as student
 from torch import Tensor
@@ -98,7 +98,7 @@ def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in theta.items()}
 
 
-def pseudo_inputs(histogram: Array, count: int) -> Array:
+def pseudo_inputs(histogram: Int[ndarray, "D bins"], count: int) -> Array:
     """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
     if len(histogram) > 1:
         here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
