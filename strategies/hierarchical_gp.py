@@ -224,10 +224,7 @@ def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
 
 
 def calibrated(state: NewtonState) -> Asking[NewtonState]:
-    """The state with the factors of bands: the sums of units at the best θ and q(u), then how each unit is predicted.
-
-    Sums are asked again, because weights of roughness depend on q(u): a unit can only take out what it put in.
-    """
+    """The state with the factors of bands, from sums at the best q(u): a unit can only take out what it put in."""
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, Parameters(state.parameters))
     if summed.total is None:
         return state

@@ -154,10 +154,7 @@ def second_order(sums: Sums, value: Scalar, leaves: list[Tensor]) -> tuple[Float
 def share_of(
     sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor, "T T"], offset: Vector, known: Vector, rows: int
 ) -> ExpansionShare:
-    """What a site sends: its sums at the mode ``offset`` of z_k, total derivatives by θ, and J″.
-
-    ``known`` is 1 − var z_k by Laplace's approximation.
-    """
+    """What a site sends: sums at the mode ``offset`` of z_k, total derivatives by θ, J″; ``known`` is 1 − var z_k."""
     count = slopes.new_tensor(float(rows))
     parts = (sums.precision, sums.shift, sums.constant, slopes, curvature, count, offset.square(), known)
     return ExpansionShare(*(part.detach().numpy() for part in parts))

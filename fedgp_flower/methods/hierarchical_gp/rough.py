@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy.stats import t as student
 from torch import Tensor
@@ -98,7 +98,7 @@ def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in theta.items()}
 
 
-def pseudo_inputs(histogram: Array, count: int) -> Array:
+def pseudo_inputs(histogram: Int[ndarray, "D bins"], count: int) -> Array:
     """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
     if len(histogram) > 1:
         here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
@@ -177,21 +177,16 @@ class RoughDeviation:
 
         so that no derivative goes through a factor.
         """
-
-        def smooth(entries: list[Tensor]) -> Float[Tensor, "N N"]:
-            theta = dict(zip(NOISY, entries, strict=True))
-            return _smooth(theta, self.x, self.x) + self._noise(theta)
-
         entries = [self.theta[name] for name in NOISY]
         here = [value.detach().requires_grad_() for value in entries]
-        still = smooth(here)
+        still = self._still(dict(zip(NOISY, here, strict=True)))
         parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
         with torch.no_grad():
             factor = self._factor()
             inverse = torch.cholesky_inverse(factor)  # for traces alone
             scaled = inverse[:, None] @ parts
             curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
-        change = smooth(entries) - still.detach()
+        change = self._still(self.theta) - still.detach()
         step = torch.cat(entries) - torch.cat(here).detach()
         rows = self._rows()
         solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
@@ -217,7 +212,8 @@ class RoughDeviation:
         With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².
         """
         r, factor = self.weighing().evidence(q).softmax(0), self._factor()
-        across, prior = self._covariances(self.x, x), self._covariances(x, x).diagonal(dim1=1, dim2=2)
+        across, whole = (_smooth(self.theta, at, x) + _rough(at, x) for at in (self.x, x))
+        prior = whole.diagonal(dim1=1, dim2=2)
         gain = torch.cholesky_solve(across, factor)  # A [H, N, K]
         left = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
         means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", left, q.mean)
@@ -246,26 +242,25 @@ class RoughDeviation:
         cross = matern32(self.inducing, x, self.theta["lengthscale"])
         return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
 
-    def _covariances(self, x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
-        """K_h between inputs."""
-        rough = torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None]
-        walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
-        return _smooth(self.theta, x, other) + rough * walk
-
-    def _noise(self, theta: Theta) -> Float[Tensor, "N N"]:
-        """σ² I of the rows."""
-        return (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+    def _still(self, theta: Theta) -> Float[Tensor, "N N"]:
+        """Σ_h without its roughness."""
+        return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
 
     def _factor(self) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        whole = self._covariances(self.x, self.x) + self._noise(self.theta)
-        return cholesky(whole, of="covariance of a unit's rows")
+        return cholesky(self._still(self.theta) + _rough(self.x, self.x), of="covariance of a unit's rows")
 
 
 def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
     """K_h without its roughness."""
     smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
     return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
+
+
+def _rough(x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
+    """b_h² min(x, x')."""
+    walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
+    return torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None] * walk
 
 
 def calibration(unit: RoughDeviation, q: GlobalPosterior, precision: Square, shift: Vector) -> Calibration:

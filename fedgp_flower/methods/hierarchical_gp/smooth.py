@@ -129,11 +129,8 @@ class SmoothDeviation:
         return whole.exp()
 
     def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
-        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows.
-
-        Traced, because GPyTorch's faster kernels of one lengthscale have no second derivative.
-        """
-        with settings.trace_mode():
+        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows."""
+        with settings.trace_mode():  # GPyTorch's faster kernels of one lengthscale have no second derivative
             shape, left_over = self.shape(offset), known[1].sum()
             noise = self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:

@@ -54,10 +54,7 @@ SHOWN = 10
 
 
 class AmortisedModel(SampledModel):
-    """V features, W latents, H entries of the code, C classes; every row is a unit.
-
-    ``counts``: features are counts of words and latents are topics; otherwise features lie between 0 and 1.
-    """
+    """V features, ``counts`` of words or between 0 and 1; W latents, H entries of the code, C classes."""
 
     def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool) -> None:
         counts = options.model == "prodlda"

@@ -126,8 +126,7 @@ class SFVIClient(SiteClient):
     def begin(self, values: Mapping[str, ndarray]) -> tuple[Learner, LocalState, bool]:
         """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
 
-        A round that is asked for again starts where it started. A site without a memory that fits its rows begins
-        anew, and catches up if the others are ahead and its model learns anything that stays at a site.
+        A new one catches up if the others are ahead and the model learns anything that stays at a site.
         """
         learner, q_global, server_round = self.learner(values), GlobalPosterior.of(values), self.setting.round
         start = initial_local(learner.model, learner.site, self.options)

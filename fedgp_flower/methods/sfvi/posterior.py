@@ -21,7 +21,7 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import model_at
-from fedgp_flower.methods.sfvi.options import MODELS, SFVIOptions
+from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -99,21 +99,13 @@ def panels(run: Run) -> list[Panel]:
             "The prediction of a simulated site at its held-out rows minus the shared trend: the posterior mean of its "
             "deviation. A real site shows it to nobody."
         )
-        sections.append(Panel("Deviations", deviations(told, columns, scale_of(run.saved)), caption))
+        target = str(run.saved.schema["target"]["name"])
+        label = target if run.saved.likelihood == "gaussian" else f"the latent function of {target}"
+        sections.append(Panel("Deviations", deviations(told, columns, label), caption))
     if counts := run.metrics.method_details.get("confusion"):
         caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
         sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))
     return sections
-
-
-def scale_of(posterior: Posterior) -> str:
-    """The scale where trend and deviation add up: the target itself, or what its distribution depends on."""
-    target = str(posterior.schema["target"]["name"])
-    if posterior.likelihood == "gaussian":
-        return target
-    if posterior.likelihood == "poisson":
-        return f"log rate of {target}"
-    return f"{MODELS[posterior.model['structure']['model']].link} of {target}"
 
 
 def deviations(rows: pd.DataFrame, columns: list[str], label: str) -> Figure:

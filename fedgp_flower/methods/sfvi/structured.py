@@ -142,10 +142,7 @@ class StructuredModel(nn.Module, ABC):
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> PredictiveMoments:
-        """Prediction at rows of a site, or of a new site without ``q_local``.
-
-        With ``link`` it is on the scale of the link function, where trend and deviation add up.
-        """
+        """Prediction at rows of a site, new without ``q_local``; with ``link`` where trend and deviation add up."""
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
@@ -273,10 +270,7 @@ class SampledModel(StructuredModel):
         return (log_weight.logsumexp(0) - math.log(draws)).sum(-1).mean()
 
     def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
-
-        ``trained`` says whether the site has a posterior at all.
-        """
+        """Rows to predict at: which they are, as the model has them, whether a ``trained`` site's q is about them."""
         yield torch.arange(len(rows.features)), site.at(rows.features), trained
 
     def moments(
@@ -303,10 +297,7 @@ class SampledModel(StructuredModel):
         noise: Draws,
         link: bool = False,
     ) -> PredictiveMoments:
-        """The mixture over standard normal draws: its mean, and variance E var + var E.
-
-        Without ``q_local`` the site is new, with latents from their prior N(0, I).
-        """
+        """Mean, and variance E var + var E, over standard normal draws; without ``q_local`` latents are N(0, I)."""
         z_global, z_local = q_global.transform(noise[0]), noise[1]
         if q_local is not None:
             z_local = q_local.transform(z_global, q_global.mean, z_local)
