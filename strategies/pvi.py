@@ -32,13 +32,22 @@ from fedgp_flower.methods.pvi.messages import (
     NaturalParameters,
     Predictive,
 )
-from fedgp_flower.methods.pvi.model import ALPHA, SparseModel, factors_of, prediction_draws
+from fedgp_flower.methods.pvi.model import ALPHA, PREDICTION_DRAWS, SparseModel, factors_of, prediction_draws
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, saved_arrays
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies.pooled_bound import LOCATIONS
-from strategies.pvi_state import PVIState, factor_strengths, forget, merge, of_function, without
+from strategies.pooled_bound import LOCATIONS, saved
+from strategies.pvi_state import (
+    EQUATION,
+    PVIState,
+    factor_strengths,
+    forget,
+    lengthscales_of,
+    merge,
+    of_function,
+    saved_arrays,
+    without,
+)
 from strategies.pvi_updates import (
     AgreedParameters,
     Proposal,
@@ -278,15 +287,15 @@ class PVI(FederatedStrategy[PVIState]):
         if self.agreement:
             pooled = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
             facts |= {"num_inducing": len(pooled.mean)} | ({"exchanges": state.sgpr.exchanges} if state.sgpr else {})
-            return Predicted(Predictive(agreed=pooled), self.agreement.saved(pooled), facts)
+            return Predicted(Predictive(agreed=pooled), saved(pooled, self.config.model), facts)
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names
         relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), which all sites have refined")
         arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.options.tied)
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
-        saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
-        return Predicted(Predictive(q, factors), saved, facts | {"version": state.version, "relevance": relevance})
+        kept = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
+        return Predicted(Predictive(q, factors), kept, facts | {"version": state.version, "relevance": relevance})
 
     def public(self, state: PVIState) -> NamedArrays:
         """All that predicts, once there is a factor."""
@@ -318,7 +327,7 @@ class PVI(FederatedStrategy[PVIState]):
             return {}
         q, factors = parts_of(state)
         model = SparseModel(self.config.model, state.first["inducing"].shape[1])
-        draws = prediction_draws(q, model, PREDICTION_DRAWS, self.config.seed)
+        draws = prediction_draws(q, model, self.config.seed)
         function = draws.product(factors_of(factors, tied=self.options.tied))
         kl = {"kl_function": float(function.kl(draws.prior()).mean())}
         for name, latent in zip(LATENTS, (q.inducing, q.hyper), strict=True):

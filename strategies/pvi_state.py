@@ -9,7 +9,7 @@ old ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, chain
@@ -19,14 +19,35 @@ import numpy as np
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.pvi.messages import Factors, Marginal, NaturalParameters, PseudoPoints
-from fedgp_flower.typing import AnyShape
+from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.methods.pvi.messages import (
+    POINTS,
+    SAVED_LATENTS,
+    Factors,
+    Marginal,
+    Marginals,
+    NaturalParameters,
+    PseudoPoints,
+)
+from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.sgpr import SGPRState
 from strategies.svgp import SVGPState
 
 MOST_HALVINGS = 40
 """Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
+EQUATION = (
+    "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
+    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
+    "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
+    "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
+)
+MEANINGS = {
+    "inputs": "V, pseudo-inputs of all sites",
+    "targets": "m, pseudo-targets",
+    "root": "R, S⁻¹ = R², over σ² where tied",
+    "eta1": "first natural parameter of the product of factors",
+    "eta2": "second natural parameter of the product of factors",
+}
 
 V = TypeVar("V")
 Blocks = dict[str, Gaussian]
@@ -271,3 +292,40 @@ def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
 def without(by_site: Mapping[str, V], site: str) -> dict[str, V]:
     """The entries of all other sites."""
     return {key: value for key, value in by_site.items() if key != site}
+
+
+# ---- What is saved --------------------------------------------------------------------------------------------------
+
+
+def lengthscales_of(hyper: Marginal, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
+    """By part of the kernel, means of log lengthscales under q(β), and standard deviations if it has any."""
+    parts: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        part, found, _ = name.partition("lengthscale")
+        if found:
+            parts.setdefault(f"kernel.{part.replace(' ', '.')}log_lengthscale", []).append(index)
+    mean, variance = (each.numpy() for each in hyper.moments())
+    scale = None if hyper.value is not None else {part: np.sqrt(variance[at]) for part, at in parts.items()}
+    return {part: mean[at] for part, at in parts.items()}, scale
+
+
+def saved_arrays(
+    q: Marginals, factors: Factors, num_inputs: int, names: Sequence[str], *, tied: bool
+) -> tuple[NamedArrays, dict[str, str]]:
+    """Arrays of the saved posterior, and what each is; ``names`` are those of β."""
+    arrays: NamedArrays = {}
+    meanings: dict[str, str] = {}
+    words = ("Z, inducing inputs", f"β, log hyperparameters: {', '.join(names)}")
+    shapes = ((-1, num_inputs), (-1,))
+    for name, marginal, word, shape in zip(SAVED_LATENTS.values(), (q.inducing, q.hyper), words, shapes, strict=True):
+        mean, variance = (part.numpy().reshape(shape) for part in marginal.moments())
+        arrays[f"{name}.mean"], meanings[f"{name}.mean"] = mean, f"mean of q of {word}"
+        if marginal.value is None:
+            arrays[f"{name}.scale"], meanings[f"{name}.scale"] = np.sqrt(variance), f"sd of q of {word}"
+    for name, array in encode(factors).items():
+        key = f"factor.{name}".replace("factor.points.", POINTS)
+        arrays[key], meanings[key] = array, MEANINGS[name.rpartition(".")[2]]
+    if factors.points is not None:
+        arrays[f"{POINTS}tied"] = np.array(tied)
+        meanings[f"{POINTS}tied"] = "whether pseudo-noise scales with σ²"
+    return arrays, meanings

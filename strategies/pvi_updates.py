@@ -24,10 +24,9 @@ from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.pvi.messages import LATENTS, Marginal, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
-from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
-from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, saved, told_by_total
+from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, told_by_total
 from strategies.pvi_state import Contribution, PVIState, Record, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 
@@ -251,10 +250,6 @@ class AgreedParameters:
         if self.exact and damping == 1:
             return True
         return max(record.sizes.values()) < (SETTLED_EXACT if self.exact else SETTLED)
-
-    def saved(self, q: PooledPosterior) -> Posterior:
-        """Parameters in natural units, q of whitened inducing values."""
-        return saved(q, self.problem.model)
 
     def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
         """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""

@@ -27,7 +27,7 @@ MUTANTS = (
     # the rows of a site
     ("prior - explained + self.noise", "prior + explained + self.noise", SUMS),
     ("2 * by_points if both else by_points", "by_points", SUMS),
-    ("towards = moved - products[:, -1:]", "towards = moved + products[:, -1:]", SUMS),
+    ("towards = moved - products[-1]", "towards = moved + products[-1]", SUMS),
     # other likelihoods
     ("alpha, -2 * slope", "alpha, -slope", "svgp likelihoods"),
     ("len(q.mean) + log_determinant)", "len(q.mean) - log_determinant)", "svgp"),

@@ -17,7 +17,6 @@ from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.linear import LinearRows, fixed_point, gradient_step
 from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, PseudoPoints, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -30,6 +29,7 @@ from fedgp_flower.methods.pvi.model import (
     predict,
 )
 from fedgp_flower.methods.pvi.options import Plan
+from fedgp_flower.methods.pvi.updates import LinearRows, fixed_point, gradient_step
 from fedgp_flower.methods.pvi_weights.glm import optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, in_turn, next_visits, one_round

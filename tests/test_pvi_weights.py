@@ -15,9 +15,16 @@ from scipy.special import gammaln, log_expit
 from fedgp_flower.errors import DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
+from fedgp_flower.methods.pvi.model import Data
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
 from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
-from fedgp_flower.methods.pvi_weights.network import ClassRows, VisitSettings, WeightSpaceNetwork, refined
+from fedgp_flower.methods.pvi_weights.network import (
+    NetworkPosterior,
+    VisitSettings,
+    WeightSpaceNetwork,
+    class_rows,
+    refined,
+)
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
@@ -222,8 +229,8 @@ def three_classes(rows: int = 90, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float)})
 
 
-def data(frame: pd.DataFrame) -> ClassRows:
-    return ClassRows(*(torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b"], "label")))
+def data(frame: pd.DataFrame, classes: int = 3) -> Data:
+    return class_rows(frame[["a", "b"]].to_numpy().copy(), frame["label"].to_numpy().copy(), classes)
 
 
 def test_draws_for_each_row_are_those_of_the_weights():
@@ -249,13 +256,13 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     q, free_energy, trace = refined(NETWORK, rows, prior, start, VisitSettings(200, 0.02), generator())
     assert free_energy > trace.values[0] + 50
     assert ((q / prior).precision > 0).all()
-    probability = NETWORK.probabilities(rows.x, q, 20, generator())
-    assert (probability.argmax(1) == rows.y).double().mean() > 0.95
+    probability = NetworkPosterior(NETWORK, q, 20, False).probabilities(rows.inputs.numpy())
+    assert (probability.argmax(1) == rows.targets.numpy()).mean() > 0.95
 
 
 def test_labels_that_are_no_classes_are_named():
     with pytest.raises(DataError, match=r"below `bnn.classes` = 2"):
-        data(three_classes()).checked(2)
+        data(three_classes(), 2)
 
 
 KEYS = {

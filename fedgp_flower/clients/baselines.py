@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,22 +17,11 @@ from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import PENALTY, exact_posterior
 from fedgp_flower.scores import Prediction, Scores, TargetUnits
-from fedgp_flower.typing import Array
 
 MOST_POINTS = 100
 """Inducing points of a baseline, at most: its fit takes hundreds of evaluations."""
 EXACT_ROWS = 400
 """Up to so many rows a site fits an exact GP."""
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """Predictions of held-out rows, standardised."""
-
-    mean: Array  # [n]
-    variance: Array  # [n]
-    latent: LatentGP | None = None
-    """The model where the likelihood is not Gaussian; ``mean`` and ``variance`` are then those of f."""
 
 
 def log_prior(model: WiredModel) -> Tensor:
@@ -58,32 +46,24 @@ PRIORS: dict[str, Callable[[WiredModel], Tensor]] = {
 """Log densities of hyperparameters, up to a constant, by :attr:`MethodOptions.hyperprior`."""
 
 
-def scored(result: Baseline, target: Array, units: TargetUnits) -> Scores:
-    """Scores of the predictions, in original units."""
-    if result.latent is not None:
-        observed, parameter = result.latent.observed, result.latent.hyper
-        return observed.scores(result.mean, result.variance, target, parameter, units.scale)
-    return units.gaussian_scores(Prediction(result.mean, result.variance), target)
-
-
-def fitted(rows: SiteData, config: RunConfig, pooled: bool) -> Baseline:
-    """A GP of these rows, hyperparameters at their mode: exact for up to ``EXACT_ROWS`` rows of one site, else sparse.
+def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: bool) -> Scores:
+    """Scores of a GP of these rows at the mode of its hyperparameters: exact for few rows of one site, else sparse.
 
     Pooled rows have the hyperprior of the method that they are compared with. Where all targets are one number,
     hyperparameters stay as configured: a fit would let noise vanish.
     """
     if not len(rows.y_test):
-        return Baseline(np.empty(0), np.empty(0))
+        return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), rows.y_test)
     if pooled:
         prior = PRIORS[config.options.hyperprior]
-        return _sparse(rows, config, np.random.default_rng([config.seed, *b"pooled"]), prior)
+        return _sparse(rows, config, units, np.random.default_rng([config.seed, *b"pooled"]), prior)
     if len(rows.x) > EXACT_ROWS or config.model.likelihood != "gaussian":
-        return _sparse(rows, config, np.random.default_rng([config.seed, *b"local"]), log_prior)
+        return _sparse(rows, config, units, np.random.default_rng([config.seed, *b"local"]), log_prior)
     place = Placement.of(config)
     model = place.module(ExactGP(config.model, torch.from_numpy(rows.x), torch.from_numpy(rows.y)))
     _maximise(model, lambda: model.log_evidence() + log_prior(model) / len(rows.y), rows, config)
     mean, variance = model.predict(place.tensor(rows.x_test))
-    return Baseline(to_array(mean), to_array(variance))
+    return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
 
 
 def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> SiteData:
@@ -110,24 +90,28 @@ def _maximise(
 
 
 def _sparse(
-    rows: SiteData, config: RunConfig, rng: np.random.Generator, prior: Callable[[WiredModel], Tensor]
-) -> Baseline:
+    rows: SiteData,
+    config: RunConfig,
+    units: TargetUnits,
+    rng: np.random.Generator,
+    prior: Callable[[WiredModel], Tensor],
+) -> Scores:
     """Hyperparameters and inducing points at the maximum of the collapsed bound plus a log prior."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
     chosen = np.sort(rng.permutation(len(rows.x))[: min(config.model.num_inducing, MOST_POINTS)])
     points = torch.from_numpy(rows.x[chosen])
     if config.model.likelihood != "gaussian":
-        return _variational(rows, config, points)
+        return _variational(rows, config, units, points)
     model = place.module(SparseGP(config.model, points))
     _maximise(model, lambda: (pooled_bound(model, inputs, targets) + prior(model)) / len(targets), rows, config)
     with torch.no_grad():
         sums = pooled_sums(model, inputs, targets)
         mean, variance = model.predict(place.tensor(rows.x_test), exact_posterior(sums, float(model.noise)))
-    return Baseline(to_array(mean), to_array(variance))
+    return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
 
 
-def _variational(rows: SiteData, config: RunConfig, points: Tensor) -> Baseline:
+def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: Tensor) -> Scores:
     """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
@@ -138,11 +122,11 @@ def _variational(rows: SiteData, config: RunConfig, points: Tensor) -> Baseline:
         return WhitenedPosterior(mean, root.tril() @ root.tril().mT)
 
     def objective() -> Tensor:
-        cross, prior = model.whitened_cross(inputs), model.kernel(inputs, diag=True)
+        cross, prior = model.project(inputs), model.kernel(inputs, diag=True)
         fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
         return (fit - divergence + model.log_prior()) / len(targets)
 
     _maximise(model, objective, rows, config, mean, root)
     centre, spread = model.latent(place.tensor(rows.x_test), posterior())
-    return Baseline(to_array(centre), to_array(spread), model)
+    return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, model.hyper, units.scale)

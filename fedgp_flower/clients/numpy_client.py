@@ -217,8 +217,7 @@ class SiteClient(NumPyClient):
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of a model of these rows alone: those of this site, or in a simulation those of all sites."""
-        result = baselines.fitted(data, self.config, pooled)
-        return baselines.scored(result, data.y_test, self.units)
+        return baselines.scores(data, self.config, self.units, pooled)
 
 
 # Handlers of messages that every method answers in the same way.

@@ -85,8 +85,7 @@ class WhitenedGP(ApproximateGP):
         known: MultivariateNormal = self.forward(inputs, **kwargs)
         if prior or self.posterior is None:
             return known
-        points = self.inducing_points.expand(*inputs.shape[:-2], *self.inducing_points.shape)
-        cross = self.project(points, inputs)
+        cross = self.project(inputs)
         mean, covariance = self.posterior.mean.to(cross), self.posterior.covariance.to(cross)
         excess = MatmulLinearOperator(cross.mT, covariance @ cross - cross)
         return MultivariateNormal(known.mean + cross.mT @ mean, known.lazy_covariance_matrix + excess)
@@ -95,11 +94,11 @@ class WhitenedGP(ApproximateGP):
         """The prior."""
         return MultivariateNormal(inputs.new_zeros(inputs.shape[:-1]), self.covar_module(inputs))
 
-    def project(self, inducing_points: Tensor, inputs: Tensor, kernel: Kernel | None = None) -> Tensor:
-        """The weights W [*B, M, N] of f(x) on v, or of a function with another ``kernel``."""
-        kernel = kernel or self.covar_module
-        kzz, kzx = kernel(inducing_points).to_dense(), kernel(inducing_points, inputs).to_dense()
-        return whitened(kzz, kzx, variance=prior_variance(kernel, inducing_points), jitter=self.jitter)
+    def project(self, inputs: Tensor) -> Tensor:
+        """The weights W = L⁻¹ K_zx [*B, M, N] of f(x) on v."""
+        points, kernel = self.inducing_points.expand(*inputs.shape[:-2], -1, -1), self.covar_module
+        kzz, kzx = kernel(points).to_dense(), kernel(points, inputs).to_dense()
+        return whitened(kzz, kzx, variance=prior_variance(kernel, points), jitter=self.jitter)
 
 
 class WiredModel(gpytorch.Module):
@@ -177,10 +176,6 @@ class SparseGP(WiredModel, WhitenedGP):
         """K_zx [M, N] and k(x, x) [N]."""
         return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True)
 
-    def whitened_cross(self, inputs: Rows) -> Tensor:
-        """The weights W = L⁻¹ K_zx [M, N]."""
-        return self.project(self.inducing_points, inputs)
-
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean aᵀm and variance k_xx - aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx."""
         pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
@@ -190,8 +185,7 @@ class SparseGP(WiredModel, WhitenedGP):
         return mean, variance
 
     def _predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        cross = self.whitened_cross(inputs)
-        prior = self.kernel(inputs, diag=True)
+        cross, prior = self.project(inputs), self.kernel(inputs, diag=True)
         mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
         explained = cross.square().sum(0) - (covariance @ cross * cross).sum(0)
         return cross.mT @ mean, prior - explained + self.noise
@@ -241,9 +235,8 @@ class LatentGP(SparseGP):
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of f, both [N]."""
-        pieces = [
-            self.moments(self.whitened_cross(x), self.kernel(x, diag=True), posterior)[:2] for x in inputs.split(CHUNK)
-        ]
+        chunks = inputs.split(CHUNK)
+        pieces = [self.moments(self.project(x), self.kernel(x, diag=True), posterior)[:2] for x in chunks]
         mean, variance = (torch.cat(part).double() for part in zip(*pieces, strict=True))
         return mean, variance
 

@@ -151,7 +151,7 @@ def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[st
 
     def features(points: Array) -> Array:
         with torch.no_grad():
-            return np.asarray(model.whitened_cross(torch.from_numpy(points)).mT)
+            return np.asarray(model.project(torch.from_numpy(points)).mT)
 
     for name, sites in groups.items():
         clip = CLIP if config.privacy.epsilon else math.inf

@@ -39,13 +39,8 @@ from strategies.server.session import Asked, Contract, Session
 
 logger = logging.getLogger("fedgp")
 
-IN_A_PROGRAM: Mapping[str, Value] = {
-    "baselines.linear": False,
-    "baselines.local-only": False,
-    "baselines.pooled": False,
-    "keep-predictions": False,
-    "evaluate-every": 1,
-}
+EXTRAS = ("baselines.linear", "baselines.local-only", "baselines.pooled", "keep-predictions")
+IN_A_PROGRAM: Mapping[str, Value] = {**dict.fromkeys(EXTRAS, False), "evaluate-every": 1}
 """Defaults that differ where no run folder and no report is wanted."""
 NOT_FOR_A_STRATEGY = (
     {"method", "dataset", "data_dir", "partitioner", "partition", "output_dir", "name", "resume"}

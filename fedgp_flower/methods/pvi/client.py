@@ -10,13 +10,11 @@ import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.gp.optimisers import AdamSettings
-from fedgp_flower.methods.pvi.linear import fixed_point, gradient_step, whitened_rows
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
     Factor,
-    Mixture,
     SparseModel,
     expected_fit,
     factors_of,
@@ -25,7 +23,6 @@ from fedgp_flower.methods.pvi.model import (
     random_source,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.saved import PREDICTION_DRAWS
 from fedgp_flower.methods.pvi.updates import (
     ADAM_RATE,
     ADAM_STEPS,
@@ -33,7 +30,10 @@ from fedgp_flower.methods.pvi.updates import (
     LocalProblem,
     adam_update,
     first_factor,
+    fixed_point,
+    gradient_step,
     lbfgs_update,
+    whitened_rows,
 )
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
 from fedgp_flower.methods.sgpr.messages import (
@@ -167,21 +167,16 @@ class PVIClient(SiteClient):
         with torch.no_grad():
             return LogLikelihood(expected_fit(draws, draws.product(factors), self.data).mean().numpy())
 
-    def mixture(self, request: Predictive, inputs: Array, targets: Array | None = None) -> Mixture:
-        """The predictive mixture over draws of (Z, β), the same draws at every site."""
-        y = None if targets is None else torch.from_numpy(targets)
-        return predict(*self._product(request), torch.from_numpy(inputs), y)
-
     def _product(self, request: Predictive) -> tuple[Draws, list[Factor]]:
         assert request.q is not None
-        draws = prediction_draws(request.q, self.model, PREDICTION_DRAWS, self.config.seed)
+        draws = prediction_draws(request.q, self.model, self.config.seed)
         return draws, factors_of(request.factors, tied=self.options.tied)
 
     def predict(self, request: Predictive, inputs: Array) -> Prediction:
         """Mean and variance of the mixture; for classes, of the label."""
         if request.agreed is not None:
             return self.at_agreed.predict(request.agreed, inputs)
-        mixture = self.mixture(request, inputs)
+        mixture = predict(*self._product(request), torch.from_numpy(inputs))
         return Prediction(mixture.mean().numpy(), mixture.variance().numpy())
 
     def score(self, request: Predictive) -> Scores:
@@ -189,7 +184,7 @@ class PVIClient(SiteClient):
         if request.agreed is not None:
             return self.at_agreed.score(request.agreed)
         target, name = self.rows.y_test, self.config.model.likelihood
-        mixture = self.mixture(request, self.rows.x_test, target)
+        mixture = predict(*self._product(request), torch.from_numpy(self.rows.x_test), torch.from_numpy(target))
         if name == "bernoulli":
             return bernoulli_scores(mixture.mean().clamp(0.0, 1.0).numpy(), target)
         if name == "gaussian":

@@ -23,6 +23,8 @@ from fedgp_flower.typing import AnyShape
 
 LATENTS = ("inducing", "hyper")
 """Blocks of the posterior that are not u: Z and β."""
+SAVED_LATENTS, POINTS = {"inducing": "inducing.locations", "hyper": "hyper"}, "factor.points-0."
+"""Names of these and of pseudo-observations in files."""
 LIMIT = 1e8
 """Standardised inputs, targets and weights of an honest site are far below this."""
 

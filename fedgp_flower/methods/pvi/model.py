@@ -36,6 +36,8 @@ from fedgp_flower.options import ModelSection
 
 ALPHA = 0.01
 """Weight of KL(q(Z) ‖ cavity): small, because Z is a tool of the approximation and no parameter of the model."""
+PREDICTION_DRAWS = 100
+"""Draws of (Z, β) that predict: their error is a tenth of a standard deviation of the mixture's spread."""
 ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
 ROUNDING = 1e-9
@@ -302,7 +304,7 @@ def random_source(*words: object) -> Generator:
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def prediction_draws(q: Marginals, model: SparseModel, number: int, seed: int) -> Draws:
+def prediction_draws(q: Marginals, model: SparseModel, seed: int, number: int = PREDICTION_DRAWS) -> Draws:
     """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
     if q.inducing.value is not None and q.hyper.value is not None:
         return model.at_means(q)
@@ -356,11 +358,7 @@ class Mixture:
 
 @torch.no_grad()
 def predict(draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None = None) -> Mixture:
-    """The predictive mixture at ``inputs`` [N, D], a few samples and rows at a time, without a graph.
-
-    Raises:
-        NumericsError: a variance of f is negative beyond rounding, which means that a factor is broken.
-    """
+    """The predictive mixture at ``inputs`` [N, D], a few samples and rows at a time, without a graph."""
     parts = zip(draws.inducing.split(SAMPLES_AT_ONCE), draws.hyper.split(SAMPLES_AT_ONCE), strict=True)
     pieces = [_predict_some(Draws(draws.model, *part), factors, inputs, targets) for part in parts]
     return Mixture(*(torch.cat(part) for part in zip(*pieces, strict=True)))

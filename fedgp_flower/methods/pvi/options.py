@@ -142,11 +142,7 @@ class PVIOptions(MethodOptions):
         return "whitened" if self.linear else "values" if self.factor == "cpo" else "points"
 
     def check(self, core: CoreConfig) -> None:
-        """Combinations that have a meaning.
-
-        Raises:
-            ConfigError: naming the two keys that do not go together.
-        """
+        """Combinations that have a meaning."""
         update = f"`pvi.local-update` = {self.local_update!r}"
         if self.agrees:
             self._check_sums(core, update)

@@ -1,20 +1,26 @@
-"""Sections that PVI adds to a report: q(β), what each site's factor says, the free energy, what was forgotten."""
+"""Sections that PVI adds to a report: q(β), what each site's factor says, the free energy; what forgetting changed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
+from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
+from fedgp_flower.methods.pvi.messages import SAVED_LATENTS
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
+from fedgp_flower.methods.pvi.options import PVIOptions
+from fedgp_flower.methods.pvi.posterior import read_factors, read_marginal
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
+from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
 from fedgp_flower.typing import Array, NamedArrays
@@ -125,6 +131,55 @@ def free_energy_table(parts: Mapping[str, float]) -> tuple[str, str]:
     return html_table(("part", "nats"), [*rows, ("free energy", show(parts["total"]))]), caption
 
 
+def _strength_caption(run: Run) -> str:
+    units = "in rows of noise σ²" if run.config["pvi.factor"] == "tied" else "over the standardised target"
+    words = {
+        "weight": f"Weight: summed precision of its pseudo-observations, {units}.",
+        "directions": "Directions: of those of v, the whitened inducing values, how many the factor alone determines.",
+        "values": "Precision of u: mean over the inducing values.",
+        "hyper": "Precisions of Z and β: mean of the site's factor; the prior has 1.",
+    }
+    there = {name for each in run.metrics.method_details["factors"].values() for name in each}
+    return " ".join(["How much each site's factor says.", *(text for name, text in words.items() if name in there)])
+
+
+# ---- What forgetting a site changed ---------------------------------------------------------------------------------
+
+
+def changes(before: Run, after: Run) -> dict[str, object]:
+    """``divergence``, KL(after ‖ before) in nats by part of q, and ``remains``, what may still depend on the site."""
+    divergence = {}
+    if before.saved is not None and after.saved is not None:
+        old, new = _densities(before.saved.arrays), _densities(after.saved.arrays)
+        divergence = {name: float(new[name].kl(old[name])) for name in old if name in new}
+    return {"divergence": divergence, "remains": _remains(before)}
+
+
+def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
+    distributions = [name for name, saved in SAVED_LATENTS.items() if f"{saved}.scale" in arrays]
+    densities = {name: read_marginal(arrays, name).natural().gaussian for name in distributions}
+    if "inducing.covariance" in arrays:
+        moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
+        densities["whitened"] = NaturalGaussian.from_moments(*moments)
+    elif (whitened := read_factors(arrays)[0].whitened) is not None:
+        eye = torch.eye(whitened.size, dtype=torch.float64)
+        densities["whitened"] = whitened.gaussian * NaturalGaussian(torch.zeros_like(eye[0]), -0.5 * eye)
+    return densities
+
+
+def _remains(before: Run) -> list[str]:
+    config = parse_config(before.config)
+    options = cast(PVIOptions, config.options)
+    remains = ["the standardisation and the first inducing inputs, which all sites agreed on"]
+    if options.inducing == "average":
+        remains.append("the inducing inputs, an average that the site took part in")
+    if options.agrees:
+        remains.append("inducing inputs and hyperparameters, which all sites agreed on")
+    if not (options.linear and config.model.likelihood == "gaussian"):
+        remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
+    return remains
+
+
 def forgetting(content: Mapping[str, Any]) -> Panel:
     """What ``forgotten.json`` says: figures before and after, and how far the posterior moved."""
     before, after = content["test_before"], content["test_after"]
@@ -145,18 +200,3 @@ def forgetting(content: Mapping[str, Any]) -> Panel:
     caption += f"{content['sites_before']}. Both columns are over the same {content['test_rows']:,} held-out rows, "
     caption += f"those of sites that remain. {'; '.join(moved)}. What may still owe something to the site: "
     return Panel("What forgetting changed", body, f"{caption}{'; '.join(content['remains'])}.")
-
-
-def _strength_caption(run: Run) -> str:
-    caption = "How much each site's factor says."
-    strengths = run.metrics.method_details["factors"].values()
-    if any("weight" in each for each in strengths):
-        units = "in rows of noise σ²" if run.config["pvi.factor"] == "tied" else "over the standardised target"
-        caption += f" Weight: summed precision of its pseudo-observations, {units}."
-    if any("directions" in each for each in strengths):
-        caption += " Directions: of those of v, the whitened inducing values, how many the factor alone determines."
-    if any("values" in each for each in strengths):
-        caption += " Precision of u: mean over the inducing values."
-    if any("inducing" in each or "hyper" in each for each in strengths):
-        caption += " Precisions of Z and β: mean of the site's factor; the prior has 1."
-    return caption

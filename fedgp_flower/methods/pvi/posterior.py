@@ -1,32 +1,49 @@
-"""Prediction from a saved partitioned posterior, and what forgetting a site changed.
+"""Prediction from a saved partitioned posterior.
 
 A prediction is a mixture over draws of (Z, β), the same draws wherever it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
+from numpy.typing import NDArray
 
-from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior
-from fedgp_flower.methods.pvi.messages import LATENTS, Marginals
+from fedgp_flower.messages import decode
+from fedgp_flower.methods.pvi.messages import LATENTS, POINTS, SAVED_LATENTS, Factors, Marginal, Marginals
 from fedgp_flower.methods.pvi.model import Draws, Factor, SparseModel, factors_of, predict, prediction_draws
-from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.saved import SAVED_LATENTS, read_factors, read_marginal
 from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.methods.sparse_posterior import saved_model as saved_sparse_gp
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.registry import parse_config
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.outcome import Posterior
-    from fedgp_flower.run.artefacts import Run
+
+
+def read_marginal(arrays: Mapping[str, NDArray[np.generic]], name: str) -> Marginal:
+    """q(Z) or q(β) of a saved posterior, by its name in messages."""
+    saved = SAVED_LATENTS[name]
+    mean = torch.tensor(arrays[f"{saved}.mean"]).double().flatten()
+    if f"{saved}.scale" not in arrays:
+        return Marginal(value=mean.numpy())
+    scale = torch.tensor(arrays[f"{saved}.scale"]).double().flatten()
+    return Marginal.of(DiagonalGaussian.from_moments(mean, scale.square()))
+
+
+def read_factors(arrays: Mapping[str, NDArray[np.generic]]) -> tuple[Factors, bool]:
+    """The factors of u of a saved posterior, and whether their noise is tied."""
+    parts = {name.replace(POINTS, "factor.points."): array for name, array in arrays.items()}
+    tied = bool(parts.pop("factor.points.tied", True))
+    named = {name.removeprefix("factor."): array for name, array in parts.items() if name.startswith("factor.")}
+    return decode(Factors, named), tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,42 +80,5 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | Save
     model = SparseModel(ModelSection.model_validate(section), num_inputs)
     q = Marginals(*(read_marginal(saved.arrays, name) for name in LATENTS))
     factors, tied = read_factors(saved.arrays)
-    draws = prediction_draws(q, model, int(saved.model["samples"]), int(saved.model["seed"]))
+    draws = prediction_draws(q, model, int(saved.model["seed"]), int(saved.model["samples"]))
     return SavedFactors(draws, factors_of(factors, tied=tied))
-
-
-# ---- What forgetting a site changed ---------------------------------------------------------------------------------
-
-
-def changes(before: Run, after: Run) -> dict[str, object]:
-    """``divergence``, KL(after ‖ before) in nats by part of q, and ``remains``, what may still depend on the site."""
-    divergence = {}
-    if before.saved is not None and after.saved is not None:
-        old, new = _densities(before.saved.arrays), _densities(after.saved.arrays)
-        divergence = {name: float(new[name].kl(old[name])) for name in old if name in new}
-    return {"divergence": divergence, "remains": _remains(before)}
-
-
-def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
-    distributions = [name for name, saved in SAVED_LATENTS.items() if f"{saved}.scale" in arrays]
-    densities = {name: read_marginal(arrays, name).natural().gaussian for name in distributions}
-    if "inducing.covariance" in arrays:
-        moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
-        densities["whitened"] = NaturalGaussian.from_moments(*moments)
-    elif (whitened := read_factors(arrays)[0].whitened) is not None:
-        eye = torch.eye(whitened.size, dtype=torch.float64)
-        densities["whitened"] = whitened.gaussian * NaturalGaussian(torch.zeros_like(eye[0]), -0.5 * eye)
-    return densities
-
-
-def _remains(before: Run) -> list[str]:
-    config = parse_config(before.config)
-    options = cast(PVIOptions, config.options)
-    remains = ["the standardisation and the first inducing inputs, which all sites agreed on"]
-    if options.inducing == "average":
-        remains.append("the inducing inputs, an average that the site took part in")
-    if options.agrees:
-        remains.append("inducing inputs and hyperparameters, which all sites agreed on")
-    if not (options.linear and config.model.likelihood == "gaussian"):
-        remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
-    return remains

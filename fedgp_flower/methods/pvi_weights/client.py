@@ -6,29 +6,28 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
-import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.optimisers import Trace
-from fedgp_flower.methods.pvi.linear import LinearRows
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
-from fedgp_flower.methods.pvi.model import random_source
+from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
+from fedgp_flower.methods.pvi.updates import LinearRows
+from fedgp_flower.methods.pvi_weights.glm import LinearPosterior, NewtonStep, glm_rows, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.network import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
     START_SCALE,
     STEPS,
-    ClassRows,
+    NetworkPosterior,
     VisitSettings,
     WeightSpaceNetwork,
+    class_rows,
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
-from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
 from fedgp_flower.typing import Array
 
@@ -80,10 +79,9 @@ class GLMClient(SiteClient):
 
     def _scored(self, posterior: LinearPosterior, data: SiteData) -> Scores:
         """Scores of held-out rows from the moments of f."""
-        mean, variance = posterior.latent(data.x_test)
         if self.config.model.likelihood == "poisson":
-            return count_scores(mean, variance, data.y_test)
-        mean, variance = observed(self.config.model, mean, variance)
+            return count_scores(*posterior.latent(data.x_test), data.y_test)
+        mean, variance = posterior.observation(data.x_test)
         if self.config.model.likelihood == "bernoulli":
             return bernoulli_scores(mean, data.y_test)
         return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
@@ -117,7 +115,10 @@ class BNNClient(SiteClient):
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, estimated from the draws of a prediction."""
-        rows, source = self._classes(self.rows), random_source(self.config.seed, "fit", self.site.site)
+        rows, source = (
+            self._classes(self.rows),
+            random_source(self.config.seed, "fit", self.site.site),
+        )
         values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
@@ -137,8 +138,8 @@ class BNNClient(SiteClient):
         q, *_ = self._update(data, prior, prior, self.steps * self.config.num_server_rounds)
         return scores_of(self._probabilities(q, data.x_test), data.y_test)
 
-    def _classes(self, data: SiteData) -> ClassRows:
-        return ClassRows(torch.from_numpy(data.x), torch.from_numpy(data.y)).checked(self.options.classes)
+    def _classes(self, data: SiteData) -> Data:
+        return class_rows(data.x, data.y, self.options.classes)
 
     def _update(self, data: SiteData, context: Gaussian, q: Gaussian, steps: int) -> tuple[Gaussian, float, Trace]:
         mean, variance = q.moments()
@@ -147,7 +148,14 @@ class BNNClient(SiteClient):
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         rate = cast(PVIOptions, self.config.shared).learning_rate or LEARNING_RATE
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(self.network, self._classes(data), context, start, VisitSettings(steps, rate), source)
+        return refined(
+            self.network,
+            self._classes(data),
+            context,
+            start,
+            VisitSettings(steps, rate),
+            source,
+        )
 
     def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
         binary = self.config.model.likelihood == "bernoulli"

@@ -1,6 +1,6 @@
 """PVI of generalised linear models: a local free energy whose optimum Newton's method finds, without draws.
 
-With f = Φθ, q(θ) Gaussian, and α, β and the factor of the rows as in :mod:`fedgp_flower.methods.pvi.linear`,
+With f = Φθ, q(θ) Gaussian, and α, β and the factor of the rows as in :mod:`fedgp_flower.methods.pvi.updates`,
 
     ∇_m F = Φᵀα + η₁ᶜ − Λᶜ m,   −∇²_m F = H = Φᵀ diag(β) Φ + Λᶜ,   Λ = H, or its diagonal, at the optimum,
 
@@ -11,20 +11,24 @@ log p is concave in f (Challis & Barber 2013), so that the optimum is the only o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.methods.pvi.linear import LinearRows
 from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi.updates import LinearRows
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
+
+if TYPE_CHECKING:
+    from fedgp_flower.outcome import Posterior
 
 STEPS = 100
 """Newton steps at most: a handful reach the tolerance."""
@@ -79,11 +83,7 @@ def glm_rows(section: ModelSection, inputs: Array, targets: Array) -> LinearRows
 
 
 def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonStep, int]:
-    """The maximum of the local free energy, by Newton steps that never lower it, and their number.
-
-    Raises:
-        NumericsError: the step had to be shortened to nothing, which no log-concave likelihood does.
-    """
+    """The maximum of the local free energy, by Newton steps that never lower it, and their number."""
     here, length, steps = NewtonStep.at(rows, q, context), 1.0, 0
     while steps < STEPS and here.decrement > TOLERANCE:
         there = NewtonStep.at(rows, here.taken(length), context)
@@ -101,3 +101,45 @@ def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
     size = options.num_weights(num_inputs)
     precision = options.prior_scale**-2
     return NaturalParameters(np.zeros(size), -0.5 * precision * (np.eye(size) if options.full else np.ones(size)))
+
+
+# ---- Prediction -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPosterior:
+    """q(θ) of a generalised linear model."""
+
+    section: ModelSection
+    q: Gaussian
+
+    def latent(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and variance of f = θ₀ + θᵀx [N] at standardised inputs [N, D]."""
+        mean, variance = glm_rows(self.section, inputs, np.zeros(len(inputs))).marginals(self.q)
+        return mean.numpy(), variance.numpy()
+
+    def observation(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and variance of an observation [N]."""
+        likelihood = canonical_likelihood(self.section.likelihood, self.section.noise)
+        mean, variance = map(torch.from_numpy, self.latent(inputs))
+        centre, spread = likelihood.moments(mean, variance, likelihood.initial)
+        return centre.numpy(), spread.numpy()
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of an observation [N]."""
+        mean, variance = self.observation(inputs)
+        return mean, np.sqrt(variance)
+
+
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> LinearPosterior:
+    """The posterior of a finished run."""
+    del names
+    section = ModelSection.model_validate({key: saved.model[key] for key in ("likelihood", "noise")})
+    return LinearPosterior(section, q_of(saved))
+
+
+def q_of(saved: Posterior) -> Gaussian:
+    """q(θ) of a saved posterior."""
+    mean = torch.from_numpy(np.array(saved.arrays["weights.mean"]))
+    spread = torch.from_numpy(np.array(saved.arrays["weights.covariance"]))
+    return (NaturalGaussian if spread.ndim == 2 else DiagonalGaussian).from_moments(mean, spread)

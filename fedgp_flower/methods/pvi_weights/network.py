@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
@@ -20,7 +22,13 @@ from torch import Generator, Tensor
 from fedgp_flower.errors import DataError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam
+from fedgp_flower.methods.pvi.model import Data
 from fedgp_flower.methods.pvi.updates import TrainableLatent, late_mean
+from fedgp_flower.methods.pvi_weights.glm import q_of
+from fedgp_flower.typing import Array
+
+if TYPE_CHECKING:
+    from fedgp_flower.outcome import Posterior
 
 STEPS, LEARNING_RATE = 300, 0.01
 """Of Adam in a visit, where ``pvi.steps`` and ``pvi.learning-rate`` are 0; most visits stop earlier."""
@@ -29,6 +37,8 @@ BATCH_SIZE = 128
 START_SCALE = 0.05
 """Standard deviation of a weight that a visit starts from, at most: a tight start lets it stop early."""
 PREDICTION_DRAWS = 30
+PREDICTION_SEED = 22
+"""Draws of a prediction are always the same: it is a function of the posterior alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +69,10 @@ class WeightSpaceNetwork:
         hidden = torch.relu(_sums(x, m1, v1, generator))
         return _sums(hidden, m2, v2, generator)
 
-    def log_likelihood(self, rows: ClassRows, q: Gaussian, generator: Generator) -> Tensor:
+    def log_likelihood(self, rows: Data, q: Gaussian, generator: Generator) -> Tensor:
         """Σ log P(y_n), with one draw for each row."""
-        logits = self.logits(rows.x, q, generator)
-        return logits.log_softmax(-1).gather(1, rows.y.long()[:, None]).sum()
-
-    def probabilities(
-        self, x: Float[Tensor, "N D"], q: Gaussian, draws: int, generator: Generator
-    ) -> Float[Tensor, "N C"]:
-        """The mean over draws of P(y = c | x, θ)."""
-        return torch.stack([self.logits(x, q, generator).softmax(-1) for _ in range(draws)]).mean(0)
+        logits = self.logits(rows.inputs, q, generator)
+        return logits.log_softmax(-1).gather(1, rows.targets.long()[:, None]).sum()
 
 
 def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Tensor:
@@ -78,22 +82,11 @@ def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Te
     return centre + spread * torch.randn(centre.shape, generator=generator, dtype=x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassRows:
-    """A site's rows."""
-
-    x: Float[Tensor, "N D"]
-    y: Float[Tensor, " N"]
-
-    def checked(self, classes: int) -> ClassRows:
-        """These rows.
-
-        Raises:
-            DataError: a target is not the number of a class.
-        """
-        if not torch.isin(self.y, torch.arange(classes)).all():
-            raise DataError(f"targets must be whole numbers below `bnn.classes` = {classes}")
-        return self
+def class_rows(inputs: Array, targets: Array, classes: int) -> Data:
+    """A site's rows, the target the number of a class."""
+    if not np.isin(targets, np.arange(classes)).all():
+        raise DataError(f"targets must be whole numbers below `bnn.classes` = {classes}")
+    return Data(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +102,7 @@ class VisitSettings(AdamSettings):
 
 def refined(
     network: WeightSpaceNetwork,
-    rows: ClassRows,
+    rows: Data,
     context: Gaussian,
     start: Gaussian,
     settings: VisitSettings,
@@ -119,14 +112,14 @@ def refined(
 
     Returns q, the mean objective over the last tenth of the steps in nats, and what Adam did.
     """
-    latent, count = TrainableLatent(context, *start.moments()), len(rows.y)
+    latent, count = TrainableLatent(context, *start.moments()), len(rows)
     size = min(BATCH_SIZE, count)
 
     def objective() -> Tensor:
         q, batch = latent.density(), rows
         if size < count:
             chosen = torch.randperm(count, generator=generator)[:size]
-            batch = ClassRows(rows.x[chosen], rows.y[chosen])
+            batch = Data(rows.inputs[chosen], rows.targets[chosen])
         fit = network.log_likelihood(batch, q, generator) * (count / size)
         settings.fits.append(float(fit.detach()))
         return fit - q.kl(context)
@@ -134,3 +127,35 @@ def refined(
     trace = adam(objective, latent.parameters, settings, count)
     with torch.no_grad():
         return latent.density(), late_mean(trace), trace
+
+
+# ---- Prediction -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPosterior:
+    """q(θ) of a network."""
+
+    network: WeightSpaceNetwork
+    q: Gaussian
+    draws: int
+    binary: bool
+
+    def probabilities(self, inputs: Array) -> Array:
+        """The mean over draws of P(y = c | x, θ) [N, C]; of two classes the second's, [N]."""
+        generator = torch.Generator().manual_seed(PREDICTION_SEED)
+        x = torch.from_numpy(inputs)
+        each = [self.network.logits(x, self.q, generator).softmax(-1) for _ in range(self.draws)]
+        found = torch.stack(each).mean(0).numpy()
+        return found[:, 1] if self.binary else found
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of the indicators of classes."""
+        mean = self.probabilities(inputs)
+        return mean, np.sqrt(mean * (1 - mean))
+
+
+def saved_network(saved: Posterior, names: tuple[str, ...]) -> NetworkPosterior:
+    """The posterior of a finished run."""
+    network = WeightSpaceNetwork(len(names), int(saved.model["hidden"]), int(saved.model["classes"]))
+    return NetworkPosterior(network, q_of(saved), int(saved.model["draws"]), saved.likelihood == "bernoulli")

@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedgp_flower.methods.pvi.panels import intervals, product_panels
+from fedgp_flower.methods.pvi_weights.glm import q_of
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
-from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
@@ -24,8 +24,8 @@ def panels(run: Run) -> list[Panel]:
     """The weights furthest from zero, factors by site, and the free energy."""
     if run.saved is None:
         return []
-    q = q_of(run.saved)
-    mean, sd = q.mean().numpy(), deviations(q)
+    mean, spread = (part.numpy() for part in q_of(run.saved).moments())
+    sd = np.sqrt(spread.diagonal() if spread.ndim == 2 else spread)
     names = ["intercept", *run.saved.inputs]
     order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST]
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
