@@ -84,6 +84,10 @@ EQUATION = (
     "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
     "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
 )
+NEEDS_A_UNIT = (
+    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
+    "a new one's table with `fedgp join`"
+)
 
 
 def first_theta() -> dict[str, Tensor]:
