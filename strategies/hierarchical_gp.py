@@ -156,8 +156,7 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
 def widened(state: NewtonState) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of
-    noise, the first one, stays: one site with next to no noise would widen it for all.
+    The next point is taken then. The width of noise stays: one site with next to no noise would widen it for all.
     """
     if state.rise > SETTLING or not state.widths:
         return state
