@@ -43,6 +43,7 @@ from fedgp_flower.methods.sfvi.gp import NOISE
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.fedmgp_shared import scaled_targets
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -155,8 +156,7 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
 def widened(state: NewtonState) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of
-    noise, the first one, stays: one site with next to no noise would widen it for all.
+    The next point is taken then. The width of noise stays: one site with next to no noise would widen it for all.
     """
     if state.rise > SETTLING or not state.widths:
         return state
@@ -207,20 +207,16 @@ def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonSta
 # What the two kinds of deviations do not share.
 
 
-def first_state(theta: NamedArrays, points: Array, size: int, *, rough_units: bool = False) -> NewtonState:
-    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G)."""
+def first_state(theta: NamedArrays, points: Array, size: int) -> NewtonState:
+    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G); lengthscales are √D times as long, as distances are."""
+    units, wider = "theta.roughness" in theta, 0.5 * math.log(points.shape[1])
     widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
-    priors = {name: (rough.PRIOR_SD, 0.0) if rough_units else smooth.prior_of(name) for name in theta}
+    theta = {name: array + wider * name.endswith("lengthscale") for name, array in theta.items()}
+    priors = {name: (rough.PRIOR_SD, 0.0) if units else smooth.prior_of(name) for name in theta}
     scales, powers = ({name: np.full(theta[name].shape, priors[name][k]) for name in theta} for k in (0, 1))
     mode, eta = pack(theta), on_the_wire(named(initial_global(size, scale=1.0, triangular=True)))
     fixed = {**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers)
     return NewtonState(*fixed, mode, eta, widths, next(iter(widths.values()), None))
-
-
-def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
-    """θ as configured, but lengthscales √D times as long, because so are distances."""
-    wider = 0.5 * math.log(points.shape[1])
-    return first_state({n: array + wider * n.endswith("lengthscale") for n, array in theta.items()}, points, size)
 
 
 def calibrated(state: NewtonState) -> Asking[NewtonState]:
@@ -233,12 +229,6 @@ def calibrated(state: NewtonState) -> Asking[NewtonState]:
     return state if answered.total is None else replace(state, factors=rough.factors(answered.total))
 
 
-NEEDS_A_UNIT = (
-    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
-    "a new one's table with `fedgp join`"
-)
-
-
 class HierarchicalGP(FederatedStrategy[NewtonState]):
     """Newton steps on θ, until the next one promises too little."""
 
@@ -247,13 +237,9 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     state_class = NewtonState
     options: HierarchicalOptions
 
-    def adjusted(self, preparation: Agreement) -> Agreement:
+    def adjusted(self, agreement: Agreement) -> Agreement:
         """Targets of units are divided by their root mean square and not centred: a curve of zeros is no curve."""
-        if not (self.options.rough and self.config.standardise):
-            return preparation
-        power = math.hypot(float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"]))
-        scales = {"target.mean": np.array(0.0), "target.scale": np.array(power)}
-        return replace(preparation, arrays={**preparation.arrays, **scales})
+        return scaled_targets(self, agreement) if self.options.rough and self.config.standardise else agreement
 
     def initialise(self, roster: Roster) -> Asking[NewtonState]:
         """The mode of the prior of θ, and inducing inputs from where inputs lie."""
@@ -262,10 +248,10 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         if self.options.rough:
             points = rough.pseudo_inputs(shape.histogram, section.num_inducing)
             theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
-            return first_state(theta, points, len(points), rough_units=True)
+            return first_state(theta, points, len(points))
         points = initial_locations(shape, section, self.config.seed)
         model = smooth.shaped_gp(section, points)
-        return smooth_start(on_the_wire(model.theta()), points, model.global_size)
+        return first_state(on_the_wire(model.theta()), points, model.global_size)
 
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
         """One exchange; units are calibrated after the last one."""
@@ -315,7 +301,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         arrays |= {} if state.factors is None else {"factors": state.factors}
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}
-        model |= {"why_no_posterior": NEEDS_A_UNIT} if self.options.rough else {}
+        model |= {"why_no_posterior": rough.NEEDS_A_UNIT} if self.options.rough else {}
         meaning = "widths of bands beyond the last row, by cut, over normal ones"
         kept = saved(arrays, (rough if self.options.rough else smooth).EQUATION, model, factors=meaning)
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}

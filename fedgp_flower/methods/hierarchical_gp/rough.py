@@ -13,10 +13,9 @@ learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_
 and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
 which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
 
-Bands beyond a unit's last row are calibrated. At each cut c a unit takes what it added out of the totals,
-hides its rows beyond c, and predicts these; the histogram of z = |y − mean| / sd, in which a unit weighs 1, is a
-summand. Bands beyond c are then max(t, q̂) sd wide, t the .975 point of Student's t with as many degrees of freedom as
-units took part, q̂ the .95 point of the summed histogram.
+At each cut c a unit takes what it added out of the totals, hides its rows beyond c and predicts these. Bands beyond c
+are max(t, q̂) sd wide, t the .975 point of Student's t with as many degrees of freedom as units, q̂ the .95 point of the
+summed histograms of |y − mean| / sd, in which a unit weighs 1.
 """
 
 from __future__ import annotations
@@ -83,6 +82,10 @@ EQUATION = (
     "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
     "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
     "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
+)
+NEEDS_A_UNIT = (
+    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
+    "a new one's table with `fedgp join`"
 )
 
 
@@ -169,13 +172,11 @@ class RoughDeviation:
         return self._weighed(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
 
     def expanded(self) -> Weighing:
-        """As :meth:`weighing`, with its first and second derivatives at this θ, for one factorisation of Σ_h.
+        """As :meth:`weighing`, with its first and second derivatives at this θ; none goes through a factor of Σ_h.
 
-        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h, which has no part of b_h, to second order
+        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h to second order
 
-            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ),
-
-        so that no derivative goes through a factor.
+            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ).
         """
         entries = [self.theta[name] for name in NOISY]
         here = [value.detach().requires_grad_() for value in entries]

@@ -195,8 +195,7 @@ class SmoothDeviation:
     def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
         """Mean and variance of a noisy observation, averaged over z_k.
 
-        At each, with A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, and variance
-        k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
+        With A = R⁻¹k_*, w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
         """
         offsets, shares = self.mixture(q_global)
         here, (there, left_over) = (self.model.shared(rows) for rows in (self.features, features))

@@ -121,11 +121,7 @@ class AmortisedModel(SampledModel):
         return bound + standard_normal(z_local)
 
     def bound(self, site: SiteRows, z_global: Shared, noise: Units) -> Float[Tensor, "*S N"]:
-        """The bound log p(x_n | z_n, Z_G) − KL of the features alone, without classes.
-
-        Features have Σ_v x log σ(o) + (1 − x) log σ(−o); counts Σ_v x_v log softmax(o)_v, without the multinomial
-        coefficient.
-        """
+        """The bound log p(x_n | z_n, Z_G) − KL of the features alone; counts lack the multinomial coefficient."""
         mean, log_scale = self.encoded(site.features)
         outputs = self._outputs(site, z_global, noise)[..., : self.num_inputs]
         squares = ((2 * log_scale).exp() + mean.square()) / self.prior_variance

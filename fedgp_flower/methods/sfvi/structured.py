@@ -255,11 +255,9 @@ class SampledModel(StructuredModel):
     def site_term(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
-        """The average over S draws of Z_G, with R draws of every unit's latents for each.
+        """Σ_u log 1/R Σ_r p(y_u, Z_Lu | Z_G) / q(Z_Lu | Z_G), averaged over S draws of Z_G with R of Z_L for each.
 
-        R = 1: log p(y_u, Z_Lu | Z_G) − log q(Z_Lu | Z_G) with the parameters inside log q held constant (sticking the
-        landing, Roeder et al. 2017). R > 1: Σ_u log 1/R Σ_r p/q, which needs the units to be independent given Z_G and
-        is nearer to Σ_u log p(y_u | Z_G); its gradient is the plain reparametrised one.
+        With R = 1 the parameters inside log q are held constant (sticking the landing, Roeder et al. 2017).
         """
         assert noise is not None
         draws, z_global = len(noise[1]), q_global.transform(noise[0])
