@@ -92,10 +92,7 @@ def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     leaves = [own for _, own in sorted(model.theta().items())]
     slopes = torch.cat([own.flatten() for own in torch.autograd.grad(value, leaves)]).numpy()
     away = np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode
-    size = {
-        "theta.deviation.log_outputscale": 0.5,
-        "theta.log_site_slope": 1.0,
-    }  # of e^(κθ): P(sd > its first) = .05
+    size = {"theta.deviation.log_outputscale": 0.5, "theta.log_site_slope": 1.0}  # of e^(κθ): P(sd > its first) = .05
     power = np.concatenate([np.full(own.numel(), size.get(n, 0.0)) for n, own in sorted(model.theta().items())])
     prior = away / state.scale**2 + np.log(20) * power * np.exp(power * away)
     assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum

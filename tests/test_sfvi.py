@@ -8,18 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import (
-    Fault,
-    FaultyGrid,
-    arrays,
-    blamed,
-    configured,
-    each,
-    lost,
-    numbers,
-    parameters,
-    run,
-)
+from faults import Fault, FaultyGrid, arrays, blamed, configured, each, lost, numbers, parameters, run
 from structured_problems import plan_of
 
 from fedgp_flower.clients.state import ARRAYS
