@@ -181,9 +181,10 @@ def test_the_page_to_the_letter(where: str, request: pytest.FixtureRequest) -> N
     federation.typed("south", "fedgp doctor south")
     federation.typed("coordinator", "fedgp deploy revoke south")
     assert "south" not in federation.typed("coordinator", "fedgp deploy status")
-    refused = federation.asked("south", SITE[1])
-    assert refused.returncode == 1
-    assert "its key is not registered" in refused.stdout.splitlines()[-1]
+    refused = federation.begun("south", SITE[1])
+    assert refused.wait(600) == 1
+    log = federation.root / "south" / f"{len(federation.background) - 1}.log"
+    assert "its key is not registered" in log.read_text().splitlines()[-1]
 
 
 DYING = """

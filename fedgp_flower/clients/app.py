@@ -86,7 +86,7 @@ class SiteApp(ClientApp):
             if WORDS not in found.arrays and LACKS not in found.texts:  # what a masked answer took may tell its rows
                 found.numbers.update({f"repairs.{name}": count for name, count in repairs.items()})
                 found.numbers["seconds"] = time.perf_counter() - started
-            reply = _reply(guard, found)
+            reply = _reply(guard, guard.released(found))
         except FedGPError as error:
             reply = _refusal(guard, str(error))
         except Exception as error:
