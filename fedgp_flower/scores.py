@@ -90,8 +90,6 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     [n]. Time O(S² n), memory O(S n).
     """
     m, s, y = (np.asarray(values, dtype=np.float64) for values in (means, sds, target))
-    if m.ndim != 2 or m.shape != s.shape or m.shape[1:] != y.shape or not len(m):
-        raise NumericsError(f"expected means and sds [S, n] and target [n]; found {m.shape}, {s.shape}, {y.shape}")
     for name, values in (("mean", m), ("sd", s), ("target", y)):
         if not np.isfinite(values).all():
             raise NumericsError(f"`{name}` of a prediction is not finite in {np.sum(~np.isfinite(values))} places")
@@ -162,8 +160,6 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
     """
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
-    if p.ndim != 1 or p.shape != y.shape:
-        raise NumericsError(f"expected `probability` and `label` of one shape [n], found {p.shape} and {y.shape}")
     if not np.all((p >= 0) & (p <= 1)):
         raise NumericsError("a predicted probability is not in [0, 1]; look for non-finite latent values")
     if not np.all((y == 0) | (y == 1)):
@@ -181,8 +177,6 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
     Reliability is that of the likeliest class: its probability, and whether it came true (Guo et al. 2017).
     """
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
-    if p.ndim != 2 or p.shape[:1] != y.shape:
-        raise NumericsError(f"expected `probabilities` [n, C] and `label` [n], found {p.shape} and {y.shape}")
     if not np.all(p >= 0) or not np.allclose(p.sum(axis=1), 1.0, atol=1e-6):
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
     if not np.isin(y, np.arange(p.shape[1])).all():

@@ -103,28 +103,9 @@ class FedMGP(FederatedStrategy[PseudoState]):
     method = "fedmgp"
     options_class = FedMGPOptions
     state_class = PseudoState
-    watched = "objective"
+    watched, anneals = "objective", (WATCHED, WATCHED)
     options: FedMGPOptions
     adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
-
-    @property
-    def rounds(self) -> int:
-        """Rounds over which the learning rate falls: fewer than planned where the objective was flat early."""
-        planned, flat = self.config.num_server_rounds, self.course.flat_from
-        return planned if flat is None else min(planned, math.ceil(flat / WATCHED))
-
-    def watching(self) -> bool:
-        """As long as steps are long enough to raise the objective."""
-        return self.round <= WATCHED * self.config.num_server_rounds
-
-    def converged(self, state: PseudoState) -> bool:
-        """Whether the objective was flat before the learning rate had fallen."""
-        del state
-        return self.course.flat_from is not None
-
-    def finished(self, state: PseudoState) -> bool:
-        """Whether the objective was flat and the learning rate has come down since."""
-        return self.converged(state) and self.round >= self.rounds
 
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
@@ -141,7 +122,7 @@ class FedMGP(FederatedStrategy[PseudoState]):
                 f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
                 "`fedmgp.fraction`, or take another rule"
             )
-        rate, share = learning_rate(config, roster.round, self.rounds), 1 / len(self.preparation.rows)
+        rate, share = learning_rate(config, roster.round, self.horizon()), 1 / len(self.preparation.rows)
         requests = {
             site: Broadcast(state.parameters, state.inducing, state.known(site), rate, share)
             for site in ((EVERYONE,) if roster.totals_only else chosen)

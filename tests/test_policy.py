@@ -131,9 +131,6 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
     assert [secret for secret in SECRETS if secret in text] == []
 
 
-# Pieces.
-
-
 def rules(policy: Policy, **more: Any) -> Rules:
     return Rules("train", policy=policy, file="site.toml", **more)
 

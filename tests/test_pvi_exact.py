@@ -30,7 +30,7 @@ from fedgp_flower.methods.pvi.model import (
 )
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.updates import LinearRows, fixed_point, gradient_step
-from fedgp_flower.methods.pvi_weights.glm import optimum
+from fedgp_flower.methods.pvi_weights.model import optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, in_turn, next_visits, one_round
 from strategies.pvi_state import Contribution, PVIState, cavities, cavity, forget, merge, posterior
@@ -263,13 +263,6 @@ def test_points_are_averaged_by_share_of_rows():
     np.testing.assert_allclose(found.shared["inducing"].value, [0.25, 3.0])
 
 
-def test_block_without_a_prior_is_the_product_of_the_factors():
-    t = NaturalGaussian(torch.ones(2).double(), -torch.eye(2).double())
-    state, _ = merge(PVIState({}), {"a": contribution(t), "b": contribution(t)}, damping=1.0)
-    torch.testing.assert_close(posterior(state)["function"].eta1, torch.full((2,), 2.0).double())
-    torch.testing.assert_close(cavity(state, "a")["function"].eta2, -torch.eye(2).double())
-
-
 def test_schedules():
     rng, sites = np.random.default_rng(0), ["c", "a", "b"]
 
@@ -351,9 +344,6 @@ def test_an_answer_of_another_size_is_refused_and_the_others_are_merged() -> Non
     assert figures["visits"] == 3
 
 
-# Asynchronous.
-
-
 @dataclass
 class Line:
     """Answers that arrive in an order that a test chooses."""
@@ -413,9 +403,6 @@ def test_a_resumed_run_asks_again_what_was_under_way() -> None:
     state, _ = line.arrive(one_round(first(), roster_of(problem, 1), plan, LINEAR), "1")
     question = next(one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
     assert set(question.requests) == {"0", "1", "2"}
-
-
-# Kills.
 
 
 def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:

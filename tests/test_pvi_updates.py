@@ -150,9 +150,6 @@ def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     assert value == pytest.approx(collapsed_local_bound(draws, [], data).item(), abs=1e-6)
 
 
-# Counts.
-
-
 def counts(level: float, rows: int = 60) -> Data:
     x = 6 * torch.rand(rows, 1, generator=generator(), dtype=torch.float64) - 3
     return Data(x, torch.poisson((level + 0.7 * x[:, 0].sin()).exp(), generator=generator(1)))

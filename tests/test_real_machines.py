@@ -49,12 +49,7 @@ class Federation:
     def asked(self, machine: str, line: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         return subprocess.run(
-            self.words(machine, line),
-            cwd=self.root / machine,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
+            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False, timeout=600
         )
 
     def typed(self, machine: str, line: str) -> str:

@@ -22,6 +22,7 @@ from fedgp_flower.agreement import (
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.outcome import Snapshot
+from fedgp_flower.records import TRUST
 from fedgp_flower.shared_messages import (
     Centres,
     ColumnSquares,
@@ -35,7 +36,6 @@ from fedgp_flower.transforms import TRANSFORMS, Transform
 from fedgp_flower.typing import Json
 from strategies.server.network import Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
-from strategies.server.totals import TRUST
 
 logger = logging.getLogger("fedgp")
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
