@@ -304,11 +304,7 @@ class PVI(FederatedStrategy[PVIState]):
         return encode(Predictive(*parts_of(state)))
 
     def require_training(self) -> None:
-        """Without a factor the posterior would be the prior.
-
-        Raises:
-            RunError: nobody was visited.
-        """
+        """Without a factor the posterior would be the prior."""
         super().require_training()
         if self.current.values and not self.current.sites:
             raise RunError(f"no site could be visited, so nothing was learned. {self.network.latest_failures()}")

@@ -13,8 +13,7 @@ from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi_weights.glm import prior_of
-from fedgp_flower.methods.pvi_weights.network import PREDICTION_DRAWS
+from fedgp_flower.methods.pvi_weights.model import PREDICTION_DRAWS, prior_of
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import Facts, NamedArrays

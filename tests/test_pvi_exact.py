@@ -30,7 +30,7 @@ from fedgp_flower.methods.pvi.model import (
 )
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.updates import LinearRows, fixed_point, gradient_step
-from fedgp_flower.methods.pvi_weights.glm import optimum
+from fedgp_flower.methods.pvi_weights.model import optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, in_turn, next_visits, one_round
 from strategies.pvi_state import Contribution, PVIState, cavities, cavity, forget, merge, posterior

@@ -17,12 +17,15 @@ from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
-from fedgp_flower.methods.pvi_weights.glm import NewtonStep, glm_rows, optimum, prior_of
-from fedgp_flower.methods.pvi_weights.network import (
+from fedgp_flower.methods.pvi_weights.model import (
     NetworkPosterior,
+    NewtonStep,
     VisitSettings,
     WeightSpaceNetwork,
     class_rows,
+    glm_rows,
+    optimum,
+    prior_of,
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions

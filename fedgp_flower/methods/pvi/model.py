@@ -9,18 +9,17 @@ values r_k to
 so B ⪰ I always, and a cavity is the same sum without k: no inverse of K_ZZ, no difference of precisions. Everything
 here is a pure function, batched over S samples of (Z, β).
 
-References:
-    Titsias (2009); Federated learning of sparse Gaussian processes, Eqs. 7, 9-12 (DPO, Eq. 12, and CPO), Section 6.
+Titsias (2009); *Federated learning of sparse Gaussian processes*, Eqs. 7, 9-12 (DPO, Eq. 12, and CPO), Section 6.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -100,8 +99,7 @@ class Draws:
     def project(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S M N"]:
         """A = L⁻¹ K_ZX."""
         cross = self.model.kernel.matrix(self.kernel_hyper, self.inducing, inputs)
-        projection: Tensor = torch.linalg.solve_triangular(self.chol, cross, upper=False)
-        return projection
+        return torch.linalg.solve_triangular(self.chol, cross, upper=False)
 
     def prior_variance(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S N"]:
         """k(x, x)."""
@@ -144,10 +142,6 @@ class WhitenedGaussian:
         """μ = B⁻¹h."""
         return torch.cholesky_solve(self.shift[..., None], self.chol)[..., 0]
 
-    def half_log_determinant(self) -> Float[Tensor, " S"]:
-        """½ log|B|."""
-        return self.chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
     def predict(
         self, projection: Float[Tensor, "S M N"], prior_variance: Float[Tensor, "S N"]
     ) -> tuple[Float[Tensor, "S N"], Float[Tensor, "S N"]]:
@@ -161,35 +155,15 @@ class WhitenedGaussian:
         ratio = torch.linalg.solve_triangular(self.chol, other.chol, upper=False)
         shift = (other.chol.mT @ (self.mean - other.mean)[..., None])[..., 0]
         quadratic = ratio.square().sum((-2, -1)) - self.mean.shape[-1] + shift.square().sum(-1)
-        kl: Tensor = 0.5 * quadratic + self.half_log_determinant() - other.half_log_determinant()
-        return kl
+        roots, theirs = (q.chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) for q in (self, other))
+        return 0.5 * quadratic + roots - theirs
 
 
 # ---- Factors of u ---------------------------------------------------------------------------------------------------
 
 
-class Factor(ABC):
-    """A factor t(u | Z, β)."""
-
-    @abstractmethod
-    def whitened(self, draws: Draws) -> WhitenedGaussian:
-        """As a factor of v, its parts of B and h."""
-
-    @abstractmethod
-    def free(self) -> list[Tensor]:
-        """Unconstrained parameters that an optimiser may move."""
-
-    @abstractmethod
-    def at(self, free: Sequence[Tensor]) -> Factor:
-        """The factor at other parameters."""
-
-    @abstractmethod
-    def message(self) -> Factors:
-        """As it travels."""
-
-
 @dataclass(frozen=True, eq=False)
-class PseudoObservations(Factor):
+class PseudoObservations:
     """A DPO factor: t(u | Z, β) ∝ N(K_VZ K_ZZ⁻¹ u; m, W⁻¹), or N(…; m, σ²W⁻¹) when tied, W = diag(w)."""
 
     inputs: Float[Tensor, "J D"]
@@ -232,7 +206,7 @@ class PseudoObservations(Factor):
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianFactor(Factor):
+class GaussianFactor:
     """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with the same Λ [M, M] and η [M] whatever Z and β; or the same of v."""
 
     natural: Gaussian
@@ -261,6 +235,10 @@ class GaussianFactor(Factor):
         """As it travels."""
         natural = NaturalParameters.of(self.natural)
         return Factors(whitened=natural) if self.of_v else Factors(values=natural)
+
+
+Factor: TypeAlias = PseudoObservations | GaussianFactor
+"""A factor t(u | Z, β): of v at draws of (Z, β), as unconstrained parameters that an optimiser moves, as a message."""
 
 
 def factors_of(message: Factors, *, tied: bool) -> list[Factor]:
@@ -323,10 +301,9 @@ def expected_fit(draws: Draws, q: WhitenedGaussian, data: Data) -> Float[Tensor,
 def local_free_energy(
     draws: Draws, others: Sequence[Factor], factor: Factor, data: Data, *, weight: float = 1.0
 ) -> Float[Tensor, " S"]:
-    r"""Local fit E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats.
+    r"""Eq. 7 less its last KL: E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats.
 
-    Federated learning of sparse Gaussian processes, Eq. 7 less its last KL. ``data`` may be a mini-batch, ``weight`` is
-    N_k over its rows; the product of ``others`` with the prior is the cavity.
+    ``weight`` is N_k over the rows of ``data``; the product of ``others`` with the prior is the cavity.
     """
     cavity = draws.product(others)
     posterior = cavity * factor.whitened(draws)
@@ -376,9 +353,8 @@ def _predict_some(
         broken = ~(variance >= -ROUNDING * prior)  # so that NaN is broken, too
         if bool(broken.any()):
             raise NumericsError(f"{int(broken.sum())} of {variance.numel()} variances of f are negative")
-        variance = variance.clamp_min(0.0)
-        densities = mean[:, :0]
+        f, densities = (mean, variance.clamp_min(0.0)), mean[:, :0]
         if targets is not None:
-            densities = likelihood.log_predictive(targets[rows], mean, variance, hyper)
-        out.append((*likelihood.moments(mean, variance, hyper), densities))
+            densities = likelihood.log_predictive(targets[rows], *f, hyper)
+        out.append((*likelihood.moments(*f, hyper), densities))
     return tuple(torch.cat(part, -1) for part in zip(*out, strict=True))

@@ -54,7 +54,7 @@ G = TypeVar("G", bound=Gaussian)
 
 @dataclass(frozen=True, slots=True)
 class LocalProblem:
-    """Everything a local update by optimisation conditions on."""
+    """What a local update by optimisation conditions on."""
 
     model: SparseModel
     data: Data
@@ -185,9 +185,7 @@ def first_factor(
 ) -> Factor:
     """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
 
-    There are at most ``most`` pseudo-observations, each the average of at least ``least`` rows. With ``cpo`` it is
-    Titsias' optimum at the means. Without a Gaussian likelihood targets and precisions are what
-    :meth:`PointLikelihood.as_function` makes of them.
+    At most ``most`` pseudo-observations, each the average of at least ``least`` rows; with ``cpo`` Titsias' optimum.
     """
     with torch.no_grad():
         draws = model.at_means(start)
@@ -279,10 +277,7 @@ def whitened_rows(model: SparseModel, data: Data, q: Marginals) -> LinearRows:
 
 
 def fixed_point(rows: LinearRows, context: G, start: G, *, step: float = 1.0) -> tuple[G, int]:
-    """Natural-gradient ascent t ← t^(1−ρ) (∇_μ E_q log p(y_k | v))^ρ with q = context · t; and the number of steps.
-
-    A step that would make q improper is halved until it does not.
-    """
+    """Natural-gradient ascent t ← t^(1−ρ) (∇_μ E_q log p(y_k | v))^ρ with q = context · t; and the number of steps."""
     factor, iterations, change, size = start, 0, float("inf"), 1.0
     while change >= TOLERANCE * size and iterations < MOST_ITERATIONS:
         iterations += 1
@@ -297,10 +292,7 @@ def fixed_point(rows: LinearRows, context: G, start: G, *, step: float = 1.0) ->
 
 
 def gradient_step(rows: LinearRows, q: G, context: G, start: G, *, step: float) -> G:
-    """η_k ← η_k + ρ dF_k/dη at q (Property 3.1); the derivative with respect to a symmetric η₂ is symmetric.
-
-    Of all sites at once this is one pooled step, whatever the partition.
-    """
+    """η_k ← η_k + ρ dF_k/dη at q (Property 3.1); of all sites at once one pooled step, whatever the partition."""
     with torch.enable_grad():
         eta1, eta2 = (part.detach().requires_grad_() for part in (q.eta1, q.eta2))
         energy = rows.free_energy(type(q)(eta1, eta2), context)

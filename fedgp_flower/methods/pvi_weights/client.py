@@ -15,16 +15,20 @@ from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, 
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.updates import LinearRows
-from fedgp_flower.methods.pvi_weights.glm import LinearPosterior, NewtonStep, glm_rows, optimum, prior_of
-from fedgp_flower.methods.pvi_weights.network import (
+from fedgp_flower.methods.pvi_weights.model import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
     START_SCALE,
     STEPS,
+    LinearPosterior,
     NetworkPosterior,
+    NewtonStep,
     VisitSettings,
     WeightSpaceNetwork,
     class_rows,
+    glm_rows,
+    optimum,
+    prior_of,
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
@@ -115,10 +119,7 @@ class BNNClient(SiteClient):
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, estimated from the draws of a prediction."""
-        rows, source = (
-            self._classes(self.rows),
-            random_source(self.config.seed, "fit", self.site.site),
-        )
+        rows, source = self._classes(self.rows), random_source(self.config.seed, "fit", self.site.site)
         values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
@@ -148,14 +149,7 @@ class BNNClient(SiteClient):
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         rate = cast(PVIOptions, self.config.shared).learning_rate or LEARNING_RATE
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(
-            self.network,
-            self._classes(data),
-            context,
-            start,
-            VisitSettings(steps, rate),
-            source,
-        )
+        return refined(self.network, self._classes(data), context, start, VisitSettings(steps, rate), source)
 
     def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
         binary = self.config.model.likelihood == "bernoulli"

@@ -23,9 +23,6 @@ class WeightsOptions(MethodOptions):
 
     shared: ClassVar[type[MethodOptions] | None] = PVIOptions
 
-    prior_scale: ClassVar[float] = 1.0
-    """Prior standard deviation of every weight, the intercept's too: inputs are standardised."""
-
     @abstractmethod
     def num_weights(self, num_inputs: int) -> int:
         """The length of θ."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from fedgp_flower.methods.pvi.panels import intervals, product_panels
-from fedgp_flower.methods.pvi_weights.glm import q_of
-from fedgp_flower.methods.pvi_weights.options import WeightsOptions
+from fedgp_flower.methods.pvi_weights.model import q_of
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.typing import Array
 
-PRIOR_PRECISION = WeightsOptions.prior_scale**-2
+FACTORS = "Mean over weights of the precision that a factor adds; the prior has 1."
 MOST = 30
 """Weights in the figure."""
 PRUNED = 0.1
@@ -30,8 +27,10 @@ def panels(run: Run) -> list[Panel]:
     order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST]
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
     caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
-    sections = [Panel("Weights", weights([names[i] for i in order], mean[order], sd[order]), caption)]
-    return [*sections, *product_panels(run, factor_caption(run))]
+    centre, reach = mean[order], Z95 * sd[order]
+    figure = intervals(centre - reach, centre, centre + reach, [names[i] for i in order], "weight")
+    figure.axes[0].axvline(0, color="0.6", linewidth=0.8)
+    return [Panel("Weights", figure, caption), *product_panels(run, FACTORS)]
 
 
 def network_panels(run: Run) -> list[Panel]:
@@ -39,20 +38,8 @@ def network_panels(run: Run) -> list[Panel]:
     if run.saved is None:
         return []
     mean, variance = (part.numpy() for part in q_of(run.saved).moments())
-    divergence = 0.5 * (PRIOR_PRECISION * (variance + mean**2) - 1 - np.log(PRIOR_PRECISION * variance))
+    divergence = 0.5 * (variance + mean**2 - 1 - np.log(variance))
     count = int((divergence < PRUNED).sum())
     body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
     caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
-    return [Panel("Pruned weights", body, caption), *product_panels(run, factor_caption(run))]
-
-
-def factor_caption(run: Run) -> str:
-    """What the mean precision of a factor is compared with."""
-    return f"Mean over weights of the precision that a factor adds; the prior has {PRIOR_PRECISION:g}."
-
-
-def weights(names: list[str], mean: Array, sd: Array) -> Figure:
-    """A line per weight."""
-    figure = intervals(mean - Z95 * sd, mean, mean + Z95 * sd, names, "weight")
-    figure.axes[0].axvline(0, color="0.6", linewidth=0.8)
-    return figure
+    return [Panel("Pruned weights", body, caption), *product_panels(run, FACTORS)]
