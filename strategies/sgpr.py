@@ -360,7 +360,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
             found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
-        wanted, least = self.config.model.num_inducing, min(roster.rows, key=lambda site: roster.rows[site])
+        wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):
             found.append(
                 f"{count} inducing points instead of {wanted}: `sgpr.small-sites` = 'cap', and"

@@ -20,12 +20,12 @@ from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_
 from fedgp_flower.methods.hierarchical_gp import smooth
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, transported
-from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation
+from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, linear_terms
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.hierarchical_gp import USUAL_SITES, one_round, smooth_factor, smooth_start, widened
+from strategies.hierarchical_gp import USUAL_SITES, first_state, one_round, widened
 from strategies.server.questions import Roster, drive
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
@@ -67,10 +67,10 @@ def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, l
     units = [SmoothDeviation(model, own.features, own.targets) for own in rows]
     starts = np.cumsum([0, *sizes])
     sites = {str(k): Units(model, units[a:b]) for k, (a, b) in enumerate(pairwise(starts))}
-    states: list[Any] = [smooth_start(on_the_wire(model.theta()), POINTS.numpy(), 7)]
+    states: list[Any] = [first_state(on_the_wire(model.theta()), POINTS.numpy(), 7)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
-        states.append(drive(one_round(states[-1], roster, partial(smooth_factor, start)), sites)[0])
+        states.append(drive(one_round(states[-1], roster, partial(inducing_factor, start)), sites)[0])
     return model, states, units
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from pydantic import TypeAdapter, ValidationError
 
-from fedgp_flower.clients.state import SHARED, file_of, write_private
+from fedgp_flower.clients.state import file_of, write_private
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
@@ -45,7 +45,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
-from fedgp_flower.records import array_record, arrays_of, record_of, settings_of
+from fedgp_flower.records import SHARED, array_record, arrays_of, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")

@@ -58,7 +58,7 @@ _SFVI = Method(
     strategy="strategies.sfvi:SFVI",
     client="fedgp_flower.methods.sfvi.client:SFVIClient",
     posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
-    panels="fedgp_flower.methods.sfvi.panels:panels",
+    panels="fedgp_flower.methods.sfvi.posterior:panels",
     at_site="fedgp_flower.methods.sfvi.posterior:site_model",
 )
 _FEDMGP = Method(
@@ -173,7 +173,7 @@ BUILT_IN: Mapping[str, Method] = {
         strategy="strategies.hierarchical_gp:HierarchicalGP",
         client="fedgp_flower.methods.hierarchical_gp.client:HierarchicalClient",
         posterior="fedgp_flower.methods.hierarchical_gp.posterior:saved_model",
-        panels="fedgp_flower.methods.sfvi.panels:panels",
+        panels="fedgp_flower.methods.sfvi.posterior:panels",
         at_site="fedgp_flower.methods.hierarchical_gp.posterior:site_model",
     ),
     "sfvi": _SFVI,
