@@ -57,7 +57,6 @@ Predicted = Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles
 PolicyFile = Annotated[Path | None, typer.Option(help="policy of the site; otherwise the default")]
 Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")]
 Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")]
 
 
 class _WithKeys(TyperCommand):
@@ -73,7 +72,7 @@ def run(
     words: Words = None,
     sites: Sites = 5,
     config: ConfigFile = None,
-    dry_run: DryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")] = False,
     output_dir: Annotated[str | None, typer.Option(help="folder that the run's folder goes into")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run's folder")] = None,
 ) -> None:
@@ -81,7 +80,10 @@ def run(
     given = {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
     completed, sites = _completed(words, config, given, sites)
     if dry_run:
-        _show_plan(completed, sites)
+        parsed = registry.parse_config(completed)
+        _show_checked(check.plan(parsed, sites))
+        rounds = f"{parsed.num_server_rounds} rounds at most"
+        print(f"would run {parsed.method}, {rounds}, into {user.run_folder(completed)}")
         return
     with terminal.progress_bar() as progress:
         folder = engine.run_in_process(completed, sites, progress=progress)
@@ -117,30 +119,18 @@ def _sites_of(files: Sequence[Path]) -> list[Path]:
     return paths
 
 
-def _show_plan(completed: FlatConfig, sites: int) -> None:
-    """What a run with this configuration would train on."""
-    config = registry.parse_config(completed)
-    _show_checked(check.plan(config, sites))
-    rounds = f"{config.num_server_rounds} rounds at most"
-    print(f"would run {config.method}, {rounds}, into {user.run_folder(completed)}")
-
-
 @app.command(cls=_WithKeys)
 def simulate(
     words: Words = None,
     sites: Sites = 5,
     gpus_per_site: Gpus = 0.0,
     config: ConfigFile = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Run through Flower's SuperLink and its simulation engine, Ray; nothing is left behind.
 
     The exit status is the result of the run.
     """
     completed, sites = _completed(words, config, {}, sites)
-    if dry_run:
-        _show_plan(completed, sites)
-        return
     with processes.interruptible():
         submission.simulate(completed, sites, gpus_per_site)
 

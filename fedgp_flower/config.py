@@ -347,12 +347,19 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     """Validate flat keys; ``options`` maps every method to the class of its table."""
     known = defaults(options.values())
     given = _with_extra(flat, known)
-    if unknown := [_unknown(key, known) for key in given if key not in known]:
-        raise ConfigError("\n".join(unknown))
+    problems = []
+    for key in (key for key in given if key not in known):
+        close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+        problems.append(f"unknown configuration key `{key}`; {hint}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
-    nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
+    # TOML writes 1 for 1.0; everything else keeps its type and is judged strictly.
+    numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}
+    nested = nest({**given, **numbers, "method": method})
     section = options[method]
     tables = {table.table: table for table in with_shared((*options.values(), section)) if table.table}
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
@@ -398,17 +405,6 @@ def _with_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
     if twice := [key for key in further if key in flat and flat[key] != known.get(key, further[key])]:
         raise ConfigError(f"given by itself and in `extra`: {', '.join(f'`{key}`' for key in twice)}; leave one out")
     return {**flat, "extra": "", **further}
-
-
-def _number(value: Value, default: Value) -> Value:
-    """TOML writes 1 for 1.0; everything else keeps its type and is judged strictly."""
-    return float(value) if isinstance(default, float) and type(value) is int else value
-
-
-def _unknown(key: str, known: Mapping[str, Value]) -> str:
-    close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-    return f"unknown configuration key `{key}`; {hint}"
 
 
 def validated(section: type[S], values: Facts, prefix: str) -> S:

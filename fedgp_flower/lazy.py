@@ -13,12 +13,7 @@ __all__ = ["pd", "special"]
 
 
 class Lazy(ModuleType):
-    """Stands for a module until it is used.
-
-    Example:
-        >>> Lazy("math").sqrt(4.0)
-        2.0
-    """
+    """Stands for a module until it is used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module(self.__name__), name)

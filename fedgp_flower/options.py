@@ -75,17 +75,14 @@ def kernel_tree(expression: str) -> ast.expr:
     """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`."""
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
+        nodes = list(ast.walk(tree))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        known = names <= {*KERNELS} or names <= {*kernel_names()}
+        if known and all(isinstance(node, ast.BinOp | ast.Add | ast.Mult | ast.Name | ast.Load) for node in nodes):
+            return tree
     except SyntaxError:
-        tree = None
-    if tree is None or not _is_kernel(tree):
-        raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
-    return tree
-
-
-def _is_kernel(node: ast.expr) -> bool:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        return _is_kernel(node.left) and _is_kernel(node.right)
-    return isinstance(node, ast.Name) and (node.id in KERNELS or node.id in kernel_names())
+        pass
+    raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
 
 
 class ModelSection(Section):

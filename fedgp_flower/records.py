@@ -25,6 +25,11 @@ PACKED = "fedgp.packed"
 """Flower's ``stype`` of an array that holds several of float64."""
 SMALL = 2**14
 """Bytes up to which an array travels with those beside it; a larger one gains nothing."""
+SCHEMA_VERSION = 2
+SHARED, CONSTANTS, LACKS = "context", "constants", "lacks-context"
+"""Records of what travels to a site once, the first also the key of its digest, and the key of a reply without it."""
+TRUST = "trust-file"
+"""Number in the description of a site that has one."""
 APART = "apart"
 """Config key of a message whose answer is not packed either."""
 

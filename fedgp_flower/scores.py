@@ -73,9 +73,6 @@ class Prediction:
     variance: Array
 
 
-# Numbers.
-
-
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
     """Scores of Gaussian predictions N(mean, sd²) [n]."""
     return mixture_scores(np.asarray(mean)[None], np.asarray(sd)[None], target)
@@ -90,8 +87,6 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     [n]. Time O(S² n), memory O(S n).
     """
     m, s, y = (np.asarray(values, dtype=np.float64) for values in (means, sds, target))
-    if m.ndim != 2 or m.shape != s.shape or m.shape[1:] != y.shape or not len(m):
-        raise NumericsError(f"expected means and sds [S, n] and target [n]; found {m.shape}, {s.shape}, {y.shape}")
     for name, values in (("mean", m), ("sd", s), ("target", y)):
         if not np.isfinite(values).all():
             raise NumericsError(f"`{name}` of a prediction is not finite in {np.sum(~np.isfinite(values))} places")
@@ -151,9 +146,6 @@ def _mean_absolute_difference(means: Array, sds: Array) -> Array:
     return np.asarray(total / len(means) ** 2)
 
 
-# Classes.
-
-
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of class probabilities p = P(label = 1): NLL, Brier score (p − label)², correct at threshold ½.
 
@@ -162,8 +154,6 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
     """
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
-    if p.ndim != 1 or p.shape != y.shape:
-        raise NumericsError(f"expected `probability` and `label` of one shape [n], found {p.shape} and {y.shape}")
     if not np.all((p >= 0) & (p <= 1)):
         raise NumericsError("a predicted probability is not in [0, 1]; look for non-finite latent values")
     if not np.all((y == 0) | (y == 1)):
@@ -181,8 +171,6 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
     Reliability is that of the likeliest class: its probability, and whether it came true (Guo et al. 2017).
     """
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
-    if p.ndim != 2 or p.shape[:1] != y.shape:
-        raise NumericsError(f"expected `probabilities` [n, C] and `label` [n], found {p.shape} and {y.shape}")
     if not np.all(p >= 0) or not np.allclose(p.sum(axis=1), 1.0, atol=1e-6):
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
     if not np.isin(y, np.arange(p.shape[1])).all():
@@ -199,9 +187,6 @@ def _classified(correct: Array, nll: Array, brier: Array, probability: Array, ou
     weights = (np.ones_like(probability), probability, outcome)
     bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
     return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
-
-
-# Numbers in their units, and transformed ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +280,6 @@ def _rule(low: Array, high: Array) -> tuple[Array, Array]:
     """Nodes and weights [Q, n] of integrals from ``low`` to ``high`` [n]."""
     half = (high - low) / 2
     return low + half * (NODES[:, None] + 1), half * WEIGHTS[:, None]
-
-
-# Counts.
 
 
 def count_scores(mean: Array, variance: Array, target: Array) -> Scores:

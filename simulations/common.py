@@ -149,7 +149,7 @@ def posterior_arrays(run: Row) -> dict[str, Array]:
     from fedgp_flower.run.artefacts import read_run
 
     if CHECKING:
-        return {"q.mean": np.zeros(5), "q.factor": np.ones(5)}
+        return {"q.mean": np.zeros(5), "q.log_scale": np.zeros(5)}
     saved = read_run(run["folder"]).saved
     assert saved is not None, f"{run['folder']} saved no posterior"
     return {name: np.array(array) for name, array in saved.arrays.items()}

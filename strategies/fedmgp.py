@@ -1,11 +1,8 @@
 """FedMGP by pseudo-gradients: Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024), for any likelihood.
 
 θ = {S, q(u)} is shared. In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges
-these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. φ_m stays at its unit.
-
-Where the noise is Gaussian q(u) is a precision λ and a shift h, whose average over units is a step on the pooled
-bound (:mod:`fedgp_flower.methods.fedmgp.unit`). Averages of means and Cholesky factors, which the paper takes and which
-other likelihoods need, drift away from its optimum.
+these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. For Gaussian noise q(u) is a precision λ
+and a shift h, whose average over units is a step on the pooled bound, as that of means and Cholesky factors is not.
 """
 
 from __future__ import annotations
@@ -103,28 +100,9 @@ class FedMGP(FederatedStrategy[PseudoState]):
     method = "fedmgp"
     options_class = FedMGPOptions
     state_class = PseudoState
-    watched = "objective"
+    watched, anneals = "objective", (WATCHED, WATCHED)
     options: FedMGPOptions
     adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
-
-    @property
-    def rounds(self) -> int:
-        """Rounds over which the learning rate falls: fewer than planned where the objective was flat early."""
-        planned, flat = self.config.num_server_rounds, self.course.flat_from
-        return planned if flat is None else min(planned, math.ceil(flat / WATCHED))
-
-    def watching(self) -> bool:
-        """As long as steps are long enough to raise the objective."""
-        return self.round <= WATCHED * self.config.num_server_rounds
-
-    def converged(self, state: PseudoState) -> bool:
-        """Whether the objective was flat before the learning rate had fallen."""
-        del state
-        return self.course.flat_from is not None
-
-    def finished(self, state: PseudoState) -> bool:
-        """Whether the objective was flat and the learning rate has come down since."""
-        return self.converged(state) and self.round >= self.rounds
 
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
@@ -141,7 +119,7 @@ class FedMGP(FederatedStrategy[PseudoState]):
                 f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
                 "`fedmgp.fraction`, or take another rule"
             )
-        rate, share = learning_rate(config, roster.round, self.rounds), 1 / len(self.preparation.rows)
+        rate, share = learning_rate(config, roster.round, self.horizon()), 1 / len(self.preparation.rows)
         requests = {
             site: Broadcast(state.parameters, state.inducing, state.known(site), rate, share)
             for site in ((EVERYONE,) if roster.totals_only else chosen)

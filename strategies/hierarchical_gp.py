@@ -25,14 +25,11 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.agreement import Agreement
-from fedgp_flower.errors import RunError
-from fedgp_flower.gp.kernels import prior_variance
-from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
+from fedgp_flower.gp.linalg import laplace_deviations
 from fedgp_flower.gp.optimisers import pack, unpack
-from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
-from fedgp_flower.methods.hierarchical_gp import rough
+from fedgp_flower.methods.hierarchical_gp import rough, smooth
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
@@ -41,11 +38,12 @@ from fedgp_flower.methods.hierarchical_gp.messages import (
 )
 from fedgp_flower.methods.hierarchical_gp.newton import Expansion, expansion, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
-from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, shaped_gp
-from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
+from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS
+from fedgp_flower.methods.sfvi.gp import NOISE
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.fedmgp_shared import scaled_targets
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -64,11 +62,8 @@ SETTLING, WIDER = 1.0, 0.05
 USUAL_SITES = 4.0
 """Sites of the initial widths that those of the run are averaged with."""
 HOW = "the curvature of the bound at its end (Laplace's approximation); straight lines have separate terms"
-VARIANCES = ("outputscale", "variance", "noise")
 SHRINKAGE = math.log(20)
 """Rate of the exponential prior of the size of deviations, over its first value."""
-LEAST_POINTS, MARGIN = 3, 0.025
-"""Fewest pseudo-inputs of units, and how far the grid goes beyond the inputs at each end, as a share of their range."""
 
 
 @message()
@@ -161,8 +156,7 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
 def widened(state: NewtonState) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of
-    noise, the first one, stays: one site with next to no noise would widen it for all.
+    The next point is taken then. The width of noise stays: one site with next to no noise would widen it for all.
     """
     if state.rise > SETTLING or not state.widths:
         return state
@@ -175,14 +169,6 @@ def widened(state: NewtonState) -> NewtonState:
     if np.abs(moved - now).max() < WIDER:
         return state
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
-
-
-def prior_of(name: str) -> tuple[float, float]:
-    """Standard deviation of a logarithm of θ under its normal prior, and κ of its exponential one."""
-    variance = any(kind in name for kind in VARIANCES)
-    if "site_slope" in name or ("deviation." in name and variance):
-        return 4.0, 0.5 if variance else 1.0
-    return 2.0 if variance else 1.0, 0.0
 
 
 def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[Expansion, float]:
@@ -221,74 +207,26 @@ def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonSta
 # What the two kinds of deviations do not share.
 
 
-@torch.no_grad()
-def smooth_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> torch.Tensor:
-    """L with L Lᵀ = K_zz of the trend at a θ."""
-    model.load_theta(values)
-    kzz = model.trend(model.inputs).to_dense()
-    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
-
-
-def first_state(theta: NamedArrays, points: Array, size: int, *, rough_units: bool = False) -> NewtonState:
-    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G)."""
+def first_state(theta: NamedArrays, points: Array, size: int) -> NewtonState:
+    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G); lengthscales are √D times as long, as distances are."""
+    units, wider = "theta.roughness" in theta, 0.5 * math.log(points.shape[1])
     widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
-    priors = {name: (rough.PRIOR_SD, 0.0) if rough_units else prior_of(name) for name in theta}
+    theta = {name: array + wider * name.endswith("lengthscale") for name, array in theta.items()}
+    priors = {name: (rough.PRIOR_SD, 0.0) if units else smooth.prior_of(name) for name in theta}
     scales, powers = ({name: np.full(theta[name].shape, priors[name][k]) for name in theta} for k in (0, 1))
     mode, eta = pack(theta), on_the_wire(named(initial_global(size, scale=1.0, triangular=True)))
     fixed = {**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers)
     return NewtonState(*fixed, mode, eta, widths, next(iter(widths.values()), None))
 
 
-def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
-    """θ as configured, but lengthscales √D times as long, because so are distances."""
-    wider = 0.5 * math.log(points.shape[1])
-    return first_state({n: array + wider * n.endswith("lengthscale") for n, array in theta.items()}, points, size)
-
-
-def pseudo_inputs(histogram: Array, count: int) -> Array:
-    """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
-    if len(histogram) > 1:
-        here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
-        raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
-    if count < LEAST_POINTS:
-        raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
-    filled = np.flatnonzero(histogram[0])
-    low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
-    beyond = MARGIN * (high - low)
-    return np.linspace(low - beyond, high + beyond, count)[:, None]
-
-
 def calibrated(state: NewtonState) -> Asking[NewtonState]:
-    """The state with the factors of bands: the sums of units at the best θ and q(u), then how each unit is predicted.
-
-    Sums are asked again, because weights of roughness depend on q(u): a unit can only take out what it put in.
-    """
+    """The state with the factors of bands, from sums at the best q(u): a unit can only take out what it put in."""
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, Parameters(state.parameters))
     if summed.total is None:
         return state
     request = CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
     answered: Summed[Calibration] = yield Total(Calibration, request, summed.sites)
     return state if answered.total is None else replace(state, factors=rough.factors(answered.total))
-
-
-# What a run leaves.
-
-SMOOTH_EQUATION = (
-    "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
-    "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a site that nobody has seen "
-    "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise is a log-normal mixture; "
-    "theta.log_width has log w of noise, amplitude and lengthscale. x and y are standardised."
-)
-ROUGH_EQUATION = (
-    "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
-    "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
-    "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
-    "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
-)
-NEEDS_A_UNIT = (
-    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
-    "a new one's table with `fedgp join`"
-)
 
 
 class HierarchicalGP(FederatedStrategy[NewtonState]):
@@ -299,35 +237,34 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     state_class = NewtonState
     options: HierarchicalOptions
 
-    def adjusted(self, preparation: Agreement) -> Agreement:
+    def adjusted(self, agreement: Agreement) -> Agreement:
         """Targets of units are divided by their root mean square and not centred: a curve of zeros is no curve."""
-        if not (self.options.rough and self.config.standardise):
-            return preparation
-        power = math.hypot(float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"]))
-        scales = {"target.mean": np.array(0.0), "target.scale": np.array(power)}
-        return replace(preparation, arrays={**preparation.arrays, **scales})
+        return scaled_targets(self, agreement) if self.options.rough and self.config.standardise else agreement
 
     def initialise(self, roster: Roster) -> Asking[NewtonState]:
         """The mode of the prior of θ, and inducing inputs from where inputs lie."""
         section = self.config.model
         shape = yield from shape_of_inputs(roster)
         if self.options.rough:
-            points = pseudo_inputs(shape.histogram, section.num_inducing)
+            points = rough.pseudo_inputs(shape.histogram, section.num_inducing)
             theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
-            return first_state(theta, points, len(points), rough_units=True)
+            return first_state(theta, points, len(points))
         points = initial_locations(shape, section, self.config.seed)
-        model = shaped_gp(section, points)
-        return smooth_start(on_the_wire(model.theta()), points, model.global_size)
+        model = smooth.shaped_gp(section, points)
+        return first_state(on_the_wire(model.theta()), points, model.global_size)
 
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
         """One exchange; units are calibrated after the last one."""
         section, points = self.config.model, state.shared[SHARED]
         if not self.options.rough:
-            return (yield from one_round(state, roster, partial(smooth_factor, shaped_gp(section, points))))
+            model = smooth.shaped_gp(section, points)
+            return (yield from one_round(state, roster, partial(smooth.inducing_factor, model)))
         inducing = rough.placed(points, points)
-        state, figures = yield from one_round(
-            state, roster, lambda values: rough.inducing_factor(rough.theta_of(values), inducing, section.jitter)
-        )
+
+        def factor_at(values: Mapping[str, ndarray]) -> torch.Tensor:
+            return rough.inducing_factor(inducing, section.jitter, torch.tensor(values["theta.lengthscale"]))
+
+        state, figures = yield from one_round(state, roster, factor_at)
         if roster.round >= self.config.num_server_rounds or self.settled(state):
             state = yield from calibrated(state)
         return state, figures
@@ -364,9 +301,9 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         arrays |= {} if state.factors is None else {"factors": state.factors}
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}
-        model |= {"why_no_posterior": NEEDS_A_UNIT} if self.options.rough else {}
+        model |= {"why_no_posterior": rough.NEEDS_A_UNIT} if self.options.rough else {}
         meaning = "widths of bands beyond the last row, by cut, over normal ones"
-        kept = saved(arrays, ROUGH_EQUATION if self.options.rough else SMOOTH_EQUATION, model, factors=meaning)
+        kept = saved(arrays, (rough if self.options.rough else smooth).EQUATION, model, factors=meaning)
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
         if state.bound is not None:
             facts |= {"bound": state.bound, "promised_rise": state.rise}

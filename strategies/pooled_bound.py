@@ -157,11 +157,15 @@ def noise_of(parameters: Mapping[str, ndarray]) -> float:
     return math.exp(float(parameters[LOG_NOISE][0]))
 
 
+def log_lengthscales(values: Mapping[str, ndarray]) -> NamedArrays:
+    """Log ℓ of every part of the kernel that has them."""
+    return {name: values[name] for name in sorted(values) if name.endswith("log_lengthscale")}
+
+
 def lengthscales(values: Mapping[str, ndarray]) -> Array:
     """A lengthscale for each input [D]: the kernel's first, or 1 where it has none."""
-    shape = values[LOCATIONS].shape[1]
-    found = [np.exp(values[name].ravel()) for name in sorted(values) if name.endswith("log_lengthscale")]
-    return np.broadcast_to(found[0], shape).copy() if found else np.ones(shape)
+    first = next(iter(log_lengthscales(values).values()), np.zeros(1))
+    return np.broadcast_to(np.exp(first.ravel()), values[LOCATIONS].shape[1]).copy()
 
 
 # What is asked.
@@ -216,8 +220,8 @@ def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> N
 
 def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
     """J, in nats: the bound at its best amplitude and noise, with the penalty on lengthscales."""
-    logs = [array for name, array in values.items() if name.endswith("log_lengthscale")]
-    return profiled(totals).value - PENALTY * sum(float(np.square(array - 1).sum()) for array in logs)
+    away = sum(float(np.square(array - 1).sum()) for array in log_lengthscales(values).values())
+    return profiled(totals).value - PENALTY * away
 
 
 def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
@@ -253,7 +257,7 @@ def known_lengthscales(
     the slopes at the parameters and at a small step along each logarithm. With few inducing points the bound curves
     more than the evidence. None where sites left in between.
     """
-    logs = {name: array for name, array in values.items() if name.endswith("log_lengthscale")}
+    logs = log_lengthscales(values)
     if not logs:  # a linear kernel
         return None
     centre = pack(logs)

@@ -43,7 +43,7 @@ def one_round(
     moves, adam = state.adam.update(plus(gradient, summed.total.values, scale=scale), rate)  # 4. a step of Adam
     parameters = {name: np.asarray(array + moves[name]) for name, array in state.parameters.items()}
     bound = value + scale * summed.total.objective
-    state = replace(state.joined(summed.sites, summed.total.fresh), parameters=parameters, bound=bound)
+    state = replace(state.caught_up(summed.total.fresh), parameters=parameters, bound=bound)
     state = replace(state, steps=adam.step, first=adam.first, second=adam.second)
     return state, {"objective": bound / rows}
 
@@ -66,10 +66,7 @@ def server_term(parameters: Mapping[str, np.ndarray], prior: Prior, noise: Array
 
 
 def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, scale: float = 1.0) -> NamedArrays:
-    """The server's gradient plus ``scale`` times the sum of the sites'; a name may be missing in either.
-
-    ``scale`` is N over the rows of the sites that answered: 1 when all did.
-    """
+    """The server's gradient plus ``scale`` times the sum of the sites'; a name may be missing in either."""
     total = {name: np.asarray(scale * value) for name, value in sites.items()}
     return total | {name: np.asarray(value + total.get(name, 0.0)) for name, value in server.items()}
 

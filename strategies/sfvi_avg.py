@@ -8,7 +8,7 @@ Algorithm 2. A site takes many steps on a bound that stands in for all sites, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, cast
 
@@ -69,45 +69,35 @@ class SFVIState:
     second: Mapping[str, AnyShape] = field(default_factory=dict)
     bound: float | None = None
     """The latest ELBO of all rows, in nats; none before the first sum of gradients."""
-    spread: Mapping[str, float] = field(default_factory=dict)
-    """W₂ from each site's q(Z_G) to their barycentre, after the latest average."""
-    trained: tuple[str, ...] = ()
-    """Sites that have taken part."""
     fresh: int = 0
-    """How often a site that had taken part began anew: it lost its state, or came back with other rows."""
+    """How often a site began late or anew, without a memory of earlier rounds, and caught up."""
 
     @property
     def adam(self) -> AdamState[Array]:
         """The moments as the optimiser wants them."""
         return AdamState(self.steps, self.first, self.second)
 
-    def joined(self, sites: Iterable[str], fresh: int) -> SFVIState:
-        """After a round of these sites, so many of which had no memory of earlier rounds, newcomers among them."""
-        together = {*self.trained, *sites}
-        again = max(fresh - (len(together) - len(self.trained)), 0)
-        if again:
-            logger.warning("%d site(s) lost their state: they began anew and caught up", again)
-        return replace(self, trained=tuple(sorted(together)), fresh=self.fresh + again)
+    def caught_up(self, fresh: int) -> SFVIState:
+        """After a round in which so many sites had no memory of earlier rounds."""
+        if fresh:
+            logger.warning("%d site(s) had no memory of earlier rounds: they began anew and caught up", fresh)
+        return replace(self, fresh=self.fresh + fresh)
 
 
 def one_round(state: SFVIState, roster: Roster, options: SFVIOptions, rate: float) -> Asking[tuple[SFVIState, Figures]]:
-    """Algorithm 2 of the paper. The server asks :class:`Each` site: a barycentre is not made of a sum.
-
-    That of diagonal Gaussians is, so that where there are totals only, it asks for Σ w, Σ w θ, Σ w μ and Σ w σ; how far
-    sites are from one another is not known then.
-    """
+    """Algorithm 2 of the paper. Where q(Z_G) is diagonal the barycentre is made of sums, as masks need it."""
     rows, reach = sum(roster.rows.values()), min(MOVE, LONGEST * rate * options.local_steps)
     request = LocalStepsRequest(state.parameters, rate, float(rows), reach)  # 1. sites take m steps from {θ, η_G}
     if roster.totals_only:
         summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
         if summed.total is None or summed.silent:
             return state, {}
-        state = replace(state.joined(summed.sites, summed.total.fresh), parameters=summed.total.mean())
+        state = replace(state.caught_up(summed.total.fresh), parameters=summed.total.mean())
         return state, {"site_estimate": float(summed.total.objective / summed.total.weight) / rows}
     answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(roster.sites, request))
     if not answers:
         return state, {}
-    state = state.joined(answers, sum(end.fresh for end in answers.values()))
+    state = state.caught_up(sum(end.fresh for end in answers.values()))
     weights = np.array([float(roster.rows[site]) for site in answers])
     try:  # 2. mean of θ, barycentre of q(Z_G)
         parameters, spread = average([end.values for end in answers.values()], weights)
@@ -115,15 +105,11 @@ def one_round(state: SFVIState, roster: Roster, options: SFVIOptions, rate: floa
         logger.warning("round %d: parameters stay as they were: %s", roster.round, error)
         return state, {}
     estimate = float(np.average([end.objective for end in answers.values()], weights=weights))
-    state = replace(state, parameters=parameters, spread=dict(zip(answers, spread, strict=True)))
-    return state, {"site_estimate": estimate / rows, "spread": float(np.mean(spread))}
+    return replace(state, parameters=parameters), {"site_estimate": estimate / rows, "spread": float(np.mean(spread))}
 
 
 def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array) -> tuple[NamedArrays, list[float]]:
-    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), weights divided by their sum.
-
-    Returns both, and W₂ from each site's q(Z_G) to the barycentre.
-    """
+    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), and W₂ from each of these to it."""
     shares, posteriors = weights / weights.sum(), [GlobalPosterior.of(site) for site in sites]
     means = np.stack([q.mean.numpy() for q in posteriors])
     factors = np.stack([(q.log_scale.exp() if q.lower is None else q.factor()).numpy() for q in posteriors])
@@ -172,10 +158,10 @@ def predicted(strategy: FederatedStrategy[SFVIState], state: SFVIState, roster: 
     section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
     model = {"family": "structured", "model": section, "structure": structure}
     posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
-    facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
-    known = {name: fact for name, fact in facts.items() if fact is not None}
-    shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
-    return Predicted(Parameters(state.parameters), posterior, shared | known)
+    facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+    facts |= {"bound": state.bound} if state.bound is not None else {}
+    facts |= {"fresh_starts": state.fresh} if state.fresh else {}
+    return Predicted(Parameters(state.parameters), posterior, facts)
 
 
 def shared_inputs(strategy: FederatedStrategy[Any], state: SFVIState) -> NamedArrays:

@@ -29,7 +29,7 @@ from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, objective, sums_at
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, log_lengthscales, objective
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -168,8 +168,7 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
     mode = np.linalg.solve(sketch.precision, sketch.shift)
     pieces = np.split(mode, np.cumsum([array.size for array in like.values()])[:-1])
     found = {name: piece.reshape(like[name].shape) for name, piece in zip(like, pieces, strict=True)}
-    lengths = {name: np.clip(array, *START_RANGE) for name, array in found.items() if name.endswith("log_lengthscale")}
-    return found | lengths
+    return found | {name: np.clip(array, *START_RANGE) for name, array in log_lengthscales(found).items()}
 
 
 # A round.
@@ -193,7 +192,7 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
     """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
     tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
-    totals, answered = yield from sums_at(tried, sites)
+    totals, answered = yield from pooled_bound.sums_at(tried, sites)
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
@@ -217,7 +216,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
 
 def with_gradient(chain: Chain, slopes: Mapping[str, ndarray]) -> Chain:
     """The chain with the gradient of J at its point, from that of the bound."""
-    pulled = {n: slopes[n] - 2 * PENALTY * (a - 1) for n, a in chain.values.items() if n.endswith("log_lengthscale")}
+    pulled = {name: slopes[name] - 2 * PENALTY * (a - 1) for name, a in log_lengthscales(chain.values).items()}
     gradient = pack(moving({**slopes, **pulled})) * units(chain.values, chain.lengths)
     place = chain.coordinates
     if chain.gradient.size:
@@ -229,7 +228,7 @@ def search(state: SGPRState) -> Asking[SGPRState]:
     """Every chain at the highest of its candidates; where none is higher, where it was, with shorter steps."""
     aimed = [aim(chain) for chain in state.chains]
     tried = [chain.at(chain.coordinates + by * chain.shrunk * way) for chain, way in aimed for by in STEPS]
-    totals, answered = yield from sums_at(tried, state.sites)
+    totals, answered = yield from pooled_bound.sums_at(tried, state.sites)
     if not totals or set(answered) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains = []
@@ -257,7 +256,7 @@ def aim(chain: Chain) -> tuple[Chain, Array]:
 
 def wider(values: Mapping[str, ndarray], by: float) -> NamedArrays:
     """Parameters with other lengthscales, in the same proportions."""
-    return {name: array + by if name.endswith("log_lengthscale") else array for name, array in values.items()}
+    return {**values, **{name: array + by for name, array in log_lengthscales(values).items()}}
 
 
 def highest(
@@ -361,7 +360,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
             found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
-        wanted, least = self.config.model.num_inducing, min(roster.rows, key=lambda site: roster.rows[site])
+        wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):
             found.append(
                 f"{count} inducing points instead of {wanted}: `sgpr.small-sites` = 'cap', and"

@@ -58,7 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """A tiny run of every Strategy that trains."""
 MORE: dict[str, dict[str, Any]] = {
-    "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2},
+    "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}
 }
 
 

@@ -7,14 +7,7 @@ import torch
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.optimisers import AdamState
-from fedgp_flower.methods.family import (
-    GlobalPosterior,
-    LocalPosterior,
-    initial_global,
-    named,
-    on_the_wire,
-    with_named,
-)
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire, with_named
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare

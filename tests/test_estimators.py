@@ -1,32 +1,17 @@
 """The same posterior in the words of scikit-learn, BoTorch and GPyTorch."""
 
-import gpytorch
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import check_estimator
-from structured_problems import randomised, sparse_gp
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.gaussian import NaturalGaussian
-from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.gp.to_gpytorch import evenly
-from fedgp_flower.methods.family import initial_global
-from fedgp_flower.methods.pvi.model import (
-    Draws,
-    GaussianFactor,
-    PseudoObservations,
-    SparseModel,
-    predict,
-)
-from fedgp_flower.methods.pvi.posterior import SavedFactors
-from fedgp_flower.methods.sfvi.posterior import NewSite
-from fedgp_flower.methods.sfvi.structured import SiteRows
 from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.options import ModelSection
 
@@ -109,10 +94,6 @@ def test_scikit_learns_own_checks_pass(kind):
     check_estimator(kind(num_rounds=3, sites=2, options=quick), expected_failed_checks=EXPECTED)
 
 
-EQUAL = {"rtol": 1e-9, "atol": 1e-10}
-"""The same operations in another order, at condition numbers below 1e5."""
-
-
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -129,33 +110,6 @@ def sparse(**keys):
         return model, exact_posterior(pooled_sums(model, x, y), float(model.noise)), (x, y)
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear", "matern32 * periodic"])
-@pytest.mark.parametrize("jitter", [1e-8, 1e-2])
-def test_the_model_of_a_site_is_one_of_gpytorch_that_predicts_the_same(kernel, jitter):
-    """``likelihood(model(x))`` is the batched ``predict``, and its covariance has the same diagonal."""
-    model, posterior, _ = sparse(kernel=kernel, jitter=jitter)
-    assert isinstance(model.hold(posterior), gpytorch.models.ApproximateGP)
-    x = 2 * rand(30, 2, seed=5)
-    mean, variance = model.predict(x, posterior)
-    observed = model.likelihood(model(x))
-    torch.testing.assert_close(observed.mean, mean, **EQUAL)
-    torch.testing.assert_close(observed.variance, variance, **EQUAL)
-    torch.testing.assert_close(observed.covariance_matrix.diagonal(), variance, **EQUAL)
-
-
-@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson", "student-t"])
-def test_the_model_behind_another_likelihood_predicts_the_same(likelihood):
-    model = LatentGP(ModelSection(likelihood=likelihood), rand(8, 2, seed=1))
-    model.constant.data += 0.4
-    root = 0.3 * rand(8, 8, seed=2)
-    posterior, x = WhitenedPosterior(rand(8, seed=3), root @ root.mT + torch.eye(8)), rand(9, 2, seed=4)
-    latent, (mean, variance) = model.hold(posterior)(x), model.latent(x, posterior)
-    torch.testing.assert_close(latent.mean, mean, **EQUAL)
-    torch.testing.assert_close(latent.variance, variance, **EQUAL)
-    if likelihood == "bernoulli":
-        torch.testing.assert_close(model.likelihood(latent).mean, model.predict(x, posterior)[0], **EQUAL)
-
-
 def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs():
     model, posterior, _ = sparse()
     [(exported, likelihood)] = SavedSparseGP(model, posterior).export()
@@ -170,46 +124,3 @@ def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_in
     for parameter in model.parameters():
         parameter.data.fill_(0.3)
     torch.testing.assert_close(exported(x).mean, before)
-
-
-@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
-def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
-    section = ModelSection(kernel="rbf + linear", likelihood=name, lengthscale=1.5, noise=0.2)
-    model = SparseModel(section, 2)
-    start = model.initial_hyper()
-    draws = Draws(model, 2 * rand(4, 5, 2, seed=1), start + 0.3 * rand(4, len(start), seed=2))
-    root = rand(5, 5, seed=3)
-    values = NaturalGaussian(rand(5, seed=4), -0.5 * root @ root.mT)
-    factors = [
-        PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
-        PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, seed=10).exp(), tied=False),
-        GaussianFactor(values),
-    ]
-    x = 2 * rand(20, 2, seed=11)
-    predicted, exported = predict(draws, factors, x), SavedFactors(draws, factors).export()
-    assert len(exported) == 4
-    for s, (component, noise) in enumerate(exported):
-        observed = noise(component(x))
-        torch.testing.assert_close(observed.mean, predicted.means[s], **EQUAL)
-        torch.testing.assert_close(observed.variance, predicted.variances[s], **EQUAL)
-    if name == "gaussian":
-        single = evenly([noise(component(x)) for component, noise in exported])
-        torch.testing.assert_close(single.mean, predicted.mean(), **EQUAL)
-        torch.testing.assert_close(single.variance, predicted.variance(), **EQUAL)
-
-
-@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
-def test_structured_posteriors_predict_a_new_site(name):
-    generator = torch.Generator().manual_seed(0)
-    inputs = rand(4, 2, seed=1)
-    spread = 0.5 if name == "gaussian" else 0.0
-    model = sparse_gp(inputs=inputs, likelihood=name, noise_spread=spread)
-    q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=True), generator)
-    x = 2 * rand(15, 2, seed=3)
-    site = SiteRows(x, x[:, 0], torch.zeros(15, dtype=torch.int64), torch.tensor([9]), x[:0])
-    [(exported, likelihood)] = NewSite(model, q_global, [0, 1]).export()
-    expected = model.predict(site, q_global, None)
-    observed = likelihood(exported(x))
-    torch.testing.assert_close(observed.mean, expected.mean, **EQUAL)
-    torch.testing.assert_close(observed.variance, expected.variance, **EQUAL)
-    torch.testing.assert_close(exported(x.view(3, 5, 2)).variance, exported(x).variance.view(3, 5), **EQUAL)

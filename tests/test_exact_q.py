@@ -21,7 +21,6 @@ from fedgp_flower.methods.fedmgp.latents import (
     latents_at,
     pooled_bound,
     posterior,
-    spacing,
 )
 from fedgp_flower.methods.fedmgp.model import MultiOutputGP, fit_pooled
 from fedgp_flower.methods.fedmgp.trust import START_NOISE, best_lead, consistent, possible, possible_start
@@ -246,18 +245,6 @@ def test_moves_keep_what_they_promise() -> None:
     np.testing.assert_allclose(scales, latents.scales * np.exp(offset))
 
 
-def test_stretch_extrapolates_the_unit_s_own_step() -> None:
-    latents, _, data, phi, _ = random_unit(1, 1)
-    after = UnitParameters(phi.smoothing * 1.1, phi.amplitudes * 3, phi.noise * 0.8)
-    still = np.zeros((1, 1))
-    _, further = moved(data, UnitState(phi, after, latents.scales), Move(still, 2.0, "gain"))
-    np.testing.assert_allclose(further.smoothing, phi.smoothing * 1.21)
-    assert further.noise == pytest.approx(phi.noise * 0.64)
-    _, plain = moved(data, UnitState(phi, after, latents.scales), Move(still, 1.0, "gain"))
-    np.testing.assert_allclose(plain.amplitudes, after.amplitudes)
-    assert plain.noise == after.noise
-
-
 def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     units, W = signals(1), grid(1)
     states, phi, data = federate(units, W, 3)
@@ -274,15 +261,6 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
         posterior(UnitStatistics(*(-5 * part for part in (told.precision, told.shift, told.evidence, told.slack))))
     only = merge(state, replies, moves=moves, keep=("1",))
     np.testing.assert_allclose(only.bound, max(best_scales(r, 1)[0] for r in replies["1"]))
-
-
-def test_trial_moves_take_turns() -> None:
-    state = start(grid(2), (1.0, 3.0))
-    np.testing.assert_allclose(state.latents.scales, np.outer([1.0, 9.0], spacing(grid(2)) ** 2))
-    rounds = [trial_moves(replace(state, round=r)) for r in range(4)]
-    assert all(len(moves) == 6 and moves[0].stretch == 1 and not moves[0].offset.any() for moves in rounds)
-    touched = [np.argwhere(np.any([move.offset != 0 for move in moves], axis=0)).tolist() for moves in rounds]
-    assert sorted(touched) == [[[0, 0]], [[0, 1]], [[1, 0]], [[1, 1]]]
 
 
 def placed(x: np.ndarray) -> np.ndarray:
@@ -319,11 +297,7 @@ Answers = dict[str, list[UnitStatistics]]
 def asked(num_units: int, rounds: int, dims: int = 1) -> tuple[ExactState, tuple[Move, ...], Answers]:
     states, phi, data = federate(signals(dims, num_units=num_units), grid(dims), rounds)
     state, moves = states[-1], trial_moves(states[-1])
-    return (
-        state,
-        moves,
-        {s: respond(d, state.latents, state.posterior, moves, phi[s])[1] for s, d in data.items()},
-    )
+    return (state, moves, {s: respond(d, state.latents, state.posterior, moves, phi[s])[1] for s, d in data.items()})
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)

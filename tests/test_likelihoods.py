@@ -15,7 +15,7 @@ from scipy import integrate, stats
 from scipy.special import expit, log_expit
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, log_positive
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import (
     GaussianNoise,
     Logit,
@@ -169,8 +169,6 @@ def test_gaussian_expectation_with_a_correlated_noise_offset_matches_quadrature(
     assert float(observed_variance) == pytest.approx((mass * ((f - mean) ** 2 + sd**2)).sum(), rel=1e-10)
 
 
-# The logit.
-
 HYPER = torch.zeros(0, dtype=torch.float64)
 
 
@@ -260,13 +258,3 @@ def test_such_a_kernel_is_batched_over_its_hyperparameters():
     matrices = batched.matrix(hyper, x.expand(2, 5, 2), x)
     for s in range(2):
         torch.testing.assert_close(matrices[s], batched.at(hyper[s])(x).to_dense(), rtol=1e-12, atol=1e-12)
-
-
-def test_a_season_that_drifts():
-    """Matérn times periodic: one scale, a lengthscale for each factor and input, and a period for each input."""
-    kernel = build_kernel(ModelSection(kernel="matern52 * periodic", lengthscale=0.8, outputscale=1.7), 2)
-    theirs = gpytorch.kernels.MaternKernel(2.5, lengthscale_constraint=log_positive()).double()
-    season = gpytorch.kernels.PeriodicKernel(ard_num_dims=2).double()
-    theirs.lengthscale = season.lengthscale = season.period_length = 0.8
-    x = rows()
-    torch.testing.assert_close(kernel(x).to_dense(), 1.7 * theirs(x).to_dense() * season(x).to_dense())

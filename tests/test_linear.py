@@ -118,9 +118,6 @@ def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
     assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
 
 
-# Figures of ranks.
-
-
 def log_odds_and_labels(rows: int) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(1)
     middles = (np.arange(RANK_BINS) + 0.5) * 2 * RANK_REACH / RANK_BINS - RANK_REACH
@@ -149,9 +146,6 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
     assert test["calibration_slope_se"] == pytest.approx(
         math.sqrt(np.linalg.solve(information, [0.0, 1.0])[1]), rel=1e-3
     )
-
-
-# In a run.
 
 
 LINEAR = {"baselines__linear": True, "num_server_rounds": 1}

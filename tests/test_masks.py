@@ -15,19 +15,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from fedgp_flower.client_app import app
 from fedgp_flower.clients.guard import Guard
 from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
-from fedgp_flower.privacy import masks
+from fedgp_flower.privacy import masks, questions
 from fedgp_flower.privacy.keys import Identity, Member, Trust, fingerprint
-from fedgp_flower.privacy.questions import (
-    History,
-    MaskedQuestion,
-    admitted,
-    content_digest,
-    context_digest,
-    flat,
-    layout_of,
-    unflat,
-    written_members,
-)
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.shared_messages import Nothing
 
@@ -48,7 +37,7 @@ def members(run="run", sites=SITES):
     return tuple(Identity.simulated(site).member(run, site) for site in sites)
 
 
-QUESTION = MaskedQuestion("run", 1, 1, "query.statistics", "content", [["x", [4], "float64"]], members())
+QUESTION = questions.MaskedQuestion("run", 1, 1, "query.statistics", "content", [["x", [4], "float64"]], members())
 
 
 def sent(question, summands):
@@ -130,7 +119,7 @@ def test_all_but_two_colluders_see_only_the_sum_of_the_two():
     "shown",
     [
         replace(QUESTION, content="another question"),
-        replace(QUESTION, content=content_digest(context_digest({"target.scale": [2.0]}, {}), {})),
+        replace(QUESTION, content=questions.content_digest(questions.context_digest({"target.scale": [2.0]}, {}), {})),
         replace(QUESTION, number=2),
         replace(QUESTION, members=members(sites=("a", "b", "c", "d"))),
     ],
@@ -144,14 +133,12 @@ def test_what_one_site_alone_is_shown_destroys_the_total(shown):
     assert not np.allclose(total, sum(summands.values()), rtol=0.5)
 
 
-# What a site refuses.
-
 ME = QUESTION.members[0]
 TRUST = Trust({site: identity.public for site, identity in IDENTITIES.items()})
 
 
 def asked(question=QUESTION, history=None, limits=(3, 2)):
-    return admitted(question, ME, TRUST, history or History("run"), limits)
+    return questions.admitted(question, ME, TRUST, history or questions.History("run"), limits)
 
 
 def test_a_site_answers_and_remembers():
@@ -229,7 +216,7 @@ def guard_of(folder: Path, sites: tuple[str, ...]) -> Guard:
     settings = ConfigRecord({"run": "run", "round": 1, "context": "1", "masked": asked})
     message = Message(RecordDict({"config": settings}), dst_node_id=1, message_type=QUESTION.kind)
     node: dict[str, Any] = {"partition-id": 0, "num-partitions": 5, "site": "a", "state-dir": str(folder)}
-    shared = RecordDict({"context": ConfigRecord({"members": written_members(members())})})
+    shared = RecordDict({"context": ConfigRecord({"members": questions.written_members(members())})})
     return Guard(message, Context(run_id=1, node_id=1, node_config=node, state=shared, run_config={}))
 
 
@@ -255,9 +242,6 @@ def test_two_questions_at_once_are_answered_one_after_the_other(tmp_path):
     first.join()
     assert list(told) == [("a", "b", "d")]
     assert "does not shrink" in told["a", "b", "d"]
-
-
-# Keys.
 
 
 def test_keys_and_trust_files_are_read_as_they_were_written(tmp_path):
@@ -291,10 +275,10 @@ def test_a_trust_file_that_cannot_be_used_is_refused(tmp_path, text, reason):
 
 def test_arrays_travel_as_one_vector():
     arrays = {"gram": np.arange(6.0), "count": np.array(3), "wide": np.ones((2, 0, 3)), "square": np.eye(2)}
-    layout = layout_of(arrays)
-    back = unflat(flat(arrays, layout), layout)
+    layout = questions.layout_of(arrays)
+    back = questions.unflat(questions.flat(arrays, layout), layout)
     for name, values in arrays.items():
         assert (back[name].shape, back[name].dtype.kind) == (values.shape, values.dtype.kind)
         np.testing.assert_array_equal(back[name], values)
     with pytest.raises(ProtocolError, match="array `count`"):
-        flat({**arrays, "count": np.zeros(2)}, layout)
+        questions.flat({**arrays, "count": np.zeros(2)}, layout)

@@ -137,8 +137,6 @@ def test_named_arrays_that_come_back_have_the_names_and_shapes_that_were_sent():
         assert re.search(words, misfit(sent, Back(back)) or "")
 
 
-# Small arrays are packed into one.
-
 PARTS = {
     "count": np.array(3),
     "values.theta.log_noise": np.array(-1.5),

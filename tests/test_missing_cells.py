@@ -100,9 +100,6 @@ def test_a_site_that_counts_more_missing_cells_than_rows_is_refused(tmp_path: Pa
     assert "counts more than the" in agree(described, missing="impute").refused["1"]
 
 
-# From a run to new rows.
-
-
 def finished(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> Path:
     flat = configured(sites=len(frames), num_server_rounds=1, output_dir=str(folder), name="run", **keys)
     with no_waiting():
@@ -119,9 +116,6 @@ def test_a_new_row_with_a_missing_cell_has_no_prediction_where_such_rows_are_dro
     assert posterior.predict(new[~whole])["mean"].isna().all()
     with pytest.raises(DataError, match="missing cells"):
         posterior.inputs(new)
-
-
-# Dates as numbers.
 
 
 def dated(form: str, rows: int = 60) -> pd.DataFrame:
@@ -142,9 +136,6 @@ def test_dates_become_days_and_season(tmp_path: Path, form: str) -> None:
     assert site.train["sine(day)"][7] == pytest.approx(math.sin(angle))
     assert site.train["cosine(day)"][7] == pytest.approx(math.cos(angle))
     assert load_site(settings("error", dates="days"), nodes[0]).features == ("days(day)", "x")
-
-
-# Numbers as people write them.
 
 
 def test_decimal_commas_are_read(tmp_path: Path) -> None:

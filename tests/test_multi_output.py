@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.polynomial.hermite_e import hermegauss
-from scipy.linalg import block_diag
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
@@ -241,17 +240,6 @@ def test_local_steps_that_diverge_are_refused(steps: LocalSteps) -> None:
     model = product(latents, LatentPosterior(np.zeros(7), np.eye(7)), phi[0])
     with pytest.raises(NumericsError):
         factor_steps(model, *(torch.from_numpy(part) for part in units[0]), steps)
-
-
-def test_posterior_in_function_space() -> None:
-    """g(W) = a L u: the prior of u gives the prior of g."""
-    latents, _, _ = problem(2, 1)
-    mean, covariance = LatentPosterior(np.ones(14), np.eye(14)).of_latents(latents)
-    W, S = torch.from_numpy(latents.inducing), torch.from_numpy(latents.scales)
-    prior = smoothed_covariance(W, W, S, 0 * S, 0 * S).numpy() * latents.amplitudes[:, None, None] ** 2
-    np.testing.assert_allclose(covariance, block_diag(*prior), atol=1e-7)
-    for i, factor in enumerate(latents.whitening()):
-        np.testing.assert_allclose(mean[7 * i : 7 * i + 7], latents.amplitudes[i] * factor @ np.ones(7))
 
 
 def kernel(num_latents: int, dims: int) -> ConvolvedKernel:

@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import schedules
 from faults import FaultyGrid, configured, csv_nodes, run, waves
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, refusal, require_others, violated
 
 from fedgp_flower import cli, client_app
+from fedgp_flower.clients.guard import DESCRIBE, KEYS, WORDS, Guard, Outgoing
+from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import RawSite
-from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.errors import ConfigError, PolicyError, ProtocolError
 from fedgp_flower.messages import is_summand
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
@@ -26,7 +29,7 @@ from fedgp_flower.run import leaves
 from fedgp_flower.run.in_process import NODE_OFFSET, InProcessGrid, run_in_process
 from fedgp_flower.run.leaves import answers
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import BUILT_IN, parse_config
+from fedgp_flower.run.registry import BUILT_IN, client_class, parse_config
 from fedgp_flower.scores import Scores
 from fedgp_flower.shared_messages import ScoreSums, Shape
 
@@ -128,9 +131,6 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
     assert [secret for secret in SECRETS if secret in text] == []
 
 
-# Pieces.
-
-
 def rules(policy: Policy, **more: Any) -> Rules:
     return Rules("train", policy=policy, file="site.toml", **more)
 
@@ -179,14 +179,14 @@ def test_a_rare_class_of_the_target_and_identifiers_are_refused():
 
 def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
     config, limited = parse_config({}), Policy(**{"rounds-per-day": 3})
-    for run_id, number in (("r1", 1), ("r1", 1), ("r1", 2), ("r2", 1), ("r2", 1)):
-        rules(limited).admit(config, run_id, number, str(tmp_path))
-    for _ in range(2):
+    for run_id, number in (("r1", 0), ("r1", 0), ("r1", 2), ("r2", 1), ("r2", 1)):
+        rules(limited).admit(config, run_id, number, str(tmp_path), "asked")
+    for number, content in ((2, "asked"), (0, "asked"), (1, "another question of this kind")):
         with pytest.raises(PolicyError, match=r"no more rounds today: `rounds-per-day` = 3 in site\.toml"):
-            rules(limited).admit(config, "r2", 2, str(tmp_path))
+            rules(limited).admit(config, "r2", number, str(tmp_path), content)
     path = tmp_path / policies.ROUNDS
     path.write_text(json.dumps(json.loads(path.read_text()) | {"day": "2020-01-01"}))
-    rules(limited).admit(config, "r2", 2, str(tmp_path))
+    rules(limited).admit(config, "r2", 1, str(tmp_path), "asked")
     with pytest.raises(ConfigError, match="needs a `state-dir`"):
         rules(limited).admit(config, "r2", 3, "")
 
@@ -247,6 +247,37 @@ def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refus
         assert "gram" not in numpy_arrays(reply.content.array_records["arrays"])
     [line] = audit.read(tmp_path / "audit.jsonl").lines
     assert line["kind"] == kind
+
+
+@pytest.mark.parametrize("name", [*schedules.METHODS, "pooled", "local-only"])
+def test_no_handler_answers_past_the_policy(name, tmp_path):
+    """Every kind that a method answers: refused, written down, and no row is read."""
+    (tmp_path / "a.toml").write_text('kinds = ["none"]')
+    log = tmp_path / "audit.jsonl"
+    node = {"site": "a", "data-path": "no file", "policy": str(tmp_path / "a.toml"), "audit": str(log)}
+    config = configured(sites=1, **schedules.METHODS.get(name, {"method": name}))
+    grid = InProcessGrid(client_app.app, config, [node])
+    kinds = [KEYS, DESCRIBE, *handlers(client_class(parse_config(config)))]
+    for kind in kinds:
+        content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord({"run": "r", "round": 0})})
+        reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+        assert "`kinds`" in reply.content.config_records["config"]["error"]
+        assert reply.content.keys() == {"config"}
+    lines = audit.read(log).lines
+    assert [line["kind"] for line in lines] == kinds
+    assert all(line["rules"][-1]["rule"] == "kinds" and line["refused"] and not line["arrays"] for line in lines)
+
+
+@pytest.mark.parametrize("settings", [{}, {"masked": "{}"}])
+def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
+    """The guard looks at the answer itself: nothing is in the clear under masks, or before a message is admitted."""
+    content = RecordDict({"config": ConfigRecord({"run": "r", "round": 0, **settings})})
+    message = Message(content, dst_node_id=1, message_type="query.moments")
+    guard = Guard(message, Context(1, 1, {}, RecordDict(), {}))
+    with pytest.raises(ProtocolError, match=r"`query\.moments` may not be answered in the clear"):
+        guard.released(Outgoing({"gram": np.eye(2)}))
+    if settings:
+        guard.released(Outgoing({WORDS: np.zeros(3, np.uint64)}))
 
 
 def test_a_simulation_has_no_policy_unless_one_is_named():

@@ -246,26 +246,3 @@ def test_new_rows_are_read_by_the_agreed_kinds(tmp_path):
     path.write_text("three,x\n2,6\n")
     with pytest.raises(DataError, match=r"new\.csv: missing column `two`"):
         read_inputs(path, preparation)
-
-
-def test_a_description_by_hand():
-    found = describe(frame(x=[1.0, 4.0]), ("two", "x", "three"), "y")
-    assert {name: value.tolist() for name, value in found.arrays.items()} == {
-        "features.sum": [5.0],
-        "features.residual": [0.0],
-        "features.squares": [4.5],
-        "target.sum": 10.0,
-        "target.residual": 0.0,
-        "target.squares": 50.0,
-        "levels.two": [1, 1],
-        "levels.three": [1, 1],
-    }
-    assert found.num_examples == 2
-    assert json.loads(found.schema) == {
-        "features": [
-            {"name": "two", "kind": "categorical", "levels": ["no", "yes"]},
-            {"name": "x", "kind": "numeric"},
-            {"name": "three", "kind": "categorical", "levels": ["b", "c"]},
-        ],
-        "target": {"name": "y", "kind": "numeric"},
-    }

@@ -16,7 +16,6 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
-from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, PseudoPoints, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -263,13 +262,6 @@ def test_points_are_averaged_by_share_of_rows():
     np.testing.assert_allclose(found.shared["inducing"].value, [0.25, 3.0])
 
 
-def test_block_without_a_prior_is_the_product_of_the_factors():
-    t = NaturalGaussian(torch.ones(2).double(), -torch.eye(2).double())
-    state, _ = merge(PVIState({}), {"a": contribution(t), "b": contribution(t)}, damping=1.0)
-    torch.testing.assert_close(posterior(state)["function"].eta1, torch.full((2,), 2.0).double())
-    torch.testing.assert_close(cavity(state, "a")["function"].eta2, -torch.eye(2).double())
-
-
 def test_schedules():
     rng, sites = np.random.default_rng(0), ["c", "a", "b"]
 
@@ -351,9 +343,6 @@ def test_an_answer_of_another_size_is_refused_and_the_others_are_merged() -> Non
     assert figures["visits"] == 3
 
 
-# Asynchronous.
-
-
 @dataclass
 class Line:
     """Answers that arrive in an order that a test chooses."""
@@ -405,17 +394,6 @@ def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
     assert (after.version, figures, dict(after.sent)) == (0, {}, {"1": 0, "2": 0})
     question = next(one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
     assert set(question.requests) == {"0"}
-
-
-def test_a_resumed_run_asks_again_what_was_under_way() -> None:
-    problem, plan = Problem(3), Plan("asynchronous")
-    line = Line(sites_of(problem))
-    state, _ = line.arrive(one_round(first(), roster_of(problem, 1), plan, LINEAR), "1")
-    question = next(one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
-    assert set(question.requests) == {"0", "1", "2"}
-
-
-# Kills.
 
 
 def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:

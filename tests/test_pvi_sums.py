@@ -139,8 +139,6 @@ def test_with_gaussian_noise_the_natural_gradient_anywhere_is_the_exact_factor()
         torch.testing.assert_close(own.eta2, whole.eta2, rtol=1e-7, atol=1e-7)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
-
 KEYS = {"method": "pvi", "model__num_inducing": 12, "num_server_rounds": 12}
 
 

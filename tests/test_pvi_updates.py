@@ -150,9 +150,6 @@ def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     assert value == pytest.approx(collapsed_local_bound(draws, [], data).item(), abs=1e-6)
 
 
-# Counts.
-
-
 def counts(level: float, rows: int = 60) -> Data:
     x = 6 * torch.rand(rows, 1, generator=generator(), dtype=torch.float64) - 3
     return Data(x, torch.poisson((level + 0.7 * x[:, 0].sin()).exp(), generator=generator(1)))
@@ -188,14 +185,3 @@ def test_a_mini_batch_stands_for_all_rows() -> None:
     assert found[1].trace.values == pytest.approx(found[0].trace.values, rel=1e-10)
     torch.testing.assert_close(found[1].factor.targets, found[0].factor.targets)
     assert abs(found[0].trace.values[0]) > 1.0
-
-
-@pytest.mark.parametrize(("rows", "number"), [(60, 20), (60, 12), (60, 8), (5001, 400), (3, 1)])
-def test_averages_keep_the_sums_of_rows(rows, number):
-    data = sine(rows)
-    own = averages(data, number)
-    weights = own.root.square()
-    assert len(weights) == number
-    assert float(weights.max() - weights.min()) <= 2
-    torch.testing.assert_close(weights @ own.targets, data.targets.sum())
-    torch.testing.assert_close(weights @ own.inputs, data.inputs.sum(0))

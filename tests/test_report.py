@@ -9,24 +9,12 @@ from scipy import stats
 from synthetic_runs import make_run, predict
 
 from fedgp_flower.files import read_json, write_json
-from fedgp_flower.run import figures
+from fedgp_flower.run import figures, summary
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.compare import side_by_side
 from fedgp_flower.run.dependence import Effect, relevances
 from fedgp_flower.run.figures import relevance
 from fedgp_flower.run.report import Panel, write_page
-from fedgp_flower.run.summary import (
-    Arm,
-    Difference,
-    arms,
-    beside,
-    calibration_verdict,
-    headline,
-    paired_difference,
-    sentences,
-    show,
-    verdict,
-)
+from fedgp_flower.run.summary import beside
 from strategies.server.questions import lengthscale_facts
 
 pytestmark = pytest.mark.drawn
@@ -76,9 +64,9 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(line_page):
 
 def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     run = read_run(line_run)
-    for arm in arms(run.metrics):
+    for arm in summary.arms(run.metrics):
         for name in ("rmse", "nll", "crps"):
-            assert f"<td>{show(arm.figures[name])}</td>" in line_page
+            assert f"<td>{summary.show(arm.figures[name])}</td>" in line_page
     assert "RMSE and CRPS in units of yield" in line_page
     assert "1 failure at 1 site" in line_page
     assert "<td>extra jitter in Kzz</td><td>3</td>" in line_page
@@ -103,10 +91,12 @@ def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page):
 
 def test_paired_difference_by_hand(line_run):
     metrics = judged(line_run, [1.0, 1.0, 1.0], [1.2, 1.1, 1.0], [20, 10, 10])
-    found = paired_difference(metrics, metrics.local_only)
+    found = summary.paired_difference(metrics, metrics.local_only)
     # w = (½, ¼, ¼), d = (−0.2, −0.1, 0): D = −0.125, se² = 3/2 (¼·0.075² + 1/16·0.025² + 1/16·0.125²), t₂ = 4.30265
     half = 4.302652729911275 * np.sqrt(1.5 * (0.075**2 / 4 + 0.025**2 / 16 + 0.125**2 / 16))
-    assert found == Difference(pytest.approx(-0.125), pytest.approx(-0.125 - half), pytest.approx(-0.125 + half), 3, 2)
+    assert found == summary.Difference(
+        pytest.approx(-0.125), pytest.approx(-0.125 - half), pytest.approx(-0.125 + half), 3, 2
+    )
 
 
 NLL = [1.0, 1.1, 1.2]
@@ -125,7 +115,7 @@ NLL = [1.0, 1.1, 1.2]
 )
 def test_the_verdict_follows_the_numbers(line_run, mine, local, words):
     metrics = judged(line_run, mine, local, [10] * len(mine))
-    assert verdict(metrics).startswith(words)
+    assert summary.verdict(metrics).startswith(words)
     assert len(beside(metrics)) == (local is not None)
 
 
@@ -135,30 +125,15 @@ def test_the_verdict_follows_the_numbers(line_run, mine, local, words):
 )
 def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
     test = {"accuracy": 0.9, "nll": 0.3, "calibration_slope": slope, "calibration_slope_se": 0.1}
-    assert words in calibration_verdict(replace(read_run(line_run).metrics, test=test))
-    assert calibration_verdict(replace(read_run(line_run).metrics, test=test | {"calibration_slope": None})) == ""
-
-
-@pytest.mark.parametrize(
-    ("converged", "details", "words"),
-    [
-        (True, {}, "had converged after 20"),
-        (False, {}, "before it had converged."),
-        (False, {"rise_per_round": 0.25}, "stopped after 20 rounds, still rising by 0.25 nats a row in a round."),
-        (False, {"latest_gain_per_row": 0.01}, "the latest gained 0.01"),
-        (False, {"promised_rise": 12.5}, "the next step promised 12 nats"),
-        (False, {"forecast_rise": 3.0, "forecast_exchanges": 20}, "20 more exchanges would raise the bound by about 3"),
-        (None, {}, "chance"),
-    ],
-)
-def test_the_last_sentence_says_whether_training_had_converged(line_run, converged, details, words):
-    metrics = replace(read_run(line_run).metrics, converged=converged, method_details=details)
-    assert words in sentences(metrics)[-1]
+    assert words in summary.calibration_verdict(replace(read_run(line_run).metrics, test=test))
+    assert (
+        summary.calibration_verdict(replace(read_run(line_run).metrics, test=test | {"calibration_slope": None})) == ""
+    )
 
 
 @pytest.mark.parametrize(("coverage", "words"), [(0.85, "too narrow"), (0.95, "within"), (1.0, "too wide"), (None, "")])
 def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words):
-    sentence = calibration_verdict(judged(line_run, [1.0], None, [400], coverage))
+    sentence = summary.calibration_verdict(judged(line_run, [1.0], None, [400], coverage))
     assert words in sentence if words else not sentence
 
 
@@ -170,18 +145,6 @@ def test_arms_scored_on_different_rows_are_flagged(tmp_path):
     assert "different numbers of rows" in write_page(read_run(run)).read_text()
 
 
-def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
-    other = make_run(tmp_path, inputs=2, seed=5, baselines=False)
-    metrics = read_run(line_run).metrics
-    titles, rows = headline(metrics)
-    assert [row[0] for row in rows] == ["federated (fsgp)", "local-only", "pooled"]
-    assert rows[1][titles.index("RMSE")] == show(metrics.local_only["rmse"])
-    assert [row[-1] for row in rows] == ["240"] * 3
-    rows = {name: cells for name, *cells in side_by_side([read_run(line_run), read_run(other)])}
-    assert rows["RMSE"] == [show(read_run(run).metrics.test["rmse"]) for run in (line_run, other)]
-    assert rows["failures"] == ["1", "0"]
-
-
 def test_the_curve_draws_mean_and_the_95_percent_band():
     x = np.linspace(-1, 1, 9)
     (ax,) = figures.curve(None, predict, x, ("x", "y")).axes
@@ -191,17 +154,6 @@ def test_the_curve_draws_mean_and_the_95_percent_band():
     half = np.abs(band[:, 1] - np.interp(band[:, 0], x, mean))
     np.testing.assert_allclose(half, stats.norm.ppf(0.975) * np.interp(band[:, 0], x, sd), rtol=1e-9)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "y")
-
-
-def test_the_parity_plot_tells_hits_from_misses():
-    rows = pd.DataFrame({"mean": [0.0, 0.0, 0.0, 1.0], "sd": 1.0, "target": [1.9, 2.0, -2.0, 1.0]})
-    ax, residuals = figures.parity(rows, "$y").axes
-    found = {line.get_label(): len(line.get_xdata()) for line in ax.lines}
-    assert (found["inside"], found["outside"]) == (2, 2)
-    assert ax.get_ylabel() == r"observed \$y"
-    [missed] = [line for line in residuals.lines if line.get_label() == "outside"]
-    assert missed.get_ydata() == pytest.approx([2.0, -2.0])
-    assert {tuple(np.round(bar[:, 1], 6)) for bar in residuals.collections[0].get_segments()} == {(-1.959964, 1.959964)}
 
 
 @pytest.mark.parametrize("days", [1, 240, 3000])
@@ -224,12 +176,6 @@ def test_the_calibration_curve_counts_central_bins():
     assert [found[level] for level in (50.0, 80.0, 90.0, 95.0)] == pytest.approx([50.0, 80.0, 80.0, 90.0])
 
 
-def test_reliability_leaves_empty_bins_out():
-    table = np.zeros((10, 3))
-    table[2], table[9] = [10, 2.5, 3], [4, 3.8, 4]
-    np.testing.assert_allclose(observed(figures.reliability(table.tolist())), [[25, 95], [30, 100]])
-
-
 def test_the_roc_is_that_of_the_counts():
     """Log odds in four steps; of class 1, three of four rows lie above even odds, of class 0 one of five."""
     ax = figures.roc([[3, 0], [1, 1], [1, 2], [0, 1]], 0.9).axes[0]
@@ -241,21 +187,11 @@ def test_the_roc_is_that_of_the_counts():
 
 def test_convergence_draws_baselines_and_frames_the_late_rounds():
     history = pd.DataFrame({"round": range(40), "test_nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
-    (ax,) = figures.convergence(history, [Arm("pooled", {"nll": 0.9}, [])], "m").axes
+    (ax,) = figures.convergence(history, [summary.Arm("pooled", {"nll": 0.9}, [])], "m").axes
     assert [line.get_ydata()[0] for line in ax.lines if line.get_label() == "pooled"] == [0.9]
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")
     assert figures.convergence(history[:1], [], "m") is None
-
-
-def test_many_sites_become_a_scatter_and_few_a_dot_plot():
-    here, there = ({f"s{k}": k + shift for k in range(50)} for shift in (0.0, 0.5))
-    few = figures.sites(dict(list(here.items())[:5]), dict(list(there.items())[:4])).axes[0]
-    assert [tick.get_text() for tick in few.get_yticklabels()] == ["s0", "s1", "s2", "s3", "s4"]
-    many = figures.sites(here, there).axes[0]
-    assert many.get_xlabel().startswith("local-only")
-    np.testing.assert_allclose(many.lines[1].get_xdata() - many.lines[1].get_ydata(), 0.5)
-    assert figures.sites({}, {}) is None
 
 
 LOGS = {"kernel.log_lengthscale": np.log([[4.0, 0.5, 90.0]]), "kernel.log_outputscale": np.array(0.3)}

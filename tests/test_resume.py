@@ -101,12 +101,3 @@ def test_a_site_that_does_not_return_ends_the_segment() -> None:
     resumed = run(FaultyGrid(configured(num_server_rounds=8), nodes), Recorder(), recorder.snapshots[-1])
     assert resumed.current.sites == ("1", "2")
     assert resumed.current.rows == sum(resumed.preparation.rows[site] for site in "12")
-
-
-def test_another_configuration_is_refused_by_key(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        execute(tmp_path, kill_at=2)
-    with pytest.raises(RunError, match=r"`model\.num-inducing` was 5, now 6"):
-        execute(tmp_path, resume=True, model__num_inducing=6)
-    with pytest.raises(RunError, match=r"`seed` was 0, now 1"):
-        execute(tmp_path, resume=True, seed=1)

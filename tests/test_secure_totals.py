@@ -14,6 +14,7 @@ from faults import (
     arrays,
     blamed,
     configured,
+    crashed,
     csv_nodes,
     keyed,
     lost,
@@ -169,6 +170,21 @@ def test_a_third_of_the_sites_silent_in_a_round():
     )
     for name, array in parameters(others).items():
         assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("dies", [lost, crashed])
+def test_a_site_that_dies_for_good_ends_a_run_of_three_alone(dies):
+    """Of four sites the rest is asked again, and the end is that of the plain run in which the fourth died."""
+    fault = Fault("2", dies, rounds=range(2, 99))
+    strategy = run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 4, fault))
+    assert strategy.outcome.metrics["method_details"]["privacy"]["left_out"] == {"2": "silent in round 2"}
+    plain = run(FaultyGrid(configured(**METHODS["sgpr"]), 4, fault))
+    for name, array in parameters(plain).items():
+        assert parameters(strategy)[name] == pytest.approx(array, rel=1e-6, abs=1e-6)
+    with pytest.raises(
+        RunError, match=r"2 site\(s\) can take part in a total under masks, .*Left out: 2: silent in round 2"
+    ):
+        run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 3, Fault("2", dies, rounds=range(2, 99))))
 
 
 def misbehaving(monkeypatch, site, change):

@@ -59,7 +59,8 @@ def test_the_scale_is_half_normal():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name, sites):
     """With one site it is plain VI. Densities inside q are held: sticking the landing."""
-    model, plan = PersonalNetwork(D, H, C, scattered=name != "fedpop"), plan_of(model=name, samples=2)
+    plan = plan_of(model=name, samples=2, hidden=H, classes=C)
+    model = PersonalNetwork(D, plan[0])
     rows = [
         model.prepare(
             torch.randn(6, D, generator=generator, dtype=torch.float64),

@@ -16,7 +16,6 @@ from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, m
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, prior, profiled, restricted, scaled
-from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -32,7 +31,7 @@ from strategies.pooled_bound import (
     told_by_sites,
     told_by_total,
 )
-from strategies.server.questions import Roster, Summed, drive
+from strategies.server.questions import Roster, drive
 from strategies.sgpr import SGPRState, chain_at, differentiate, evaluate, one_round
 
 D, P = 2, 7
@@ -165,28 +164,6 @@ def test_lengthscales_are_known_as_well_as_the_bound_is_curved(kernel):
         sites = federation(parts, kernel)
         found = drive(known_lengthscales(values, tuple(sites), ModelSection(kernel=kernel)), sites)
         assert found[name].ravel() == pytest.approx(expected, rel=0.03)
-
-
-def test_a_lengthscale_that_data_leave_open_is_known_as_its_prior():
-    """J = F − .05 Σ (log ℓ − 1)² is bent by .1 where F is flat: far beyond the data, of an input without effect."""
-    values, (x, y) = unit_values(), rows()
-    values["kernel.log_lengthscale"][:, 1] = 9.0
-    values[LOCATIONS][:, 0] = np.linspace(-1.6, 1.6, P)
-    sites = {"one": Site("rbf", x, y - 0.5 * x[:, 1])}
-    found = drive(known_lengthscales(values, tuple(sites), ModelSection()), sites)
-    assert found["kernel.log_lengthscale"][0, 1] == pytest.approx(np.sqrt(10), rel=1e-3)
-
-
-def test_without_the_same_sites_for_both_questions_nothing_is_said():
-    sites = federation([30, 30])
-    asking = known_lengthscales(unit_values(), tuple(sites), ModelSection())
-    question = next(asking)
-    answers = [site.trials(question.request) for site in sites.values()]
-    question = asking.send(Summed(add(answers), tuple(sites)))
-    left = sites["0"].gradients(question.request)
-    with pytest.raises(StopIteration) as done:
-        asking.send(Summed(left, ("0",)))
-    assert done.value.value is None
 
 
 def test_with_all_pairs_of_a_quadratic_the_direction_is_newtons():

@@ -113,9 +113,6 @@ def test_a_total_of_what_is_no_summand_is_refused() -> None:
         Wrong(**KEYWORDS).start(own_grid(), num_rounds=1)
 
 
-# Keyword arguments.
-
-
 def test_an_unknown_keyword_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument .num_inducin.; did you mean .*num_inducing"):
         FSGP(num_inducin=3)
@@ -133,9 +130,6 @@ def test_help_shows_every_keyword_with_its_default_and_meaning() -> None:
     strategy = FSGP(**{name: own.default for name, own in shown.items()})
     assert strategy.config == FSGP().config
     assert strategy.config.flat().keys() == parse_config({"method": FSGP.method}).flat().keys()
-
-
-# Flower's wrappers and mods.
 
 
 def distance(one: ArrayRecord, other: ArrayRecord) -> float:
@@ -229,9 +223,6 @@ def test_mods_see_every_message_and_train_mods_those_of_training() -> None:
     FSGP(**KEYWORDS).start(own_grid(app), num_rounds=2)
     assert set(seen["train"]) == {"train"}
     assert {"query.describe", "query.shape", "query.statistics", "train", "evaluate"} == set(seen["every"])
-
-
-# A loader of one's own.
 
 
 def test_rows_held_apart_are_those_that_are_scored() -> None:

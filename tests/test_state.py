@@ -10,15 +10,7 @@ from faults import csv_nodes, waves
 from flwr.app import Context, RecordDict
 
 from fedgp_flower.agreement import Column
-from fedgp_flower.clients.state import (
-    PREPARED_FILE,
-    PreparedSite,
-    SiteState,
-    load_state,
-    prepared_site,
-    require_same_rows,
-    save_state,
-)
+from fedgp_flower.clients import state as memory
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
@@ -31,13 +23,13 @@ def context(**node_config) -> Context:
     return Context(run_id=1, node_id=1, node_config=node_config, state=RecordDict(), run_config={})
 
 
-def updated(run: str) -> SiteState:
-    state = SiteState(run)
+def updated(run: str) -> memory.SiteState:
+    state = memory.SiteState(run)
     state.replace({"a": np.arange(3.0), "b": np.array(2.5)})
     return state
 
 
-def same(one: SiteState, other: SiteState) -> bool:
+def same(one: memory.SiteState, other: memory.SiteState) -> bool:
     arrays = one.arrays.keys() == other.arrays.keys() and all(
         np.array_equal(one.arrays[k], other.arrays[k]) and one.arrays[k].shape == other.arrays[k].shape
         for k in one.arrays
@@ -47,19 +39,19 @@ def same(one: SiteState, other: SiteState) -> bool:
 
 def test_a_restarted_node_finds_its_file_and_counts_on(tmp_path):
     folder = str(tmp_path / "state")
-    save_state(context(**{"state-dir": folder}), updated("r1"))
-    again = load_state(context(**{"state-dir": folder}), "r1")
+    memory.save_state(context(**{"state-dir": folder}), updated("r1"))
+    again = memory.load_state(context(**{"state-dir": folder}), "r1")
     assert same(again, updated("r1"))
     again.replace(again.arrays)
-    save_state(context(**{"state-dir": folder}), again)
-    assert load_state(context(**{"state-dir": folder}), "r1").updates == 2
-    assert load_state(context(**{"state-dir": folder}), "r2").updates == 0
-    assert load_state(context(), "r1").updates == 0
+    memory.save_state(context(**{"state-dir": folder}), again)
+    assert memory.load_state(context(**{"state-dir": folder}), "r1").updates == 2
+    assert memory.load_state(context(**{"state-dir": folder}), "r2").updates == 0
+    assert memory.load_state(context(), "r1").updates == 0
     (tmp_path / "state" / "site-state.safetensors").write_bytes(b"not a state")
-    assert same(load_state(context(**{"state-dir": folder}), "r1"), SiteState("r1"))
+    assert same(memory.load_state(context(**{"state-dir": folder}), "r1"), memory.SiteState("r1"))
     node = context()
-    save_state(node, updated("r1"))
-    assert same(load_state(node, "r1"), updated("r1"))
+    memory.save_state(node, updated("r1"))
+    assert same(memory.load_state(node, "r1"), updated("r1"))
 
 
 def site(*values: float) -> RawSite:
@@ -70,14 +62,14 @@ def site(*values: float) -> RawSite:
 def test_a_site_refuses_other_rows_within_a_run_and_says_so(tmp_path):
     folder = {"state-dir": str(tmp_path), "data-path": "/data/north.csv"}
     node = context(**folder)
-    require_same_rows(node, "r1", site(1, 2, 3))
-    require_same_rows(node, "r1", site(1, 2, 3))
+    memory.require_same_rows(node, "r1", site(1, 2, 3))
+    memory.require_same_rows(node, "r1", site(1, 2, 3))
     for other in (node, context(**folder)):  # in memory, and after a restart
         with pytest.raises(DataError, match=r"north\.csv is no longer the table with which this site entered the run"):
-            require_same_rows(other, "r1", site(1, 2, 4))
-    require_same_rows(context(**folder), "r2", site(1, 2, 4))
+            memory.require_same_rows(other, "r1", site(1, 2, 4))
+    memory.require_same_rows(context(**folder), "r2", site(1, 2, 4))
     other = tmp_path / "other"
-    require_same_rows(context(**{"state-dir": str(other)}), "r2", site(1, 2, 4))
+    memory.require_same_rows(context(**{"state-dir": str(other)}), "r2", site(1, 2, 4))
     kept = [json.loads((path / "site-rows.json").read_text()) for path in (tmp_path, other)]
     assert kept[0]["rows"] != kept[1]["rows"]  # the same rows, salted
 
@@ -99,7 +91,7 @@ def prepared(node: Context, run: str = "r1", agreed: Preparation = AGREED) -> tu
     def read(applied: Rules) -> RawSite:
         return applied.site(load_site(CONFIG, node.node_config))
 
-    return prepared_site(node, (run, CONFIG, agreed), rules, read), rules.decisions
+    return memory.prepared_site(node, (run, CONFIG, agreed), rules, read), rules.decisions
 
 
 def edited(old: str, new: str):
@@ -111,14 +103,14 @@ def test_a_later_message_reads_prepared_rows_and_no_table(tmp_path, monkeypatch)
     columns = tuple(Column(name, "numeric") for name in waves(30, 0).columns[:-1])
     agreed = replace(AGREED, columns=columns, input_mean=np.zeros(len(columns)), input_scale=np.ones(len(columns)))
     node = context(**node, **{"state-dir": str(tmp_path / "state")})
-    (first, decisions), path = prepared(node, agreed=agreed), tmp_path / "state" / PREPARED_FILE
+    (first, decisions), path = prepared(node, agreed=agreed), tmp_path / "state" / memory.PREPARED_FILE
     assert path.stat().st_mode & 0o777 == 0o600
     with monkeypatch.context() as patch:
         patch.setattr(Lazy, "__getattr__", lambda *_: pytest.fail("pandas was imported"))
         later, again = prepared(node, agreed=agreed)
         one, other = first.encode(agreed), later.encode(agreed)
         assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("x", "y", "x_test", "y_test"))
-    assert isinstance(later, PreparedSite)
+    assert isinstance(later, memory.PreparedSite)
     assert json.dumps(list(map(asdict, again))) == json.dumps(list(map(asdict, decisions))) != "[]"
     assert later.num_examples == first.num_examples
     assert (later.site, later.features, later.target) == (first.site, first.features, first.target)
@@ -130,7 +122,7 @@ def test_a_later_message_reads_prepared_rows_and_no_table(tmp_path, monkeypatch)
     [
         ("a.csv", edited("0.1", "0.2"), "r1"),
         ("sites.toml", edited("0", "1"), "r1"),
-        (f"state/{PREPARED_FILE}", lambda path: path.write_bytes(b"none"), "r1"),
+        (f"state/{memory.PREPARED_FILE}", lambda path: path.write_bytes(b"none"), "r1"),
         ("a.csv", lambda path: None, "r2"),
     ],
     ids=["table", "policy", "damaged", "run"],
@@ -142,7 +134,7 @@ def test_prepared_rows_of_something_else_are_made_anew(tmp_path, file, spoil, ru
     [node] = csv_nodes(tmp_path, {"a": frame})
     node = context(**node, **{"state-dir": str(tmp_path / "state")})
     prepared(node)
-    assert isinstance(prepared(node)[0], PreparedSite)
+    assert isinstance(prepared(node)[0], memory.PreparedSite)
     spoil(tmp_path / file)
-    assert not isinstance(prepared(node, run)[0], PreparedSite)
-    assert isinstance(prepared(node, run)[0], PreparedSite)
+    assert not isinstance(prepared(node, run)[0], memory.PreparedSite)
+    assert isinstance(prepared(node, run)[0], memory.PreparedSite)

@@ -5,24 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import structured_problems as problems
 import torch
 from scipy import integrate, special, stats
-from structured_problems import (
-    PlainSite,
-    children,
-    dealt,
-    gp_sites,
-    gradient_of,
-    linear_gaussian_posterior,
-    mixed_model,
-    plan_of,
-    prior_of,
-    randomised,
-    roster_of,
-    sparse_gp,
-    start_posteriors,
-    state_of,
-)
 
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.methods.family import (
@@ -37,7 +22,6 @@ from fedgp_flower.methods.family import (
     with_named,
 )
 from fedgp_flower.methods.sfvi.classes import Multinomial
-from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from strategies.server.questions import drive
@@ -71,10 +55,10 @@ def partitions(units):
 @pytest.mark.parametrize("draws", [1, 4])
 def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
     """Server term + Σ shares = autograd of the pooled bound with the same draws; local gradients too."""
-    model, plan = mixed_model(), plan_of(model="glmm", samples=3)
-    features, targets, groups = children(generator)
+    model, plan = problems.mixed_model(), problems.plan_of(model="glmm", samples=3)
+    features, targets, groups = problems.children(generator)
     pooled = model.prepare(features, targets, groups)
-    q_global, (q_local,) = start_posteriors(model, [pooled], generator)
+    q_global, (q_local,) = problems.start_posteriors(model, [pooled], generator)
     noise = torch.tensor(global_noise(plan[1], 1, 3, model.global_size))
     noise_local = unit_noise(11, 0, pooled.keys, (draws, 3), 1)
 
@@ -83,16 +67,16 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
         return global_term(model.prior_log_scale(), eta, noise) + local
 
     value, slopes = gradients(model, q_global, q_local, bound)
-    sent, kept = dealt(slopes)
+    sent, kept = problems.dealt(slopes)
     for parts in partitions(21):
         sites = {}
         for part, own in zip(parts, split(q_local, parts), strict=True):
             keys, order = pooled.keys[part].sort()
             chosen = torch.isin(groups, keys)
             rows = model.prepare(features[chosen], targets[chosen], groups[chosen])
-            sites[str(len(sites))] = PlainSite(model, rows, split(own, [order])[0], draws=draws)
-        state, figures = drive(one_round(state_of(model, q_global), roster_of(sites), *plan), sites)
-        assert_close(gradient_of(state), sent)
+            sites[str(len(sites))] = problems.PlainSite(model, rows, split(own, [order])[0], draws=draws)
+        state, figures = drive(one_round(problems.state_of(model, q_global), problems.roster_of(sites), *plan), sites)
+        assert_close(problems.gradient_of(state), sent)
         assert state.bound == pytest.approx(value, rel=1e-13)
         assert figures == {"objective": state.bound / len(targets)}
         by_key = {int(k): s.local["local.mean"][i] for s in sites.values() for i, k in enumerate(s.learner.site.keys)}
@@ -112,27 +96,29 @@ def test_the_server_s_term_needs_the_prior_s_arrays_alone(generator, triangular)
     """With and without draws it is that of the model itself."""
     model = learned_scales(Multinomial(2, 3))
     site = model.prepare(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
-    q_global, (q_local,) = start_posteriors(model, [site], generator, triangular=triangular)
+    q_global, (q_local,) = problems.start_posteriors(model, [site], generator, triangular=triangular)
     noise = torch.randn(5, model.global_size, generator=generator, dtype=torch.float64)
     parameters = on_the_wire(model.theta() | named(q_global))
     for term, draws in (
         (lambda eta, own: global_term(model.prior_log_scale(), eta, noise), noise.numpy()),
         (lambda eta, own: global_term(model.prior_log_scale(), eta, None), None),
     ):
-        value, found = server_term(parameters, prior_of(model), draws)
+        value, found = server_term(parameters, problems.prior_of(model), draws)
         expected, slopes = gradients(model, q_global, q_local, term)
         assert value == pytest.approx(expected, rel=1e-12)
-        assert_close(found, dealt(slopes)[0])
+        assert_close(found, problems.dealt(slopes)[0])
 
 
 def conjugate_problem(generator):
     """A hierarchical GP with one noise: y is linear-Gaussian in the latents given the inducing inputs."""
-    model = sparse_gp(inputs=torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None])
-    sites = gp_sites(model, generator, num_inducing=2)
+    model = problems.sparse_gp(inputs=torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None])
+    sites = problems.gp_sites(model, generator, num_inducing=2)
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
     designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
-    q_global, q_local, evidence = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
+    q_global, q_local, evidence = problems.linear_gaussian_posterior(
+        designs, [site.targets.numpy() for site in sites], 0.2
+    )
     left_open = sum(float(left.sum()) for _, _, left in bases) / (2 * 0.2)
     return model, sites, q_global, q_local, evidence - left_open
 
@@ -142,7 +128,7 @@ def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterio
     model, sites, q_global, q_local, exact_bound = conjugate_problem(generator)
     noise = torch.randn(2, model.global_size, generator=generator, dtype=torch.float64)
     parameters = on_the_wire(model.theta() | named(q_global))
-    value, summed = server_term(parameters, prior_of(model), noise.numpy())
+    value, summed = server_term(parameters, problems.prior_of(model), noise.numpy())
     for site, own in zip(sites, q_local, strict=True):
         noise_local = unit_noise(1, 0, site.keys, (1, 2), model.local_width(site))
 
@@ -150,7 +136,7 @@ def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterio
             return SampledModel.site_term(model, site, eta, mine, (noise, noise_local))
 
         share, slopes = gradients(model, q_global, own, term)
-        sent, kept = dealt(slopes)
+        sent, kept = problems.dealt(slopes)
         value, summed = value + share, plus(summed, sent)
         assert max(float(slope.abs().max()) for slope in kept.values()) < 1e-10
     assert max(np.abs(gradient).max() for name, gradient in summed.items() if name.startswith("q.")) < 1e-10
@@ -160,10 +146,12 @@ def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterio
 def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generator):
     """The conjugate model: the bound is log p(y) less what the inducing values leave open, and nothing pulls."""
     model, rows, q_global, q_local, exact_bound = conjugate_problem(generator)
-    sites = {str(k): PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(sites), *plan_of()), sites)
+    sites = {str(k): problems.PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
+    state, _ = drive(
+        one_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of()), sites
+    )
     assert state.bound == pytest.approx(exact_bound, abs=1e-9)
-    assert max(np.abs(v).max() for n, v in gradient_of(state).items() if n.startswith("q.")) < 1e-9
+    assert max(np.abs(v).max() for n, v in problems.gradient_of(state).items() if n.startswith("q.")) < 1e-9
     assert max(float(v.abs().max()) for site in sites.values() for v in site.local.values()) < 1e-9
 
 
@@ -182,10 +170,10 @@ def test_noise_belongs_to_the_unit_and_is_standard_normal():
 
 
 def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_barycentre(generator):
-    model = mixed_model()
-    site = model.prepare(*children(generator))
-    first, _ = start_posteriors(model, [site], generator)
-    second, _ = start_posteriors(model, [site], generator)
+    model = problems.mixed_model()
+    site = model.prepare(*problems.children(generator))
+    first, _ = problems.start_posteriors(model, [site], generator)
+    second, _ = problems.start_posteriors(model, [site], generator)
     theta = [{"theta.noise": torch.tensor(value, dtype=torch.float64)} for value in (1.0, 3.0)]
     one, two = (on_the_wire(t | named(q)) for t, q in zip(theta, (first, second), strict=True))
     same, spread = average([one, one], np.array([1.0, 2.0]))
@@ -209,9 +197,9 @@ def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_ba
 
 def test_shift_keeps_the_conditional(generator):
     """q(Z_Lk | Z_G) is the same function of Z_G after the site moves to the new μ_G."""
-    model = mixed_model()
-    site = model.prepare(*children(generator))
-    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    model = problems.mixed_model()
+    site = model.prepare(*problems.children(generator))
+    q_global, (q_local,) = problems.start_posteriors(model, [site], generator)
     new_mean = q_global.mean + 1.5
     z_global = torch.randn(4, generator=generator, dtype=torch.float64)
     noise = torch.randn(21, 1, generator=generator, dtype=torch.float64)
@@ -226,7 +214,7 @@ FIVE_ERRORS = 5.0
 
 def test_family_density_is_that_of_the_transformed_draws(generator):
     """Both densities against torch's multivariate normal, and the draws against their noise."""
-    q = randomised(initial_global(4, scale=0.5, triangular=True), generator)
+    q = problems.randomised(initial_global(4, scale=0.5, triangular=True), generator)
     z = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     reference = torch.distributions.MultivariateNormal(q.mean, scale_tril=q.factor())
     torch.testing.assert_close(q.log_density(z), reference.log_prob(z))
@@ -234,7 +222,7 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
     for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
         torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
-    local = randomised(initial_local(2, 3, 4, scale=0.5, whole=True), generator)
+    local = problems.randomised(initial_local(2, 3, 4, scale=0.5, whole=True), generator)
     own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
     for unit in range(2):
         centre = local.mean[unit] + (z - q.mean) @ local.coupling[unit].mT
@@ -247,8 +235,8 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
 
 
 def test_new_child_is_predicted_by_integrating_its_intercept(generator):
-    model = mixed_model()
-    features, targets, groups = children(generator, units=1, visits=3)
+    model = problems.mixed_model()
+    features, targets, groups = problems.children(generator, units=1, visits=3)
     site = model.prepare(features, targets, groups)
     point = GlobalPosterior(torch.tensor([0.3, -0.5, 0.8, -0.4]).double(), torch.full((4,), -40.0).double(), None)
     noise = torch.tensor(special.ndtri((np.arange(20000) + 0.5) / 20000))[:, None, None]
@@ -289,15 +277,14 @@ def test_multinomial_density_and_its_learned_prior(generator):
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "spread", "coupled"),
-    [("gaussian", 0.5, True), ("gaussian", 0.0, False), ("bernoulli", 0.5, True)],
+    ("likelihood", "spread", "coupled"), [("gaussian", 0.5, True), ("gaussian", 0.0, False), ("bernoulli", 0.5, True)]
 )
 def test_expected_local_part_is_the_mean_of_the_sampled_one(generator, likelihood, spread, coupled):
     """Everything in E_q log p − E_q log q is where it should be, once: 20 000 draws, five standard errors."""
     inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
-    model = sparse_gp(inputs=inputs, likelihood=likelihood, noise_spread=spread)
-    site = gp_sites(model, generator, sizes=(5,), num_inducing=2, binary=likelihood == "bernoulli")[0]
-    q_global, (q_local,) = start_posteriors(model, [site], generator, whole=coupled)
+    model = problems.sparse_gp(inputs=inputs, likelihood=likelihood, noise_spread=spread)
+    site = problems.gp_sites(model, generator, sizes=(5,), num_inducing=2, binary=likelihood == "bernoulli")[0]
+    q_global, (q_local,) = problems.start_posteriors(model, [site], generator, whole=coupled)
     with torch.no_grad():
         noise = torch.randn(20000, model.global_size, generator=generator, dtype=torch.float64)
         z_global = q_global.transform(noise)
@@ -338,12 +325,12 @@ def exact_hierarchical_gp(model, sites, tests, noise):
 def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(generator):
     """At every site and at a new one: mean and variance of f, and of a noisy observation."""
     rows = torch.cat([torch.linspace(-2, 2, n, dtype=torch.float64) + 0.1 * k for k, n in enumerate((6, 5, 7))])
-    model = sparse_gp(inputs=torch.unique(rows)[:, None], jitter=1e-10)
-    sites = gp_sites(model, generator, num_inducing=20)
+    model = problems.sparse_gp(inputs=torch.unique(rows)[:, None], jitter=1e-10)
+    sites = problems.gp_sites(model, generator, num_inducing=20)
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
     designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
-    q_global, q_local, _ = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
+    q_global, q_local, _ = problems.linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
     tests = torch.tensor([[-2.7], [0.05], [1.3]], dtype=torch.float64)
     answers = exact_hierarchical_gp(model, sites, tests, 0.2)
     for index, q in enumerate((*q_local, None)):
@@ -359,9 +346,9 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
 def test_gp_prediction_agrees_with_draws(generator, known):
     """Closed form against the mixture over draws of Z_G and Z_L, ζ included, at a site and at a new one."""
     inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
-    model = sparse_gp(inputs=inputs, noise_spread=0.3)
-    site = gp_sites(model, generator, sizes=(5,), num_inducing=5)[0].at(inputs)
-    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    model = problems.sparse_gp(inputs=inputs, noise_spread=0.3)
+    site = problems.gp_sites(model, generator, sizes=(5,), num_inducing=5)[0].at(inputs)
+    q_global, (q_local,) = problems.start_posteriors(model, [site], generator)
     q = q_local if known else None
     closed = model.predict(site, q_global, q)
     noise = torch.randn(40000, model.global_size, generator=generator, dtype=torch.float64)
@@ -377,26 +364,16 @@ def test_gp_prediction_agrees_with_draws(generator, known):
     torch.testing.assert_close(closed.variance - variance, torch.full((3,), expected, dtype=torch.float64))
 
 
-def test_farthest_points_spread_and_do_not_repeat():
-    rows = torch.tensor([[0.0], [0.1], [1.0], [1.0], [0.45], [-1.0]], dtype=torch.float64)
-    chosen = farthest_points(rows, 3)
-    assert sorted(float(v) for v in chosen[:, 0]) == [-1.0, 0.1, 1.0] or sorted(float(v) for v in chosen[:, 0]) == [
-        -1.0,
-        0.45,
-        1.0,
-    ]
-    everything = farthest_points(rows, 10)
-    assert sorted(float(v) for v in everything[:, 0]) == [-1.0, 0.0, 0.1, 0.45, 1.0]
-
-
 def test_local_steps_are_those_of_torchs_adam(generator):
     """Three steps, and two more that go on with the moments, on θ, η_G and η_Lk at once."""
     rates, ratio = (0.1, 0.05, 0.02, 0.04, 0.03), 3.0
 
     def parts():
-        model = sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
-        site = gp_sites(model, torch.Generator().manual_seed(1), sizes=(6,))[0]
-        q_global, [q_local] = start_posteriors(model, [site], torch.Generator().manual_seed(2), triangular=False)
+        model = problems.sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
+        site = problems.gp_sites(model, torch.Generator().manual_seed(1), sizes=(6,))[0]
+        q_global, [q_local] = problems.start_posteriors(
+            model, [site], torch.Generator().manual_seed(2), triangular=False
+        )
         return Learner(model, site, 0, 0, 0, 1), (q_global, q_local, AdamState())
 
     learner, start = parts()

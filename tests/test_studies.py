@@ -48,16 +48,6 @@ def test_a_study_makes_its_runs_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("_scratch")
-def test_pages_hold_command_text_and_tables():
-    rows = run.run("masks", {"sites": (3,)})
-    tables = [{"table": "A", **rows[0]}, {"table": "B", "x": 0.25}]
-    page = run.page("masks", ["--sites", "3"], run.load("masks"), tables)
-    assert page.startswith("# Totals under masks: seconds and bytes\n\n`python -m simulations.run masks --sites 3`\n")
-    assert "## A\n\n| sites | M |" in page
-    assert "## B\n\n| x |\n| --- |\n| 0.2500 |" in page
-
-
-@pytest.mark.usefixtures("_scratch")
 def test_results_are_remembered_and_means_are_over_runs():
     found = [common.remembered("study", [1], lambda v=value: {"a": v}) for value in (1.0, 2.0)]
     assert [row["a"] for row in found] == [1.0, 1.0]

@@ -206,8 +206,6 @@ def test_the_precision_stays_definite_where_outliers_bend_the_likelihood() -> No
     assert float(after[0]) >= 0.3 * min(1.0, 1 + float(torch.linalg.eigvalsh(state.duals.precision)[0]))
 
 
-# Through Flower.
-
 CLASSES = {"method": "svgp", "sgpr__exchanges": 0, "num_server_rounds": 5}
 CLASSES |= {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
 

@@ -52,9 +52,7 @@ class Violation:
 
 VIOLATIONS: dict[str, Violation] = {
     "default least-rows": Violation(
-        "9 training rows or fewer",
-        "`least-rows` = 10 in the default policy",
-        frame=named(lambda i: f"w{i % 2}", 11),
+        "9 training rows or fewer", "`least-rows` = 10 in the default policy", frame=named(lambda i: f"w{i % 2}", 11)
     ),
     "default rows-per-level": Violation(
         "24 ids, each of 4 visits",
@@ -68,10 +66,7 @@ VIOLATIONS: dict[str, Violation] = {
     "methods": Violation("another method", '`methods` = ["pooled"]', 'methods = ["pooled"]'),
     "keys": Violation("other keys", '`keys` = ["model.*"]', 'keys = ["model.*"]'),
     "kinds": Violation(
-        "training",
-        '`kinds` = ["query.describe"',
-        'kinds = ["query.describe", "query.shape"]',
-        later=True,
+        "training", '`kinds` = ["query.describe"', 'kinds = ["query.describe", "query.shape"]', later=True
     ),
     "least-rows": Violation("96 training rows", "`least-rows` = 200", "least-rows = 200"),
     "rows-per-level": Violation("10 levels of 12 rows", "`rows-per-level` = 100", "rows-per-level = 100"),

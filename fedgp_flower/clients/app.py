@@ -18,7 +18,6 @@ from flwr.clientapp.typing import Mod
 from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, KEYS, WARNING, WORDS, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, SiteClient, handlers
 from fedgp_flower.clients.state import (
-    CONSTANTS,
     load_state,
     preparation_of,
     prepared_site,
@@ -35,14 +34,10 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import APART, array_record, arrays_of, packed_record
+from fedgp_flower.records import APART, CONSTANTS, LACKS, SCHEMA_VERSION, TRUST, array_record, arrays_of, packed_record
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
-
-SCHEMA_VERSION = 2
-LACKS, TRUST = "lacks-context", "trust-file"
-"""Config key of a reply by a site that lacks what was sent once; number in a description: there is a trust file."""
 
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
@@ -91,7 +86,7 @@ class SiteApp(ClientApp):
             if WORDS not in found.arrays and LACKS not in found.texts:  # what a masked answer took may tell its rows
                 found.numbers.update({f"repairs.{name}": count for name, count in repairs.items()})
                 found.numbers["seconds"] = time.perf_counter() - started
-            reply = _reply(guard, found)
+            reply = _reply(guard, guard.released(found))
         except FedGPError as error:
             reply = _refusal(guard, str(error))
         except Exception as error:

@@ -24,7 +24,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from pydantic import TypeAdapter, ValidationError
 
-from fedgp_flower.clients.state import SHARED, file_of, write_private
+from fedgp_flower.clients.state import file_of, write_private
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
@@ -45,7 +45,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
-from fedgp_flower.records import array_record, record_of, settings_of
+from fedgp_flower.records import SHARED, array_record, arrays_of, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -81,6 +81,8 @@ class Guard:
         self.run, self.round = str(self.given["run"]), int(str(self.given["round"]))
         self.masked = REQUEST in self.given
         self.rules = Rules(self.kind, self.masked)
+        self.in_clear = False
+        """Whether this message may be answered without masks; not before it is admitted."""
 
     # Before the rows.
 
@@ -97,10 +99,12 @@ class Guard:
                 "a question under masks is understood by the context that all sites share, and by nothing beside it;"
                 f" this one {found}"
             )
-        node = self.context.node_config
-        self.rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""))
+        node, rules = self.context.node_config, self.rules
+        content = content_digest(self.kind, arrays_of(self.message.content, "arrays"))
+        rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""), content)
         wanted = config.privacy.secure_aggregation or node.get("trust")
-        if wanted and not self.masked and self.kind not in {DESCRIBE, KEYS} and not is_public(answer):
+        self.in_clear = not wanted or self.kind in {DESCRIBE, KEYS} or is_public(answer)
+        if not self.masked and not self.in_clear:
             raise ProtocolError(
                 f"this site answers `{self.kind}` under masks alone; the run needs `privacy.secure-aggregation = true`"
                 " and a method that asks for totals"
@@ -149,6 +153,12 @@ class Guard:
             raise ProtocolError(f"the roster names {', '.join(missing[:5])}, whose keys were not sent")
         roster = tuple(members[site] for site in sites)
         return MaskedQuestion(self.run, self.round, number, self.kind, content, layout, roster)
+
+    def released(self, found: Outgoing) -> Outgoing:
+        """What is about to leave, whatever has made it: words under masks alone, unless it may be in the clear."""
+        if found.arrays.keys() - {WORDS} if self.masked else found.arrays and not self.in_clear:
+            raise ProtocolError(f"`{self.kind}` may not be answered in the clear")
+        return found
 
     def record(self, reply: Message) -> None:
         """Write the reply into the site's log, before it leaves."""

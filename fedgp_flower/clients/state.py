@@ -35,11 +35,9 @@ from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.privacy.policy import Decision, Rules
-from fedgp_flower.records import array_record, numpy_arrays, record_of, settings_of
+from fedgp_flower.records import CONSTANTS, SHARED, array_record, numpy_arrays, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
-SHARED, CONSTANTS = "context", "constants"
-"""Records and config key of what all sites share, which travels to a site once."""
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
 STATE_FILE, ROWS_FILE, PREPARED_FILE = "site-state.safetensors", "site-rows.json", "site-prepared.safetensors"
 

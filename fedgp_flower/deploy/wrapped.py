@@ -48,7 +48,7 @@ REASONS = {
     "certificate verify failed": "the SuperLink's certificate is not of the authority in the invitation, or is for"
     " another host name; ask the coordinator for a new invitation",
 }
-LIBRARIES = ("flwr.clientapp", "flwr.supernode.cli", "flwr.supernode.runtime.run_clientapp", "pandas", "gpytorch")
+LIBRARIES = ("flwr.clientapp", "flwr.supernode.cli", "flwr.supernode.runtime.run_clientapp", "gpytorch")
 OURS = ("fedgp_flower", "strategies")
 
 

@@ -241,10 +241,8 @@ class HeavyTailed(PointLikelihood):
 
 def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
     """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
-    if name == "gaussian":
-        return GaussianNoise(noise)
-    if name == "student-t":
-        return HeavyTailed(noise, nodes)
+    if name in {"gaussian", "student-t"}:
+        return GaussianNoise(noise) if name == "gaussian" else HeavyTailed(noise, nodes)
     return (Probit if name == "bernoulli" else Counts)(nodes)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from pydantic import Field
 
@@ -79,7 +79,8 @@ class Policy(Section):
     """Patterns of the configuration keys that may differ from their defaults; empty: all. Keys that a site does not
     read, such as ``name``, need not be among them."""
     rounds_per_day: Count = 0
-    """Most rounds answered in a day (UTC), of all runs together; 0: any number. Needs ``state-dir``."""
+    """Most rounds answered in a day (UTC), of all runs together; 0: any number. What comes before the first round is
+    one, and a second question of one kind in a round begins another. Needs ``state-dir``."""
     secure_aggregation: bool = False
     """Whether totals under masks are required."""
 
@@ -122,8 +123,11 @@ class Rules:
         if not passes:
             raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
 
-    def admit(self, config: RunConfig, run: str, number: int, state_dir: str) -> None:
-        """Refuse a message of this kind, round or configuration that the owner does not allow."""
+    def admit(self, config: RunConfig, run: str, number: int, state_dir: str, content: str = "") -> None:
+        """Refuse a message of this kind, round or configuration that the owner does not allow.
+
+        ``content`` is the hash of what it asks.
+        """
         limits, method = self.policy, config.method
         self._judge("methods", not limits.methods or method in limits.methods, f"method `{method}` may not run")
         odd: list[str] = []
@@ -135,15 +139,25 @@ class Rules:
         self._judge("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
         self._judge("secure-aggregation", masked or not limits.secure_aggregation, "totals under masks are required")
-        if limits.rounds_per_day and number:
+        if limits.rounds_per_day:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
             path = Path(state_dir).expanduser() / ROUNDS
-            rounds = _rounds_today(path, run, number)
-            count = int(rounds["count"])
+            rounds = self._rounds_today(path, {"run": run, "number": number}, content)
+            count = rounds["count"]
             self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, json.dumps(rounds).encode())
+
+    def _rounds_today(self, path: Path, latest: Mapping[str, object], content: str) -> dict[str, Any]:
+        """The round of this message, what was asked in it by kind, and how many rounds of today that makes."""
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        today = {"day": datetime.now(UTC).date().isoformat()}
+        count = known["count"] if known.items() >= today.items() else 0
+        asked = known.get("asked", {}) if count and known.items() >= latest.items() else {}
+        new = not asked or asked.get(self.kind, content) != content
+        asked = {} if new else asked
+        return {**today, **latest, "count": count + new, "asked": {**asked, self.kind: content}}
 
     def site(self, raw: RawSite) -> RawSite:
         """The rows as messages may know them."""
@@ -203,11 +217,3 @@ def read(path: Path) -> Policy:
 
 def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _rounds_today(path: Path, run: str, number: int) -> dict[str, str | int]:
-    """The latest round, this one, and how many rounds a site has answered today with it."""
-    latest: dict[str, str | int] = {"day": datetime.now(UTC).date().isoformat(), "run": run, "number": number}
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    before = known["count"] if known.get("day") == latest["day"] else 0
-    return {**latest, "count": before + any(known.get(name) != value for name, value in latest.items())}

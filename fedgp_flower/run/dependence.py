@@ -88,6 +88,7 @@ def effects(posterior: Predictor) -> list[Effect]:
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
+    outcome = {"bernoulli": ndtr, "poisson": np.exp}.get(posterior.saved.likelihood, posterior.units.values)
     points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
     # Standardised values between which about 95 % of the rows lie, where that is known.
@@ -101,7 +102,8 @@ def effects(posterior: Predictor) -> list[Effect]:
         x[:, inputs] = moved
         with torch.no_grad():
             f = model(torch.from_numpy(x))
-        median, low, high = _outcome(posterior, f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy())
+        quantiles = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
+        median, low, high = outcome(quantiles)
         days = re.fullmatch(r"days\((.+)\)", name)
         found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days)))
     return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:MOST]
@@ -139,10 +141,3 @@ def _columns(agreed: Preparation) -> Iterator[tuple[str, list[int], Column]]:
             yield column.name, list(range(first, first + max(1, len(column.shown)))), column
         elif part and column.name == pair[0]:
             yield f"{part[2]} (month)", [starts[name] for name in pair], column
-
-
-def _outcome(posterior: Predictor, f: Array) -> Array:
-    """The outcome at values of f, elementwise."""
-    if posterior.saved.likelihood in {"bernoulli", "poisson"}:
-        return ndtr(f) if posterior.saved.likelihood == "bernoulli" else np.exp(f)
-    return posterior.units.values(f)

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.typing import ArrayLike
 from scipy.stats import binom
 
 from fedgp_flower.data.standardisation import read_inputs
@@ -34,7 +35,7 @@ STYLES = {
 }
 """Baselines that are drawn beside the rounds of a run."""
 Z95 = 1.959963984540054
-MAX_POINTS = 400
+MAX_POINTS, MOST_ACROSS = 400, 3
 MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
 """What the figure of lengthscales shows."""
 DPI = 180
@@ -80,9 +81,8 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
 def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequence[str]) -> Figure:
     """Predictive mean and 95 % band of a noisy observation at values x [n] of one input, with held-out points."""
     figure, (ax,) = axes_of(1, width=7.6, height=3.6)
-    ends = predictor.quantiles(x[:, None], (0.025, 0.975))
-    ax.fill_between(x, *ends, color=BAND, alpha=0.7, lw=0, label="95 % interval")
-    ax.plot(x, predictor(x[:, None])[0], color=FEDERATED, lw=1.8, label="mean")
+    low, high = predictor.quantiles(x[:, None], (0.025, 0.975))
+    _band(ax, x, low, predictor(x[:, None])[0], high)
     if rows is not None:
         some = subsample(rows)
         ax.plot(some[f"input.{names[0]}"], some["target"], "o", color=POOLED, ms=2.6, alpha=0.75, label="held-out rows")
@@ -106,23 +106,17 @@ def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path
 def site_curves(predictors: Mapping[str, Predictor], frame: pd.DataFrame) -> Figure:
     """A panel for each site along the one input of a table: mean, 95 % band, training and held-out rows."""
     agreed = next(iter(predictors.values())).preparation
-    width, height = min(3, len(predictors)), math.ceil(len(predictors) / 3)
-    figure = Figure(figsize=(1.6 + 2.6 * width, 0.5 + 2.3 * height), dpi=DPI, layout="constrained")
-    panels = figure.subplots(height, width, squeeze=False).ravel()
-    for ax, (site, predictor) in zip(panels, predictors.items(), strict=False):
+    figure, axes = axes_of(len(predictors), width=1.6 + 2.6 * min(MOST_ACROSS, len(predictors)), height=2.5)
+    for ax, (site, predictor) in zip(axes, predictors.items(), strict=True):
         table = predictor.predict(frame)
         x = predictor.inputs(frame)[:, 0].numpy() * agreed.input_scale + agreed.input_mean
-        ax.fill_between(x, table["q2.5"], table["q97.5"], color=BAND, alpha=0.7, lw=0)
-        ax.plot(x, table["mean"], color=FEDERATED, lw=1.6)
+        _band(ax, x, table["q2.5"], table["mean"], table["q97.5"])
         if predictor.site is not None:
             rows = predictor.site.encode(agreed)
             for inputs, y, colour in ((rows.x, rows.y, "#888888"), (rows.x_test, rows.y_test, MISS)):
                 original = inputs[:, 0] * agreed.input_scale + agreed.input_mean
-                ax.plot(original, y * agreed.target_scale + agreed.target_mean, ".", color=colour, ms=2.5)
+                ax.plot(original, predictor.units.values(y), ".", color=colour, ms=2.5)
         ax.set_title(label_text(site), fontsize=8)
-        ax.tick_params(labelsize=7)
-    for ax in panels[len(predictors) :]:
-        ax.set_visible(False)
     figure.supxlabel(label_text(agreed.names[0]), fontsize=8)
     figure.supylabel(label_text(agreed.target.name), fontsize=8)
     return figure
@@ -298,13 +292,9 @@ def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure 
 
 def effects(found: Sequence[Effect], target: str) -> Figure:
     """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
-    columns = min(3, len(found))
-    rows = math.ceil(len(found) / columns)
-    figure, axes = axes_of(columns, height=2.6 * rows, rows=rows)
+    figure, axes = axes_of(len(found), height=2.6)
     limits = (min(effect.low.min() for effect in found), max(effect.high.max() for effect in found))
-    for ax in axes[len(found) :]:
-        ax.set_visible(False)
-    for ax, effect in zip(axes, found, strict=False):
+    for ax, effect in zip(axes, found, strict=True):
         if effect.levels:
             ax.vlines(effect.values, effect.low, effect.high, color=BAND, lw=6)
             ax.plot(effect.values, effect.median, "o", color=FEDERATED, ms=4)
@@ -314,13 +304,12 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
         else:
             days = effect.values.round().astype("timedelta64[D]")
             x = np.datetime64("2000-01-01") + days if effect.dates else effect.values
-            ax.fill_between(x, effect.low, effect.high, color=BAND, alpha=0.7, lw=0)
-            ax.plot(x, effect.median, color=FEDERATED, lw=1.8)
+            _band(ax, x, effect.low, effect.median, effect.high)
             if effect.dates:
                 ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
                 ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
         ax.set(xlabel=label_text(effect.name), ylim=limits)
-    for ax in axes[::columns]:
+    for ax in axes[::MOST_ACROSS]:
         ax.set_ylabel(label_text(target))
     return figure
 
@@ -400,10 +389,19 @@ def label_text(label: str) -> str:
     return (line if len(line) <= 28 else f"{line[:27]}…").replace("$", r"\$")
 
 
-def axes_of(count: int, width: float = 8.6, height: float = 3.0, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with axes in rows of ``count``, in the style of all figures."""
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    axes = list(figure.subplots(rows, count, squeeze=False).flat)
+def _band(ax: Axes, x: ArrayLike, low: ArrayLike, middle: ArrayLike, high: ArrayLike) -> None:
+    """A curve in its 95 % interval."""
+    ax.fill_between(x, low, high, color=BAND, alpha=0.7, lw=0, label="95 % interval")
+    ax.plot(x, middle, color=FEDERATED, lw=1.8, label="mean")
+
+
+def axes_of(count: int, width: float = 8.6, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+    """A figure with axes in rows of at most three, each row as high as is said, in the style of all figures."""
+    rows = math.ceil(count / MOST_ACROSS)
+    figure = Figure(figsize=(width, height * rows), dpi=DPI, layout="constrained")
+    axes = list(figure.subplots(rows, min(count, MOST_ACROSS), squeeze=False).flat)
+    for ax in axes[count:]:
+        ax.set_visible(False)
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color("#888888")
@@ -412,4 +410,4 @@ def axes_of(count: int, width: float = 8.6, height: float = 3.0, rows: int = 1) 
         ax.tick_params(labelsize=8, color="#888888")
         ax.xaxis.label.set_size(9)
         ax.yaxis.label.set_size(9)
-    return figure, axes
+    return figure, axes[:count]

@@ -58,7 +58,7 @@ _SFVI = Method(
     strategy="strategies.sfvi:SFVI",
     client="fedgp_flower.methods.sfvi.client:SFVIClient",
     posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
-    panels="fedgp_flower.methods.sfvi.panels:panels",
+    panels="fedgp_flower.methods.sfvi.posterior:panels",
     at_site="fedgp_flower.methods.sfvi.posterior:site_model",
 )
 _FEDMGP = Method(
@@ -140,13 +140,13 @@ BUILT_IN: Mapping[str, Method] = {
         panels="fedgp_flower.methods.pvi_weights.panels:network_panels",
         forget="strategies.pvi:forget_site",
     ),
-    "fsgp": Method(
+    "fsgp": replace(
+        _SGPR,
         summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fsgp:FSGP",
         client="fedgp_flower.methods.sgpr.client:FSGPClient",
-        posterior="fedgp_flower.methods.sparse_posterior:saved_model",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
@@ -173,7 +173,7 @@ BUILT_IN: Mapping[str, Method] = {
         strategy="strategies.hierarchical_gp:HierarchicalGP",
         client="fedgp_flower.methods.hierarchical_gp.client:HierarchicalClient",
         posterior="fedgp_flower.methods.hierarchical_gp.posterior:saved_model",
-        panels="fedgp_flower.methods.sfvi.panels:panels",
+        panels="fedgp_flower.methods.sfvi.posterior:panels",
         at_site="fedgp_flower.methods.hierarchical_gp.posterior:site_model",
     ),
     "sfvi": _SFVI,

@@ -43,7 +43,7 @@ from fedgp_flower.run.summary import (
     title_of,
 )
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
-from fedgp_flower.typing import Array, Facts
+from fedgp_flower.typing import Array
 
 FAILURE_LIMIT = 100
 
@@ -100,7 +100,10 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
     failing = len({str(row["site"]) for row in metrics.failures})
     lines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
-    sites = (_nll(metrics, rows) for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ())))
+    nll = [
+        {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
+        for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ()))
+    ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     with warnings.catch_warnings():
         # Labels come from data; a script without a glyph in the font shows as a box and must not end the run.
@@ -123,7 +126,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             convergence=_picture(
                 "convergence", figures.convergence(run.history, lines, units), "Figures after each round."
             ),
-            sites=_picture("sites", figures.sites(*sites), "Held-out NLL of each site, in nats per row."),
+            sites=_picture("sites", figures.sites(*nll), "Held-out NLL of each site, in nats per row."),
             site_table=_site_table(metrics),
             cost=_picture("cost", figures.cost(run.history), "Added up over rounds and all sites."),
             totals=_totals(metrics),
@@ -220,10 +223,16 @@ def _note(metrics: RunMetrics, units: str) -> str:
 
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
-    if is_classification(run.metrics):
-        yield from _class_predictions(run)
-        return
     rows = run.predictions
+    if is_classification(run.metrics):
+        if rows is not None:
+            levels = run.saved.schema["target"].get("levels") if run.saved else None
+            figure = figures.probabilities(rows, [str(level) for level in levels or ("class 0", "class 1")])
+            yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
+        if ranks := run.metrics.calibration.get("ranks"):
+            figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
+            yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
+        return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
     if len(names) == 1 and predictor is not None:
@@ -237,17 +246,6 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         figure = figures.parity(rows, target, run.config.get("model.likelihood") == "poisson")
         caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
         yield Panel("Observed against predicted, and residuals", figure, caption, "parity")
-
-
-def _class_predictions(run: Run) -> Iterator[Panel]:
-    if run.predictions is not None:
-        target = {} if run.saved is None else run.saved.schema["target"]
-        levels = [str(level) for level in target.get("levels", ("class 0", "class 1"))]
-        figure = figures.probabilities(run.predictions, levels)
-        yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
-    if ranks := run.metrics.calibration.get("ranks"):
-        figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
-        yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
 
 
 def _inputs(run: Run) -> tuple[list[str], Array]:
@@ -283,11 +281,6 @@ def _calibration(metrics: RunMetrics) -> Panel | None:
     )
     figure = figures.calibration(pit, number(metrics.test.get("coverage_95"))) if sum(pit) else None
     return _picture("calibration", figure, caption, "Calibration curve and PIT histogram")
-
-
-def _nll(metrics: RunMetrics, rows: Sequence[Facts]) -> dict[str, float]:
-    """Of each site, by what people call it."""
-    return {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
 
 
 def _site_table(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:

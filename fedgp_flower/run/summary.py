@@ -17,24 +17,12 @@ from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
 
-REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
-CLASSIFICATION_COLUMNS = ("accuracy", "auc", "nll", "brier", "brier_skill", "calibration_slope")
+REGRESSION = {"rmse": "RMSE", "r2": "R²", "nll": "NLL", "crps": "CRPS", "coverage_95": "95 % coverage"}
+CLASSIFICATION = {"accuracy": "accuracy", "auc": "AUC", "nll": "NLL", "brier": "Brier", "brier_skill": "skill"}
+CLASSIFICATION["calibration_slope"] = "slope"
+"""Figures that are shown, by kind of task, and what they are called in a table."""
+TITLES = {**REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
 PERCENTAGES = ("accuracy", "coverage_50", "coverage_90", "coverage_95")
-
-TITLES = {
-    "rmse": "RMSE",
-    "r2": "R²",
-    "mae": "MAE",
-    "nll": "NLL",
-    "crps": "CRPS",
-    "coverage_95": "95 % coverage",
-    "accuracy": "accuracy",
-    "auc": "AUC",
-    "brier": "Brier",
-    "brier_skill": "skill",
-    "calibration_slope": "slope",
-    "rows": "held-out rows",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +58,9 @@ def is_classification(metrics: RunMetrics) -> bool:
     return "accuracy" in metrics.test
 
 
-def is_federated(metrics: RunMetrics) -> bool:
-    """Whether sites learned together, as they do by a method that is not installed here."""
-    return metrics.method not in METHODS or METHODS[metrics.method].federated
-
-
 def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
     """The figures shown for the run's kind of task."""
-    return CLASSIFICATION_COLUMNS if is_classification(metrics) else REGRESSION_COLUMNS
+    return tuple(CLASSIFICATION if is_classification(metrics) else REGRESSION)
 
 
 def rivals(metrics: RunMetrics) -> dict[str, Facts]:
@@ -94,7 +77,8 @@ def rivals(metrics: RunMetrics) -> dict[str, Facts]:
 
 def arms(metrics: RunMetrics) -> list[Arm]:
     """This run first, then the baselines it computed."""
-    name = f"federated ({metrics.method})" if is_federated(metrics) else metrics.method
+    federated = metrics.method not in METHODS or METHODS[metrics.method].federated  # or not installed here
+    name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
     together = 0 if metrics.per_site else round(sum(counts))
     return [
@@ -142,30 +126,24 @@ def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
     return Difference(mean, mean - half, mean + half, k, lower_at)
 
 
-def judged(difference: Difference) -> str:
-    """How a run did against a baseline, by its NLL."""
-    if not math.isfinite(difference.low):
-        return "with a lower NLL than" if difference.mean < 0 else "with a higher NLL than"
-    return "better than" if difference.high < 0 else "worse than" if difference.low > 0 else "about as good as"
-
-
-BAD_NEWS_FIRST = ("worse than", "better than", "about as good as", "with a higher NLL than", "with a lower NLL than")
-
-
 def verdict(metrics: RunMetrics) -> str:
     """The first sentence of a report: whether the run is worse or better than the baselines, by NLL."""
     nll = number(metrics.test.get("nll"))
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
-    groups: dict[str, list[str]] = {}
     differences = {name: paired_difference(metrics, rival) for name, rival in rivals(metrics).items()}
-    for name, difference in differences.items():
-        if name != "pooled" and math.isfinite(difference.mean):
-            groups.setdefault(judged(difference), []).append(_called(name, metrics))
-    if not groups:
+    compared = {name: d for name, d in differences.items() if name != "pooled" and math.isfinite(d.mean)}
+    if not compared:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
-    listed = {words: re.sub(r", (?=[^,]+$)", " and ", ", ".join(names)) for words, names in groups.items()}
-    said = [f"{words} {listed[words]}" for words in BAD_NEWS_FIRST if words in listed]
+    judged = {  # bad news first
+        "worse than": [name for name, d in compared.items() if d.low > 0],
+        "better than": [name for name, d in compared.items() if d.high < 0],
+        "about as good as": [name for name, d in compared.items() if d.low <= 0 <= d.high],
+        "with a higher NLL than": [name for name, d in compared.items() if math.isnan(d.low) and d.mean >= 0],
+        "with a lower NLL than": [name for name, d in compared.items() if math.isnan(d.low) and d.mean < 0],
+    }
+    called = {words: ", ".join(_called(name, metrics) for name in names) for words, names in judged.items() if names}
+    said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
     how = {
         0: "; without figures of sites there is no interval",

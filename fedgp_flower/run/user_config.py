@@ -20,7 +20,6 @@ from fedgp_flower.config import CoreConfig, assignments, defaults, flatten
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import BASIC, FlatConfig, Section, Value, meanings
 from fedgp_flower.run.registry import default_config, option_classes, parse_config
-from fedgp_flower.typing import Json
 
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
@@ -104,25 +103,21 @@ def reference() -> list[Key]:
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     words, tables = meanings(section), {}
-    schema = section.model_json_schema()["properties"]
+    schemas = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         alias = str(field.alias)
         if isinstance(field.default, Section):
             tables[name] = type(field.default)
         elif not field.exclude:
             meaning = words.get(name, "").replace("|", "\\|")
-            default, allowed = f"`{json.dumps(field.default, ensure_ascii=False)}`", _allowed(schema[alias])
+            schema = schemas[alias]
+            limits = ", ".join(f"{sign} {schema[limit]:g}" for limit, sign in SIGNS.items() if limit in schema)
+            choices = ", ".join(f"`{choice}`" for choice in schema.get("enum", ()))
+            allowed = choices or f"{KINDS[schema['type']]} {limits}".strip()
+            default = f"`{json.dumps(field.default, ensure_ascii=False)}`"
             yield Key(f"{prefix}{alias}", default, allowed, meaning, BASIC in field.metadata)
     for name, table in tables.items():
         yield from _keys(table, f"{prefix}{name}.")
-
-
-def _allowed(schema: Json) -> str:
-    """Type and range of a key."""
-    if "enum" in schema:
-        return ", ".join(f"`{choice}`" for choice in schema["enum"])
-    limits = [f"{sign} {schema[name]:g}" for name, sign in SIGNS.items() if name in schema]
-    return " ".join([KINDS[schema["type"]], ", ".join(limits)]).strip()
 
 
 def basic_keys() -> str:

@@ -1,9 +1,10 @@
-"""An exchange with real SuperNodes, beside an empty app with the same imports and one kernel.
+"""An exchange with real SuperNodes: Flower's programs and those of `fedgp site serve`.
 
 Imports, each in a new process, medians of nine turns; compiled modules are kept. Then a SuperLink and SuperNodes on
-this machine, on which `sgpr` (M = 50, 2000 rows a site) and an app that answers nothing run in turns. A trip is from
-sending to the last reply; processor seconds are of all processes of the SuperNodes, over all messages of a run, the
-first among them, which installs the app and reads the table.
+this machine, on which `sgpr` (M = 50, 2000 rows a site) and an app that answers nothing (the same imports, one kernel)
+run in turns. A trip is from sending to the last reply; processor seconds are of all processes of the SuperNodes, over
+all messages of a run, the first among them, which installs the app and reads the table. Memory is that of a site
+between messages; a page that several processes share counts once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -21,10 +23,12 @@ from typing import Any
 
 import pandas as pd
 import psutil
+import pytest
 
 from simulations.common import ALONE, Row
 from simulations.studies.overhead import smooth
 
+PROGRAMS = ("flwr", "fedgp")
 LIBRARIES = "flwr.clientapp, torch, gpytorch"
 KERNEL = "gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())"
 """The first kernel of a process makes PyTorch load SymPy, to find the shape of a batch."""
@@ -101,16 +105,29 @@ def imports(turns: int) -> Iterator[Row]:
         yield row | {f"over {LIBRARIES}, within a turn": shares[name]}
 
 
-def node_seconds(token: str) -> float:
-    """Processor seconds so far of all SuperNodes and what they started."""
+def of_sites(token: str) -> Iterator[psutil.Process]:
+    """The processes of all SuperNodes."""
     from fedgp_flower.deploy.processes import family
 
-    total = 0.0
     for one in family(token):
         with suppress(psutil.NoSuchProcess):
-            if any("flower-supernode" in " ".join(other.cmdline()) for other in (one, *one.parents())):
-                total += sum(one.cpu_times()[:4])
+            words = [Path(word).name for other in (one, *one.parents()) for word in other.cmdline()]
+            if {"supernode", "flower-supernode"} & set(words):
+                yield one
+
+
+def node_seconds(token: str) -> float:
+    """Processor seconds so far of all SuperNodes and what they started."""
+    total = 0.0
+    for one in of_sites(token):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(one.cpu_times()[:4])
     return total
+
+
+def node_mebibytes(token: str) -> float:
+    """Memory of all SuperNodes now; a page that several processes share counts once."""
+    return sum(one.memory_full_info().pss for one in of_sites(token)) / 2**20
 
 
 def trips(flower: Any, project: Path, config: Mapping[str, Any]) -> tuple[float, int]:
@@ -130,6 +147,7 @@ def trips(flower: Any, project: Path, config: Mapping[str, Any]) -> tuple[float,
 def measured(folder: Path, sites: int, rounds: int, repeats: int) -> Iterator[Row]:
     """A row for each run: seconds of a trip, and processor seconds of a site for it."""
     from fedgp_flower.data.sites import write_partition
+    from fedgp_flower.deploy import machines
     from fedgp_flower.deploy.demo import federation
     from fedgp_flower.deploy.submission import project_folder
     from fedgp_flower.run.registry import parse_config
@@ -143,21 +161,33 @@ def measured(folder: Path, sites: int, rounds: int, repeats: int) -> Iterator[Ro
     for name, text in (("pyproject.toml", PROJECT), ("empty_client.py", CLIENT), ("empty_server.py", SERVER)):
         (folder / "empty" / name).write_text(text)
     empty = {"output-dir": str(folder / "seconds.json"), "num-server-rounds": 2 * rounds + 3}
-    with federation(folder, files, app="any") as flower:
-        token = flower.processes.token
-        for repeat in range(repeats):
-            ours = (project_folder(flower.home), flat | {"name": f"run-{repeat}"})
-            for name, (project, config) in {"empty": (folder / "empty", empty), "ours": ours}.items():
-                before = node_seconds(token)
-                seconds, count = trips(flower, project, config)
-                spent = (node_seconds(token) - before) / (count * sites)
-                yield {
-                    "table": "Trips",
-                    "app": name,
-                    "s a trip": seconds,
-                    "processor s a message": spent,
-                    "trips": count,
-                }
+    for programs in PROGRAMS:
+        with pytest.MonkeyPatch.context() as patch:
+            if programs == "flwr":
+                patch.setattr(machines.SiteFolder, "command", as_flower_starts_it(machines.SiteFolder.command))
+            with federation(folder / programs, files, app="any") as flower:
+                token = flower.processes.token
+                for repeat in range(repeats):
+                    ours = (project_folder(flower.home), flat | {"name": f"{programs}-{repeat}"})
+                    for name, (project, config) in {"empty": (folder / "empty", empty), "sgpr": ours}.items():
+                        before = node_seconds(token)
+                        seconds, count = trips(flower, project, config)
+                        spent = (node_seconds(token) - before) / (count * sites)
+                        row = {"table": "Trips", "programs": programs, "app": name, "s a trip": seconds}
+                        yield {**row, "processor s a message": spent, "trips": count}
+                time.sleep(5)
+                yield {"table": "Memory", "programs": programs, "MiB a site": node_mebibytes(token) / sites}
+
+
+def as_flower_starts_it(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A SuperNode by Flower's program, without ours around it."""
+
+    def plain(*given: Any) -> Any:
+        words, folder, variables = command(*given)
+        path = variables["PATH"].partition(os.pathsep)[2]
+        return [str(Path(sys.executable).with_name("flower-supernode")), *words[4:]], folder, {"PATH": path}
+
+    return plain
 
 
 def study(sites: int = 3, rounds: int = 3, repeats: int = 2, turns: int = 9) -> Iterator[Row]:
@@ -169,7 +199,19 @@ def study(sites: int = 3, rounds: int = 3, repeats: int = 2, turns: int = 9) -> 
     with tempfile.TemporaryDirectory(prefix="trip-") as scratch:
         rows = list(measured(Path(scratch), sites, rounds, repeats))
     yield from rows
-    by = {name: [row for row in rows if row["app"] == name] for name in ("ours", "empty")}
-    parts = ("s a trip", "processor s a message")
-    ratio = {part: median(row[part] for row in by["ours"]) / median(row[part] for row in by["empty"]) for part in parts}
-    yield {"table": "Ours over empty, medians", **ratio}
+    spent = (
+        pd.DataFrame(row for row in rows if row["table"] == "Trips").groupby(["programs", "app"])["s a trip"].median()
+    )
+    for app in ("empty", "sgpr"):
+        ratio = spent["fedgp", app] / spent["flwr", app]
+        yield {
+            "table": "Medians",
+            "what": f"{app}, fedgp over flwr",
+            "ratio": ratio,
+        }
+    over = spent["fedgp", "sgpr"] / spent["flwr", "empty"]
+    yield {
+        "table": "Medians",
+        "what": "sgpr by fedgp over empty by flwr",
+        "ratio": over,
+    }

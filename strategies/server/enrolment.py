@@ -22,6 +22,7 @@ from fedgp_flower.agreement import (
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.outcome import Snapshot
+from fedgp_flower.records import TRUST
 from fedgp_flower.shared_messages import (
     Centres,
     ColumnSquares,
@@ -31,11 +32,10 @@ from fedgp_flower.shared_messages import (
     TargetMoments,
     TargetPowers,
 )
-from fedgp_flower.transforms import TRANSFORMS, Transform
+from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Json
 from strategies.server.network import Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
-from strategies.server.totals import TRUST
 
 logger = logging.getLogger("fedgp")
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
@@ -215,10 +215,9 @@ def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agr
 
     The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
     """
-    family = TRANSFORMS[name]
-    powers = np.array(family.powers)
+    powers = np.array(Transform(name).powers)
     middle = np.array(met.training_target["mean"])
-    centres = np.array([float(family.forward(middle, power)) for power in powers])
+    centres = np.array([float(Transform(name, power).forward(middle)) for power in powers])
     summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
     if summed.total is None:
         raise DataError(f"no site answered how its target is spread under `transform.target` = '{name}'")

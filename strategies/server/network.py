@@ -22,19 +22,14 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import array_record, arrays_of, record_of
+from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, record_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
-SCHEMA_VERSION = 2
 LONGEST_TEXT, LONGEST_SCHEMA, MOST_NAMES = 4096, 1 << 20, 1000
 """Characters of a text of a reply, and of the JSON that describes its columns; names in a record beside the arrays."""
-DIGEST, RECORD, LACKS = "context", "context", "lacks-context"
-"""Config key with the digest, name of the record, config key of a reply by a site that has it not."""
-CONSTANTS = "constants"
-"""Name of the record of arrays; left out where there are none."""
 
 Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
@@ -95,9 +90,9 @@ class SharedContext:
     def attach(self, message: Message) -> None:
         """Name the context in a message, and put it in for a node that does not keep it."""
         if self.whole:
-            _said(message)[DIGEST] = self.whole[:16]
+            _said(message)[SHARED] = self.whole[:16]
             if message.metadata.dst_node_id not in self.nodes:
-                message.content[RECORD] = self.record
+                message.content[SHARED] = self.record
                 if self.constants:
                     message.content[CONSTANTS] = self.constants
 

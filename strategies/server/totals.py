@@ -32,8 +32,6 @@ logger = logging.getLogger("fedgp")
 
 REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers", "layout", "masked", "query.keys"
 """Names in messages, see :mod:`fedgp_flower.clients.guard`."""
-TRUST = "trust-file"
-"""Number in a description, likewise."""
 SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, who is silent"
 """What the server still sees of each site."""
 

@@ -69,16 +69,11 @@ class HierarchicalClient(SiteClient):
         assert isinstance(self.config.options, HierarchicalOptions)
         return self.config.options.rough
 
-    @property
-    def points(self) -> Array:
-        """The shared inducing inputs."""
-        return self.setting.constants[SHARED]
-
     def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | RoughDeviation:
         """The rows of the site at a θ."""
         if self.rough:
             return self.unit(values)
-        model = shaped_gp(self.config.model, self.points)
+        model = shaped_gp(self.config.model, self.setting.constants[SHARED])
         model.load_theta(values)
         return SmoothDeviation(model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
 
@@ -87,8 +82,9 @@ class HierarchicalClient(SiteClient):
         every = -(-self.num_examples // MOST_ROWS)
         order = np.argsort(self.rows.x[:, 0], kind="stable")[::-1][::every][::-1]
         x, y = self.placed(self.rows.x[order]), torch.from_numpy(self.rows.y[order].copy())
-        return RoughDeviation(x, y, self.placed(self.points), rough.theta_of(values), self.config.model.jitter)
+        inducing = self.placed(self.setting.constants[SHARED])
+        return RoughDeviation(x, y, inducing, rough.theta_of(values), self.config.model.jitter)
 
     def placed(self, inputs: Array) -> Tensor:
         """Inputs [N, D]; of units as shares [N] of the range of the pseudo-inputs."""
-        return rough.placed(inputs, self.points) if self.rough else torch.from_numpy(inputs)
+        return rough.placed(inputs, self.setting.constants[SHARED]) if self.rough else torch.from_numpy(inputs)

@@ -20,10 +20,7 @@ from fedgp_flower.typing import AnyShape
 
 @message("train.expansion", summand=True, counts="G T W")
 class ExpansionShare:
-    """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
-
-    Derivatives are total ones: the site's shape z follows θ.
-    """
+    """What Z_G sees of a site's rows, its deviation integrated out, and total derivatives by θ: its shape z follows."""
 
     precision: Float[ndarray, "G G"] = leaves("P = Φ R⁻¹ Φᵀ", symmetric=True)
     shift: Float[ndarray, " G"] = leaves("p = Φ R⁻¹ y")

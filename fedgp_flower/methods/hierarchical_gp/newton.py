@@ -89,10 +89,9 @@ def expansion(total: ExpansionShare) -> Expansion:
     ``slopes`` has a row like :meth:`Sums.flat` for each entry of θ, along which sites move their z_k. ``curvature`` is
     ΣJ″ at fixed q(Z_G); sites take it at the q(Z_G) they were sent, so that it is exact where that has settled.
     """
-    precision, shift, constant, slopes, curvature = (
-        torch.tensor(part) for part in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
-    )
-    sums = Sums(precision, shift, constant)
+    parts = (total.precision, total.shift, total.constant, total.slopes, total.curvature)
+    *known, slopes, curvature = (torch.tensor(part) for part in parts)
+    sums = Sums(*known)
     q_global, factor = posterior(sums.precision, sums.shift)
     mean, size = q_global.mean, len(sums.shift)
     rows, columns = torch.tril_indices(size, size)
@@ -155,10 +154,7 @@ def second_order(sums: Sums, value: Scalar, leaves: list[Tensor]) -> tuple[Float
 def share_of(
     sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor, "T T"], offset: Vector, known: Vector, rows: int
 ) -> ExpansionShare:
-    """What a site sends: its sums at the mode ``offset`` of z_k, total derivatives by θ, and J″.
-
-    ``known`` is 1 − var z_k by Laplace's approximation.
-    """
+    """What a site sends: sums at the mode ``offset`` of z_k, total derivatives by θ, J″; ``known`` is 1 − var z_k."""
     count = slopes.new_tensor(float(rows))
     parts = (sums.precision, sums.shift, sums.constant, slopes, curvature, count, offset.square(), known)
     return ExpansionShare(*(part.detach().numpy() for part in parts))

@@ -13,10 +13,9 @@ learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_
 and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
 which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
 
-Bands beyond a unit's last row are calibrated. At each cut c a unit takes what it added out of the totals,
-hides its rows beyond c, and predicts these; the histogram of z = |y − mean| / sd, in which a unit weighs 1, is a
-summand. Bands beyond c are then max(t, q̂) sd wide, t the .975 point of Student's t with as many degrees of freedom as
-units took part, q̂ the .95 point of the summed histogram.
+At each cut c a unit takes what it added out of the totals, hides its rows beyond c and predicts these. Bands beyond c
+are max(t, q̂) sd wide, t the .975 point of Student's t with as many degrees of freedom as units, q̂ the .95 point of the
+summed histograms of |y − mean| / sd, in which a unit weighs 1.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy.stats import t as student
 from torch import Tensor
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -74,6 +75,18 @@ LEVEL = 0.95
 NORMAL = 1.959963984540054
 LEAST_SEEN = 3
 """Rows from which a unit can be predicted."""
+LEAST_POINTS, MARGIN = 3, 0.025
+"""Fewest pseudo-inputs of units, and how far the grid goes beyond the inputs at each end, as a share of their range."""
+EQUATION = (
+    "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
+    "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
+    "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
+    "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
+)
+NEEDS_A_UNIT = (
+    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
+    "a new one's table with `fedgp join`"
+)
 
 
 def first_theta() -> dict[str, Tensor]:
@@ -88,6 +101,19 @@ def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in theta.items()}
 
 
+def pseudo_inputs(histogram: Int[ndarray, "D bins"], count: int) -> Array:
+    """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
+    if len(histogram) > 1:
+        here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
+        raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
+    if count < LEAST_POINTS:
+        raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
+    filled = np.flatnonzero(histogram[0])
+    low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
+    beyond = MARGIN * (high - low)
+    return np.linspace(low - beyond, high + beyond, count)[:, None]
+
+
 def placed(inputs: Array, points: Array) -> Float[Tensor, " N"]:
     """Inputs [N, 1] as shares of the range of the pseudo-inputs [J, 1]."""
     return torch.from_numpy((inputs[:, 0] - points.min()) / np.ptp(points))
@@ -100,9 +126,9 @@ def matern32(x: Float[Tensor, " N"], other: Float[Tensor, " K"], log_lengthscale
     return correlation
 
 
-def inducing_factor(theta: Theta, inducing: Float[Tensor, " J"], jitter: float) -> Float[Tensor, "J J"]:
+def inducing_factor(inducing: Float[Tensor, " J"], jitter: float, log_lengthscale: Tensor) -> Float[Tensor, "J J"]:
     """L with L Lᵀ = k_ℓ(W, W), and jitter."""
-    correlation = matern32(inducing, inducing, theta["lengthscale"])
+    correlation = matern32(inducing, inducing, log_lengthscale)
     return kernel_cholesky(correlation, variance=correlation.new_ones(()), jitter=jitter, of="k(W, W) of the trend")
 
 
@@ -146,29 +172,22 @@ class RoughDeviation:
         return self._weighed(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
 
     def expanded(self) -> Weighing:
-        """As :meth:`weighing`, with its first and second derivatives at this θ, for one factorisation of Σ_h.
+        """As :meth:`weighing`, with its first and second derivatives at this θ; none goes through a factor of Σ_h.
 
-        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h, which has no part of b_h, to second order
+        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h to second order
 
-            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ),
-
-        so that no derivative goes through a factor.
+            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ).
         """
-
-        def smooth(entries: list[Tensor]) -> Float[Tensor, "N N"]:
-            theta = dict(zip(NOISY, entries, strict=True))
-            return _smooth(theta, self.x, self.x) + self._noise(theta)
-
         entries = [self.theta[name] for name in NOISY]
         here = [value.detach().requires_grad_() for value in entries]
-        still = smooth(here)
+        still = self._still(dict(zip(NOISY, here, strict=True)))
         parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
         with torch.no_grad():
             factor = self._factor()
             inverse = torch.cholesky_inverse(factor)  # for traces alone
             scaled = inverse[:, None] @ parts
             curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
-        change = smooth(entries) - still.detach()
+        change = self._still(self.theta) - still.detach()
         step = torch.cat(entries) - torch.cat(here).detach()
         rows = self._rows()
         solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
@@ -194,7 +213,8 @@ class RoughDeviation:
         With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².
         """
         r, factor = self.weighing().evidence(q).softmax(0), self._factor()
-        across, prior = self._covariances(self.x, x), self._covariances(x, x).diagonal(dim1=1, dim2=2)
+        across, whole = (_smooth(self.theta, at, x) + _rough(at, x) for at in (self.x, x))
+        prior = whole.diagonal(dim1=1, dim2=2)
         gain = torch.cholesky_solve(across, factor)  # A [H, N, K]
         left = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
         means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", left, q.mean)
@@ -219,30 +239,29 @@ class RoughDeviation:
 
     def _features(self, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
         """The features Φ."""
-        factor = inducing_factor(self.theta, self.inducing, self.jitter)
+        factor = inducing_factor(self.inducing, self.jitter, self.theta["lengthscale"])
         cross = matern32(self.inducing, x, self.theta["lengthscale"])
         return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
 
-    def _covariances(self, x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
-        """K_h between inputs."""
-        rough = torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None]
-        walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
-        return _smooth(self.theta, x, other) + rough * walk
-
-    def _noise(self, theta: Theta) -> Float[Tensor, "N N"]:
-        """σ² I of the rows."""
-        return (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+    def _still(self, theta: Theta) -> Float[Tensor, "N N"]:
+        """Σ_h without its roughness."""
+        return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
 
     def _factor(self) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        whole = self._covariances(self.x, self.x) + self._noise(self.theta)
-        return cholesky(whole, of="covariance of a unit's rows")
+        return cholesky(self._still(self.theta) + _rough(self.x, self.x), of="covariance of a unit's rows")
 
 
 def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
     """K_h without its roughness."""
     smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
     return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
+
+
+def _rough(x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
+    """b_h² min(x, x')."""
+    walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
+    return torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None] * walk
 
 
 def calibration(unit: RoughDeviation, q: GlobalPosterior, precision: Square, shift: Vector) -> Calibration:

@@ -15,6 +15,7 @@ by the bound of Titsias.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from itertools import product
 
@@ -22,9 +23,11 @@ import numpy as np
 import torch
 from gpytorch import settings
 from jaxtyping import Float
+from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.gp.kernels import prior_variance
+from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -51,11 +54,34 @@ ROUNDING = 1e-9
 """Nats by which equal sums may differ."""
 NODES = {0: 1, 1: 7, 2: 5, 3: 3}
 """Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
+VARIANCES = ("outputscale", "variance", "noise")
+EQUATION = (
+    "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
+    "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a site that nobody has seen "
+    "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise is a log-normal mixture; "
+    "theta.log_width has log w of noise, amplitude and lengthscale. x and y are standardised."
+)
 
 
 def shaped_gp(section: ModelSection, points: Array) -> HierarchicalModel:
     """The hierarchical GP whose sites differ in the shape of their deviation, at its initial θ."""
     return HierarchicalModel(section, torch.as_tensor(points), widths=FIRST_WIDTHS)
+
+
+def prior_of(name: str) -> tuple[float, float]:
+    """Standard deviation of a logarithm of θ under its normal prior, and κ of its exponential one."""
+    variance = any(kind in name for kind in VARIANCES)
+    if "site_slope" in name or ("deviation." in name and variance):
+        return 4.0, 0.5 if variance else 1.0
+    return 2.0 if variance else 1.0, 0.0
+
+
+@torch.no_grad()
+def inducing_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> torch.Tensor:
+    """L with L Lᵀ = K_zz of the trend at a θ."""
+    model.load_theta(values)
+    kzz = model.trend(model.inputs).to_dense()
+    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
 class Dense:
@@ -103,11 +129,8 @@ class SmoothDeviation:
         return whole.exp()
 
     def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
-        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows.
-
-        Traced, because GPyTorch's faster kernels of one lengthscale have no second derivative.
-        """
-        with settings.trace_mode():
+        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows."""
+        with settings.trace_mode():  # GPyTorch's faster kernels of one lengthscale have no second derivative
             shape, left_over = self.shape(offset), known[1].sum()
             noise = self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:
@@ -115,14 +138,10 @@ class SmoothDeviation:
             weights, open_deviation = self._weights(self.features, shape)
             return LowRank(noise, weights), noise, left_over + open_deviation.sum()
 
-    def shared(self) -> tuple[Tensor, Tensor]:
-        """Φ of the rows and what it leaves open, which do not depend on z_k."""
-        with settings.trace_mode():
-            return self.model.shared(self.features)
-
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
-        """P_k, p_k and c_k at a z_k; ``known`` is :meth:`shared`."""
-        known = known or self.shared()
+        """P_k, p_k and c_k at a z_k; ``known`` are Φ of the rows and what it leaves open, whatever z_k."""
+        with settings.trace_mode():
+            known = known or self.model.shared(self.features)
         covariance, noise, left_over = self.parts(offset, known)
         rows = torch.cat([known[0], self.targets[None]])
         products = covariance.inner(rows, rows)
@@ -176,16 +195,11 @@ class SmoothDeviation:
     def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
         """Mean and variance of a noisy observation, averaged over z_k.
 
-        At each, with A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, and variance
-        k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
+        With A = R⁻¹k_*, w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
         """
         offsets, shares = self.mixture(q_global)
-        here, (there, left_over), means, variances = (
-            self.model.shared(self.features),
-            self.model.shared(features),
-            [],
-            [],
-        )
+        here, (there, left_over) = (self.model.shared(rows) for rows in (self.features, features))
+        means, variances = [], []
         for offset in offsets:
             covariance, noise, _ = self.parts(offset, here)
             cross, prior = self._cross(features, self.shape(offset))

@@ -54,12 +54,10 @@ SHOWN = 10
 
 
 class AmortisedModel(SampledModel):
-    """V features, W latents, H entries of the code, C classes; every row is a unit.
+    """V features, ``counts`` of words or between 0 and 1; W latents, H entries of the code, C classes."""
 
-    ``counts``: features are counts of words and latents are topics; otherwise features lie between 0 and 1.
-    """
-
-    def __init__(self, num_inputs: int, options: SFVIOptions, *, counts: bool, binary: bool) -> None:
+    def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool) -> None:
+        counts = options.model == "prodlda"
         width = options.latents if counts else options.hidden
         self.layers = num_inputs + options.classes, width + 1
         super().__init__(torch.zeros(math.prod(self.layers), dtype=torch.float64))
@@ -83,8 +81,7 @@ class AmortisedModel(SampledModel):
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> AmortisedModel:
         """A code of as many entries as there are hidden units, or topics."""
-        counts, binary = options.model == "prodlda", section.likelihood == "bernoulli"
-        return cls(num_inputs, options, counts=counts, binary=binary)
+        return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     def seen(self, features: Rows) -> Rows:
         """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""
@@ -124,11 +121,7 @@ class AmortisedModel(SampledModel):
         return bound + standard_normal(z_local)
 
     def bound(self, site: SiteRows, z_global: Shared, noise: Units) -> Float[Tensor, "*S N"]:
-        """The bound log p(x_n | z_n, Z_G) − KL of the features alone, without classes.
-
-        Features have Σ_v x log σ(o) + (1 − x) log σ(−o); counts Σ_v x_v log softmax(o)_v, without the multinomial
-        coefficient.
-        """
+        """The bound log p(x_n | z_n, Z_G) − KL of the features alone; counts lack the multinomial coefficient."""
         mean, log_scale = self.encoded(site.features)
         outputs = self._outputs(site, z_global, noise)[..., : self.num_inputs]
         squares = ((2 * log_scale).exp() + mean.square()) / self.prior_variance

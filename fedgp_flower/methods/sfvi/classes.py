@@ -66,23 +66,21 @@ class Multinomial(SampledModel):
 class PersonalNetwork(SampledModel):
     """D inputs, H hidden units and C classes; the last C H local latents are W⁽²ʲ⁾.
 
-    ``scattered``: the sites' first layers lie around a shared one, as in ``hierarchical-bnn``; otherwise they share it.
+    In ``hierarchical-bnn`` the sites' first layers are ``scattered`` around a shared one; otherwise they share it.
     """
 
-    def __init__(
-        self, num_inputs: int, hidden: int, num_classes: int, *, scattered: bool, binary: bool = False
-    ) -> None:
-        super().__init__(torch.zeros(hidden * num_inputs + scattered, dtype=torch.float64))
-        self.observed, self.binary, self.scattered = SoftmaxClasses(binary), binary, scattered
-        self.first, self.second = (hidden, num_inputs), (num_classes, hidden)
+    def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool = False) -> None:
+        self.scattered = options.model == "hierarchical-bnn"
+        self.first, self.second = (options.hidden, num_inputs), (options.classes, options.hidden)
+        super().__init__(torch.zeros(math.prod(self.first) + self.scattered, dtype=torch.float64))
+        self.observed, self.binary = SoftmaxClasses(binary), binary
 
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> PersonalNetwork:
         """Hidden units and classes as configured."""
-        binary, scattered = section.likelihood == "bernoulli", options.model == "hierarchical-bnn"
-        return cls(num_inputs, options.hidden, options.classes, scattered=scattered, binary=binary)
+        return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteRows) -> int:
         """The last layer, and ε where first layers are scattered."""

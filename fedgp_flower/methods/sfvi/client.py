@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
@@ -27,8 +28,8 @@ from fedgp_flower.methods.sfvi.learner import (
     initial_local,
     model_at,
     rows_of,
-    site_number,
     step_local,
+    subject,
 )
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
@@ -114,7 +115,8 @@ class SFVIClient(SiteClient):
 
     def learner_of(self, model: StructuredModel, rows: ModelInputs, targets: Array, seed: int) -> Learner:
         """A learner of a model and rows."""
-        options, key = self.options, site_number(self.site.site)
+        options, digest = self.options, hashlib.sha256(self.site.site.encode()).digest()
+        key = int.from_bytes(digest[:7], "big")  # no other site shares its draws
         if options.row.classes and not np.isin(targets, np.arange(options.classes)).all():
             raise DataError(f"targets must be whole numbers below `sfvi.classes` = {options.classes}")
         site = model.prepare(rows.features, torch.from_numpy(targets), rows.groups, key=key)
@@ -124,8 +126,7 @@ class SFVIClient(SiteClient):
     def begin(self, values: Mapping[str, ndarray]) -> tuple[Learner, LocalState, bool]:
         """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
 
-        A round that is asked for again starts where it started. A site without a memory that fits its rows begins
-        anew, and catches up if the others are ahead and its model learns anything that stays at a site.
+        A new one catches up if the others are ahead and the model learns anything that stays at a site.
         """
         learner, q_global, server_round = self.learner(values), GlobalPosterior.of(values), self.setting.round
         start = initial_local(learner.model, learner.site, self.options)
@@ -140,7 +141,11 @@ class SFVIClient(SiteClient):
 
     def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
         """Keep where the steps of this round led; a repeated round replaces what its first attempt left."""
-        memory = RoundMemory.of(self.setting.round, learner.site, end, averaged=averaged)
+        (q_global, q_local, moments), about = end, subject(learner.site)
+        local = {name.removeprefix(LOCAL): array for name, array in on_the_wire(named(q_local)).items()}
+        adam = moments.step, on_the_wire(moments.first), on_the_wire(moments.second)
+        centre = q_global.mean.detach().numpy()
+        memory = RoundMemory(self.setting.round, averaged, about, centre, local, *adam)
         if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
             raise NumericsError(
                 "a step led to numbers that are not finite, so the site stays where it was. Lower `sfvi.learning-rate`?"

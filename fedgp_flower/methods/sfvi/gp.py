@@ -49,9 +49,8 @@ NOISE, AMPLITUDE, LENGTHSCALE = range(3)
 class HierarchicalModel(ClosedFormModel, GP):
     """Shared trend + site deviation, with closed-form or quadrature expectations; ``model(x)`` is f at a new site.
 
-    The shared inducing inputs Z travel, so they must not be rows of a site. ``noise_spread`` = 0 gives all sites the
-    same noise. With ``widths``, w of noise, amplitude and lengthscale at the start, sites differ in the shape of their
-    deviation, as in ``hierarchical-gp``; where one is 0 all sites are the same.
+    ``noise_spread`` = 0 gives all sites the same noise. With ``widths``, the first w of noise, amplitude and
+    lengthscale, sites differ in the shape of their deviation, as in ``hierarchical-gp``, but not where one is 0.
     """
 
     inputs: Tensor
@@ -204,11 +203,6 @@ class HierarchicalModel(ClosedFormModel, GP):
     def inducing_points(self) -> Tensor:
         """Z, under the name that sparse GPs have for it."""
         return self.inputs
-
-    def hold(self, q_global: GlobalPosterior) -> HierarchicalModel:
-        """Predict by this q(Z_G)."""
-        self.q_global = q_global
-        return self.eval()
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """F at a site that nobody has seen: the trend, and a deviation from its prior."""

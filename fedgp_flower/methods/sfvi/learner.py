@@ -30,7 +30,6 @@ from fedgp_flower.methods.family import (
     LocalPosterior,
     global_term,
     named,
-    on_the_wire,
     unit_noise,
     with_named,
 )
@@ -184,14 +183,6 @@ class RoundMemory:
     first: Mapping[str, AnyShape]
     second: Mapping[str, AnyShape]
 
-    @staticmethod
-    def of(server_round: int, site: SiteRows, end: LocalState, *, averaged: bool) -> RoundMemory:
-        """The memory of a round from where its steps ended."""
-        q_global, q_local, moments = end
-        local = {name.removeprefix(LOCAL): array for name, array in on_the_wire(named(q_local)).items()}
-        adam = moments.step, on_the_wire(moments.first), on_the_wire(moments.second)
-        return RoundMemory(server_round, averaged, subject(site), q_global.mean.detach().numpy(), local, *adam)
-
     @property
     def moments(self) -> AdamState[Tensor]:
         """As the optimiser wants them."""
@@ -262,8 +253,3 @@ def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> Mo
     if np.abs(values - whole).max(initial=0.0) > 1e-6:
         raise DataError(f"column `{options.unit_column}` names units by whole numbers; it has others here")
     return ModelInputs(features, torch.from_numpy(whole.astype(np.int64)))
-
-
-def site_number(site: str) -> int:
-    """A number of a site, for draws that no other site shares."""
-    return int.from_bytes(hashlib.sha256(site.encode()).digest()[:7], "big")

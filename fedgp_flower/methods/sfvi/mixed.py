@@ -80,15 +80,11 @@ class MixedModel(SampledModel):
         reach = Z95 * q_global.factor().square().sum(1).sqrt()
         ends = torch.stack([q_global.mean, q_global.mean - reach, q_global.mean + reach], 1)
         ends[self.fixed :] = (-ends[self.fixed :, [0, 2, 1]]).exp()  # logarithms of precisions
-        rows = zip(self.entries(names), ends.tolist(), strict=True)
-        head = ("effect", "median", "2.5 %", "97.5 %")
-        return [ReportTable("Effects", head, [(words, *values) for words, values in rows], caption)]
-
-    def entries(self, names: Sequence[str]) -> list[str]:
-        """What each entry of Z_G is."""
         fixed, slopes = names[: self.fixed - 1], names[self.fixed - 1 :]
         spreads = ["intercept of a unit, sd", *(f"slope of a unit in {name}, sd" for name in slopes), "noise, sd"]
-        return ["intercept", *fixed, *spreads[: self.global_size - self.fixed]]
+        entries = ["intercept", *fixed, *spreads[: self.global_size - self.fixed]]
+        rows = [(words, *values) for words, values in zip(entries, ends.tolist(), strict=True)]
+        return [ReportTable("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
 
     def local_width(self, site: SiteRows) -> int:
         """An intercept, and the slopes."""

@@ -79,16 +79,12 @@ class CommonKeys(MethodOptions):
             raise ConfigError(f"{unread}: sfvi takes steps of Adam on all rows of a site; see {keys}")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
-        self._check_model(core)
         averages = core.method == "sfvi-avg" or self.warm_start_rounds
         if core.privacy.secure_aggregation and averages and self.structure == "full":
             raise ConfigError(
                 "`sfvi.structure` = 'full': the barycentre of full covariances is no sum over sites, so it cannot be"
                 " formed under masks; set it to 'diagonal', or `privacy.secure-aggregation` to false"
             )
-
-    def _check_model(self, core: CoreConfig) -> None:
-        """The model reads every key that is set, and has the keys that it needs."""
         for name in frozenset().union(*(row.fields for row in MODELS.values())) - self.row.fields:
             if getattr(self, name) != type(self).model_fields[name].default:
                 readers = ", ".join(model for model, row in MODELS.items() if name in row.fields)

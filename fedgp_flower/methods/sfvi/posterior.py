@@ -1,4 +1,4 @@
-"""The posterior of SFVI: what it predicts for a site that nobody has seen or that took part."""
+"""What a finished run of SFVI predicts, for a new site or one that took part, and what its report shows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
+from matplotlib.figure import Figure
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
@@ -24,8 +26,13 @@ from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, Structur
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
+from fedgp_flower.run.figures import DPI, confusion
+from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.run.summary import show
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
+
+MOST_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,8 @@ class NewSite:
         if not isinstance(self.model, HierarchicalModel):
             name = type(self.model).__name__
             raise RunError(f"{name} is no Gaussian process; with `sfvi.model` = 'gp' it is. Use `predict`")
-        model = deepcopy(self.model).hold(self.q_global).requires_grad_(False)
+        model = deepcopy(self.model).requires_grad_(False).eval()
+        model.q_global = self.q_global
         return [(model, model.likelihood)]
 
 
@@ -71,3 +79,50 @@ def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -
         return None
     client, arrays = at_site(SFVIClient, run, config, site, state)
     return None if client.posterior(arrays)[2] is None else predictor(client, Parameters(arrays))
+
+
+def panels(run: Run) -> list[Panel]:
+    """What the saved posterior and the predictions of a run show."""
+    if run.saved is None:
+        return []
+    sections = []
+    if "structure" in run.saved.model:
+        new = saved_model(run.saved, tuple(run.saved.inputs))
+        names = [run.saved.inputs[index] for index in new.columns]
+        for title, head, rows, caption in new.model.sections(new.q_global, names):
+            cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
+            sections.append(Panel(title, html_table(head, cells), caption))
+    told = run.predictions
+    if told is not None and "deviation" in told:
+        columns = [str(name) for name in told.columns if str(name).startswith("input.")] or ["trend"]
+        caption = (
+            "The prediction of a simulated site at its held-out rows minus the shared trend: the posterior mean of its "
+            "deviation. A real site shows it to nobody."
+        )
+        target = str(run.saved.schema["target"]["name"])
+        label = target if run.saved.likelihood == "gaussian" else f"the latent function of {target}"
+        sections.append(Panel("Deviations", deviations(told, columns, label), caption))
+    if counts := run.metrics.method_details.get("confusion"):
+        caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
+        sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))
+    return sections
+
+
+def deviations(rows: pd.DataFrame, columns: list[str], label: str) -> Figure:
+    """Deviation of every held-out row along each of some columns, joined by site where there is one input."""
+    figure = Figure(figsize=(8.6, 3.0), dpi=DPI, layout="constrained")
+    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    sites = rows.groupby("site", sort=False)
+    for ax, column in zip(axes, columns, strict=True):
+        for site, of_site in sites:
+            shown = of_site.sort_values(column)
+            style = "o-" if columns == [column] != ["trend"] else "o"
+            name = f"site {site}" if sites.ngroups <= MOST_NAMES else None
+            ax.plot(shown[column], shown["deviation"], style, ms=2.5, lw=1.0, alpha=0.8, label=name)
+        ax.axhline(0, color="black", lw=0.7)
+        ax.set_xlabel(f"trend of {label}" if column == "trend" else column.removeprefix("input."), fontsize=8)
+        ax.tick_params(labelsize=7)
+    axes[0].set_ylabel(f"deviation of {label}", fontsize=8)
+    if sites.ngroups <= MOST_NAMES:
+        axes[-1].legend(frameon=False, fontsize=7)
+    return figure

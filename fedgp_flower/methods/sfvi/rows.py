@@ -33,8 +33,6 @@ class ModelRow:
     """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
     mean_field: bool = False
     """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
-    link: str = "logit"
-    """What the distribution of two classes depends on."""
     known_expectations: bool = False
     """Whether it is a :class:`~fedgp_flower.methods.sfvi.structured.ClosedFormModel`, so that no draws travel."""
     inducing: bool = False
@@ -72,7 +70,6 @@ BUILT_IN: dict[str, ModelRow] = {
         f"{_HERE}.gp:HierarchicalModel",
         "shared trend + site deviation + site noise",
         likelihoods=_FAMILY,
-        link="probit",
         known_expectations=True,
         inducing=True,
     ),

@@ -142,10 +142,7 @@ class StructuredModel(nn.Module, ABC):
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> PredictiveMoments:
-        """Prediction at rows of a site, or of a new site without ``q_local``.
-
-        With ``link`` it is on the scale of the link function, where trend and deviation add up.
-        """
+        """Prediction at rows of a site, new without ``q_local``; with ``link`` where trend and deviation add up."""
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
@@ -255,19 +252,12 @@ class SampledModel(StructuredModel):
         function = self.function(site, z_global, z_local)
         return self.observed.moments(function, torch.zeros_like(function), self.hyper(z_global))
 
-    def link(self, site: SiteRows, z_global: Shared, z_local: Units) -> Tensor:
-        """The function on the scale where effects add up; of two classes the log odds of the second."""
-        function = self.function(site, z_global, z_local)
-        return function[..., 1] - function[..., 0] if self.binary else function
-
     def site_term(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
-        """The average over S draws of Z_G, with R draws of every unit's latents for each.
+        """Σ_u log 1/R Σ_r p(y_u, Z_Lu | Z_G) / q(Z_Lu | Z_G), averaged over S draws of Z_G with R of Z_L for each.
 
-        R = 1: log p(y_u, Z_Lu | Z_G) − log q(Z_Lu | Z_G) with the parameters inside log q held constant (sticking the
-        landing, Roeder et al. 2017). R > 1: Σ_u log 1/R Σ_r p/q, which needs the units to be independent given Z_G and
-        is nearer to Σ_u log p(y_u | Z_G); its gradient is the plain reparametrised one.
+        With R = 1 the parameters inside log q are held constant (sticking the landing, Roeder et al. 2017).
         """
         assert noise is not None
         draws, z_global = len(noise[1]), q_global.transform(noise[0])
@@ -278,10 +268,7 @@ class SampledModel(StructuredModel):
         return (log_weight.logsumexp(0) - math.log(draws)).sum(-1).mean()
 
     def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
-
-        ``trained`` says whether the site has a posterior at all.
-        """
+        """Rows to predict at: which they are, as the model has them, whether a ``trained`` site's q is about them."""
         yield torch.arange(len(rows.features)), site.at(rows.features), trained
 
     def moments(
@@ -308,15 +295,13 @@ class SampledModel(StructuredModel):
         noise: Draws,
         link: bool = False,
     ) -> PredictiveMoments:
-        """The mixture over standard normal draws: its mean, and variance E var + var E.
-
-        Without ``q_local`` the site is new, with latents from their prior N(0, I).
-        """
+        """Mean, and variance E var + var E, over standard normal draws; without ``q_local`` latents are N(0, I)."""
         z_global, z_local = q_global.transform(noise[0]), noise[1]
         if q_local is not None:
             z_local = q_local.transform(z_global, q_global.mean, z_local)
         if link:
-            values = self.link(site, z_global, z_local)
+            values = self.function(site, z_global, z_local)
+            values = values[..., 1] - values[..., 0] if self.binary else values  # the log odds of the second class
             return PredictiveMoments(values.mean(0), values.var(0, correction=0))
         mean, variance = self.observation(site, z_global, z_local)
         return PredictiveMoments(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))

@@ -75,7 +75,7 @@ class SparseClient(SiteClient):
         """What projects rows at given parameters, which the model then has; in one process the next site has them."""
         model, key = self.load(values), (self.config.model, self.placement, *(a.tobytes() for a in values.values()))
         if key not in _whiteners:
-            while len(_whiteners) >= LATEST:
+            if len(_whiteners) == LATEST:
                 del _whiteners[next(iter(_whiteners))]
             _whiteners[key] = Whitener(model, room=0)
         return _whiteners[key]

@@ -17,6 +17,10 @@ class SGPROptions(MethodOptions):
 
     table: ClassVar[str] = "sgpr"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
+    hyperprior: ClassVar[str] = "lengthscales"
+    """A penalty holds lengthscales that the data leave open."""
+    usual_inducing: ClassVar[int] = 300
+    """These methods send more bytes to save exchanges."""
 
     exchanges: Count = 0
     """Most exchanges with every site in training, those before the first round among them; 0 is 20 for ``sgpr``, whose
@@ -29,16 +33,6 @@ class SGPROptions(MethodOptions):
     trials: PositiveInt = 1
     """``sgpr-private``: how many lengthscales are tried, by factors of two around ``model.lengthscale``; they share the
     budget."""
-
-    @property
-    def hyperprior(self) -> str:
-        """A penalty holds lengthscales that the data leave open."""
-        return "lengthscales"
-
-    @property
-    def usual_inducing(self) -> int:
-        """These methods send more bytes to save exchanges."""
-        return 300
 
     def check(self, core: CoreConfig) -> None:
         """A Gaussian likelihood and whole batches."""
