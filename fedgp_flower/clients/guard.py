@@ -78,7 +78,8 @@ class Guard:
     def __init__(self, message: Message, context: Context) -> None:
         self.message, self.context = message, context
         self.kind, self.given = message.metadata.message_type, settings_of(message)
-        self.run, self.round = str(self.given["run"]), int(str(self.given["round"]))
+        self.run, number = str(self.given.get("run", "")), self.given.get("round")
+        self.round = number if isinstance(number, int) else -1
         self.masked = REQUEST in self.given
         self.rules = Rules(self.kind, self.masked)
         self.in_clear = False
@@ -93,6 +94,8 @@ class Guard:
         of other settings, or of no scales, would add another summand or none, under masks that cancel: from that total
         and the one before follows what it adds.
         """
+        if not self.run or self.round < 0:
+            raise ProtocolError("the message names no run, or no round: it comes from no server of this app")
         if self.masked and (SHARED not in self.given or CONFIGURATION in self.given):
             found = "brings a configuration" if CONFIGURATION in self.given else "names no context"
             raise ProtocolError(
