@@ -73,9 +73,6 @@ class Prediction:
     variance: Array
 
 
-# Numbers.
-
-
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
     """Scores of Gaussian predictions N(mean, sd²) [n]."""
     return mixture_scores(np.asarray(mean)[None], np.asarray(sd)[None], target)
@@ -145,9 +142,6 @@ def _mean_absolute_difference(means: Array, sds: Array) -> Array:
     return np.asarray(total / len(means) ** 2)
 
 
-# Classes.
-
-
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of p = P(label = 1): NLL, Brier (p − label)², correct at ½, and log odds by class for the ranks."""
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
@@ -181,9 +175,6 @@ def _classified(correct: Array, nll: Array, brier: Array, probability: Array, ou
     weights = (np.ones_like(probability), probability, outcome)
     bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
     return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
-
-
-# Numbers in their units, and transformed ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +268,6 @@ def _rule(low: Array, high: Array) -> tuple[Array, Array]:
     """Nodes and weights [Q, n] of integrals from ``low`` to ``high`` [n]."""
     half = (high - low) / 2
     return low + half * (NODES[:, None] + 1), half * WEIGHTS[:, None]
-
-
-# Counts.
 
 
 def count_scores(mean: Array, variance: Array, target: Array) -> Scores:

@@ -94,10 +94,7 @@ class ExactState:
 def advance(
     state: ExactState, replies: Replies, moves: Sequence[Move], server_round: int, rows: Mapping[str, int] | None
 ) -> tuple[ExactState, tuple[str, ...]]:
-    """The next state, and the sites that count; with ``rows`` only those that share g with most others do.
-
-    A round with nobody to trust changes nothing but reports.
-    """
+    """The next state, and the sites that count; with ``rows`` only those that share g with most others do."""
     keep = None if rows is None else agreeing(state, replies, rows)
     try:
         if keep is None or keep:
@@ -113,21 +110,14 @@ def advance(
 
 
 def agreeing(state: ExactState, replies: Replies, rows: Mapping[str, int]) -> tuple[str, ...]:
-    """Sites that share g with most of all who ever reported; the last reports of absent sites are judged like others.
-
-    A unit that nobody can be compared with stays only where it is the only one there is.
-    """
+    """Sites that share g with most of all who ever reported, by their last reports; nobody where one alone did."""
     usable = {site: each[0] for site, each in replies.items()}
     usable |= {site: carried(report, state.latents) for site, report in state.reports.items() if site not in replies}
     return sharing(usable) if len(usable) > 1 or len(rows) == 1 else ()
 
 
 def trial_moves(state: ExactState) -> tuple[Move, ...]:
-    """Stay, extrapolate, and one lengthscale up or down with gains kept and, once units smooth, with widths kept.
-
-    Lengthscales take turns. Keeping gains leaves the shape of every unit relative to g; keeping widths follows the
-    ridge on which all units smooth less and g is smoother, along which the outputs' covariances do not change.
-    """
+    """Stay, extrapolate, and one lengthscale up or down with gains kept and, once units smooth, with widths kept."""
     still = np.zeros_like(state.steps[0])
     turn = np.unravel_index(state.round % still.size, still.shape)
     moves = [Move(still), Move(still, state.stretch)]

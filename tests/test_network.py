@@ -176,13 +176,6 @@ def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
     assert net.traffic.bytes_up == sum(visit.up for visit in grid.visits)
 
 
-def test_answers_come_in_the_natural_order_of_sites() -> None:
-    grid = FaultyGrid(configured(), [{"partition-id": index, "num-partitions": 11} for index in (10, 2, 0)])
-    net = network(grid)
-    net.introduce(DESCRIBE)
-    assert net.sites() == ask(net) == ["0", "2", "10"]
-
-
 SCORES = dict.fromkeys(
     ("squared-error", "absolute-error", "nll", "crps", "inside-50", "inside-90", "inside-95", "count"), 2.0
 )

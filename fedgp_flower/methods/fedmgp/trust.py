@@ -1,8 +1,4 @@
-"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others.
-
-All of it needs individual statistics. A unit that took its M-step with q fixed has E_q‖y − f‖²/σ² = N, which ties what
-it sends together; a lie that respects every tie is one that other rows could have sent.
-"""
+"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ _SLACK = 1e-6
 
 
 def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
-    """The site that shares g, up to a sign, with the most others, from everyone's statistics at their starts.
-
-    Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
-    sites cannot become lead by agreeing with one another.
-    """
+    """The site that shares g, up to a sign, with most others: by medians, so that a minority of bad sites is none."""
     starts = {site: start for site, start in starts.items() if semidefinite(start)}
     valid, same = _gains(starts)
     if not valid:
@@ -40,19 +32,13 @@ def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
 
 
 def sharing(usable: Mapping[str, UnitStatistics]) -> tuple[str, ...]:
-    """Units that share g with most others: the median over k of log p(m, k share g) − log p(they do not) is positive.
-
-    A single unit stays; one of several that can be compared with nobody does not.
-    """
+    """Units for which the median over k of log p(m, k share g) − log p(they do not) is positive; a single one stays."""
     valid, gains = _gains(usable)
     return tuple(s for s, middle in zip(valid, _medians(gains), strict=True) if middle > 0 or len(usable) == 1)
 
 
 def _gains(statistics: Mapping[str, UnitStatistics], sign: float = 1.0) -> tuple[tuple[str, ...], Array]:
-    """Sites of finite evidence by name, and the :func:`shared_evidence` of each pair less those of each alone.
-
-    ``sign`` times b_k takes part in a pair. The diagonal, and what cannot be computed, is NaN.
-    """
+    """Sites by name, and the :func:`shared_evidence` of each pair, m and ``sign`` · k, less those alone, or NaN."""
     alone = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
     gains = np.full((len(alone), len(alone)), np.nan)
     for (i, m), (j, k) in combinations(enumerate(alone), 2):
