@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision
-from fedgp_flower.records import numpy_arrays
+from fedgp_flower.records import bytes_of, numpy_arrays
 
 BEGINNING = "0" * 64
 Facts: TypeAlias = Mapping[str, Any]
@@ -61,7 +61,7 @@ def record(
         "arrays": {name: _shape_and_norm(entry) for name, entry in arrays.items()},
         "numbers": numbers,
         "texts": {name: len(value) for name, value in said.items() if isinstance(value, str) and name != "error"},
-        "bytes": sum(entry.count_bytes() for entry in content.values()),
+        "bytes": bytes_of(content),
         "refused": said.get("error", ""),
         "rules": [asdict(entry) for entry in decisions],
     }

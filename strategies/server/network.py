@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of
+from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
@@ -390,7 +390,7 @@ def echo_of(message: Message) -> Texts:
 
 def content_bytes(message: Message) -> int:
     """Bytes of everything a message carries; nothing for an error."""
-    return 0 if message.has_error() else sum(record.count_bytes() for record in message.content.values())
+    return 0 if message.has_error() else bytes_of(message.content)
 
 
 def claimed_site(reply: Message | None) -> str | None:
