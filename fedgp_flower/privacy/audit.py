@@ -142,12 +142,7 @@ class AuditLog:
 
 
 def read(path: Path, seen: str = "") -> AuditLog:
-    """Read and verify a log.
-
-    Args:
-        path: The log.
-        seen: A hash, or its beginning, that a line must have.
-    """
+    """Read and verify a log; ``seen`` is a hash, or its beginning, that a line must have."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
