@@ -1,7 +1,4 @@
-"""The command line ``fedgp``: thin over the functions that ``flwr run`` uses.
-
-A module is imported when a command uses it: ``fedgp --help`` loads neither PyTorch nor Flower nor pandas.
-"""
+"""The command line ``fedgp``; ``fedgp --help`` loads neither PyTorch nor Flower nor pandas."""
 
 from __future__ import annotations
 

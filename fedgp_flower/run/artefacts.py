@@ -1,7 +1,6 @@
 """The files of a run: what they hold, how they are written while it goes, how they are read afterwards.
 
-A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every file is replaced as a whole (see
-:mod:`fedgp_flower.files`), so what is there is always complete; the rename of one small file commits a checkpoint.
+Every file is replaced as a whole (see :mod:`fedgp_flower.files`), so what is there is always complete.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import tomli_w
 from pydantic import ConfigDict, TypeAdapter
 
@@ -50,9 +48,6 @@ HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down
 
 PREDICTION_COLUMNS = ("target", "mean", "sd", "low", "high", "probability", "trend", "deviation")
 """Columns that a row of ``predictions.csv`` may have."""
-
-POSITIVE = ("input.scale", "target.scale", "likelihood.noise", "kernel.lengthscale")
-"""Arrays of a posterior without a zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +131,7 @@ class Run:
     """A row per held-out row."""
 
     def __repr__(self) -> str:
-        """The folder and the method; the files hold rows, which a notebook would show."""
+        """No rows, which a notebook would show."""
         return f"<Run {self.path}: {self.metrics.method}>"
 
     @property
@@ -243,10 +238,7 @@ class RunFolder:
         write_json(self.path / "posterior.json", content)
 
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
-        """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
-
-        ``by_site`` has the ``prediction.*`` arrays of each site's evaluation reply; without a site nothing is written.
-        """
+        """Write a row for each held-out row, from the ``prediction.*`` arrays of the sites' evaluation replies."""
         tables = []
         for site, arrays in by_site.items():
             given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
@@ -258,11 +250,7 @@ class RunFolder:
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
 
     def checkpoint(self, snapshot: Snapshot) -> None:
-        """Keep a complete round. Call it after the round's :meth:`append_history`.
-
-        The arrays go to a file of a new name; the rename of ``checkpoint.json``, which names that file, commits; then
-        older files go.
-        """
+        """Keep a complete round, after its history: arrays go to a new file, and ``checkpoint.json`` then names it."""
         folder = self.path / "checkpoint"
         folder.mkdir(exist_ok=True)
         name = f"round-{snapshot.facts['round']:06d}-{secrets.token_hex(4)}.safetensors"
@@ -305,7 +293,6 @@ class RunFolder:
             handler.close()
 
     def _write_history(self) -> None:
-        """Cells that a row lacks, and NaN, are empty."""
         columns = dict.fromkeys((*HISTORY_COLUMNS, *itertools.chain.from_iterable(self._history)))
         table = pd.DataFrame(self._history, columns=list(columns), dtype=object)
         write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())
@@ -341,13 +328,6 @@ def read_posterior(path: Path) -> Posterior:
     shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
     if shapes != {name: value.shape for name, value in arrays.items()}:
         raise DamagedError(f"posterior.json and posterior.safetensors in {path} describe different arrays")
-    odd = {
-        "not finite": [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()],
-        "not positive": [name for name in POSITIVE if (np.asarray(arrays.get(name, 1.0)) <= 0).any()],
-    }
-    for reason, names in odd.items():
-        if names:
-            raise DamagedError(f"{path / 'posterior.safetensors'}: {reason}: {', '.join(sorted(names))}")
     return Posterior(
         arrays={name: arrays[name] for name in described},
         coordinates={name: item["coordinates"] for name, item in described.items()},

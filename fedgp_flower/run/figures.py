@@ -46,10 +46,7 @@ DPI = 180
 
 
 def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> Figure | None:
-    """Objective and evaluated figures against round, the baselines as horizontal lines; None for an empty history.
-
-    Where a history counts visits of sites, the unit that schedules compare by, these are the abscissa.
-    """
+    """Objective and evaluated figures against rounds, or visits where they are counted; baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
         "test_nll": "held-out NLL (nats per row)",
@@ -156,10 +153,7 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
 
 
 def surface(rows: pd.DataFrame | None, predictor: Predictor, spans: Array, names: Sequence[str]) -> Figure:
-    """Maps of predictive mean and sd over two inputs, with held-out rows as dots.
-
-    ``spans`` are low and high of both inputs, ``names`` those of the two inputs and of the target.
-    """
+    """Maps of predictive mean and sd over two inputs with these ``spans`` [2, 2], with held-out rows as dots."""
     figure, axes = axes_of(2, width=8.6, height=3.7)
     sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
     grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
