@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import tomli_w
 from pydantic import ConfigDict, TypeAdapter
 
@@ -48,6 +49,9 @@ HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down
 
 PREDICTION_COLUMNS = ("target", "mean", "sd", "low", "high", "probability", "trend", "deviation")
 """Columns that a row of ``predictions.csv`` may have."""
+
+POSITIVE = ("input.scale", "target.scale", "likelihood.noise", "kernel.lengthscale")
+"""Arrays of a posterior without a zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +332,13 @@ def read_posterior(path: Path) -> Posterior:
     shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
     if shapes != {name: value.shape for name, value in arrays.items()}:
         raise DamagedError(f"posterior.json and posterior.safetensors in {path} describe different arrays")
+    odd = {
+        "not finite": [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()],
+        "not positive": [name for name in POSITIVE if (np.asarray(arrays.get(name, 1.0)) <= 0).any()],
+    }
+    for reason, names in odd.items():
+        if names:
+            raise DamagedError(f"{path / 'posterior.safetensors'}: {reason}: {', '.join(sorted(names))}")
     return Posterior(
         arrays={name: arrays[name] for name in described},
         coordinates={name: item["coordinates"] for name, item in described.items()},
