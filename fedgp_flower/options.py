@@ -56,7 +56,6 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
 BASIC = "basic"
 """Marks a field that many runs set: help and documentation show these keys first."""
 
-
 KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
 KERNEL_GROUP = "fedgp_flower.kernels"

@@ -1,8 +1,4 @@
-"""Prediction from a finished run, without any site: the saved posterior and the equation written beside it.
-
-A method says how its posterior predicts by a :class:`SavedModel`, and by a :class:`SiteModel` how it predicts at a site
-that keeps something; its row in the registry names both. What predicts may also be :class:`Exportable` to GPyTorch.
-"""
+"""Prediction from a finished run, without any site: the saved posterior and the equation written beside it."""
 
 from __future__ import annotations
 
@@ -65,8 +61,7 @@ class Exportable(Protocol):
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
 SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
-"""Rebuilds the predictor at one site, from what everybody has and what that site keeps, if anything; None where its
-state is about other rows or another run."""
+"""Rebuilds the predictor at one site, from what that site keeps; None where that is about other rows or another run."""
 
 
 @dataclass(frozen=True, slots=True)
