@@ -99,8 +99,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
     ) -> Result:
         """Run the method on the sites of a Grid, with the arguments of Flower's ``start``.
 
-        ``num_rounds`` counts also rounds before a resume. :attr:`outcome` holds the full summary. A RunError says that fewer
-        than ``min-sites`` sites are usable, or that no site ever contributed.
+        ``num_rounds`` counts also rounds before a resume. :attr:`outcome` holds the full summary. A RunError says that
+        fewer than ``min-sites`` sites are usable, or that no site ever contributed.
         """
         self.timeout, self.planned_rounds = timeout, num_rounds
         result = Result()
