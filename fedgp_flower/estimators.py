@@ -113,10 +113,7 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
-        """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row.
-
-        A ValueError says which rows or key cannot be used.
-        """
+        """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row."""
         x, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._fit(x, targets, groups, "gaussian")
         return self

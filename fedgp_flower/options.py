@@ -102,8 +102,7 @@ class ModelSection(Section):
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
     jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
-    """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has the value of its
-    run."""
+    """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has its value."""
 
     @field_validator("kernel")
     @classmethod

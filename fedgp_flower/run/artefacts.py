@@ -1,7 +1,4 @@
-"""The files of a run: what they hold, how they are written while it goes, how they are read afterwards.
-
-Every file is replaced as a whole (see :mod:`fedgp_flower.files`), so what is there is always complete.
-"""
+"""The files of a run: what they hold, how they are written while it goes, how they are read afterwards."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Predictor:
         if run.saved is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
         with reading(run.path):
-            preparation = preparation_of(run.saved)
+            preparation = Preparation.from_wire(run.saved.arrays, json.dumps(run.saved.schema))
         model: SavedModel = load(run.method.posterior)
         try:
             standardised = model(run.saved, preparation.names)
@@ -295,13 +295,9 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
         raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
     model: SiteModel = load(reference)
+    agreed = Preparation.from_wire(read.saved.arrays, json.dumps(read.saved.schema))
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.saved, preparation_of(read.saved), standardised, rows)
-
-
-def preparation_of(posterior: Posterior) -> Preparation:
-    """What the sites agreed on."""
-    return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
+    return standardised and Predictor(read, read.saved, agreed, standardised, rows)
 
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
