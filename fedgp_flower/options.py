@@ -26,11 +26,7 @@ NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
-
-
-STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=_dashed, populate_by_name=False)
+STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.replace("_", "-"))
 """No unknown keys, and dashes for underscores."""
 
 

@@ -132,7 +132,6 @@ class Run:
     """A row per held-out row."""
 
     def __repr__(self) -> str:
-        """No rows, which a notebook would show."""
         return f"<Run {self.path}: {self.metrics.method}>"
 
     @property

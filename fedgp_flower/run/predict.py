@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
 """Mean and standard deviation [N] at standardised inputs [N, D]; of indicators of classes [N, C] for more than two."""
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
-STATE = "site-state.safetensors"
 
 
 @runtime_checkable
@@ -76,7 +75,6 @@ class Predictor:
     """The site that predicts, where one does."""
 
     def __repr__(self) -> str:
-        """One line; what it is made of fills pages."""
         where = f" at {self.site.label}" if self.site else ""
         return f"<Predictor of {self.preparation.target.name}{where} from {self._columns()}; {self.run.path}>"
 
@@ -110,7 +108,7 @@ class Predictor:
         """
         read = read_run(run)
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
-        state = (run / "sites" / str(node.get("partition-id")) if state_dir is None else state_dir) / STATE
+        state = (state_dir or run / "sites" / str(node.get("partition-id"))) / "site-state.safetensors"
         try:
             arrays = read_arrays(state)
         except RunError:

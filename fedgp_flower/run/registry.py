@@ -241,12 +241,6 @@ class Registry(Mapping[str, Method]):
 METHODS = Registry()
 
 
-def grouped() -> dict[str, list[str]]:
-    """Names of methods by what they are for; those of installed packages come last."""
-    further = [name for name in METHODS if name not in BUILT_IN]
-    return {**GROUPS, **({"Further methods": further} if further else {})}
-
-
 @cache
 def option_classes() -> dict[str, type[MethodOptions]]:
     """The options class of every method."""

@@ -45,8 +45,6 @@ NOT_FOR_A_STRATEGY = (
     | {"num_server_rounds", "extra"}  # rounds are an argument of `start`
 )
 
-EvaluateAtServer = Callable[[int, ArrayRecord], MetricRecord | None]
-
 
 class FederatedStrategy(Algorithm[S], Strategy):
     """The base of every Strategy of this project.
@@ -95,7 +93,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateAtServer | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the method on the sites of a Grid, with the arguments of Flower's ``start``.
 
@@ -214,8 +212,6 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 f"no answer to training could be used in {self.round} round(s), so nothing was learned."
                 f" {self.network.latest_failures()}"
             )
-
-    # Parts of a run.
 
     def _train_one_round(self, result: Result) -> None:
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
