@@ -124,12 +124,10 @@ class Run:
     config: dict[str, Value]
     """Every key with its value."""
     history: pd.DataFrame
-    """A row per round."""
     metrics: RunMetrics
     saved: Posterior | None
     """What the posterior predicts from."""
     predictions: pd.DataFrame | None
-    """A row per held-out row."""
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.metrics.method}>"

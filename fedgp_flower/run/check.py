@@ -23,7 +23,6 @@ class Checked:
     """As in ``metrics.json``; empty where no table can be used."""
     problems: tuple[str, ...]
     suspected: tuple[str, ...] = ()
-    """What may be wrong with tables that can be used."""
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:

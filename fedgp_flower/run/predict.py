@@ -82,6 +82,11 @@ class Predictor:
         return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
 
     @staticmethod
+    def of_run(run: Path) -> Predictor:
+        """The posterior in a run's folder."""
+        return Predictor.of(read_run(run))
+
+    @staticmethod
     def of(run: Run) -> Predictor:
         """The posterior of a run that was read."""
         reason = run.why_no_posterior

@@ -186,8 +186,6 @@ class Algorithm(ABC, Generic[S]):
         facts |= {} if line is None else {"rise_per_round": line.slope}
         return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
 
-    # What an algorithm may look at.
-
     def roster(self) -> Roster:
         """The sites as they are now."""
         return self.session.roster()
