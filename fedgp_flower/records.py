@@ -113,8 +113,5 @@ def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:
 
 
 def settings_of(message: Message) -> ConfigRecord:
-    """The record of a message that says what it is."""
-    found = record_of(message.content, "config", ConfigRecord)
-    if found is None:
-        raise KeyError("config")
-    return found
+    """The record of a message that says what it is; an empty one where it has none."""
+    return record_of(message.content, "config", ConfigRecord) or ConfigRecord()

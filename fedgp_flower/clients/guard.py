@@ -73,7 +73,8 @@ class Guard:
     def __init__(self, message: Message, context: Context) -> None:
         self.message, self.context = message, context
         self.kind, self.given = message.metadata.message_type, settings_of(message)
-        self.run, self.round = str(self.given["run"]), int(str(self.given["round"]))
+        self.run, number = str(self.given.get("run", "")), self.given.get("round")
+        self.round = number if isinstance(number, int) else -1
         self.masked = REQUEST in self.given
         self.rules = Rules(self.kind, self.masked)
         self.in_clear = False
@@ -87,6 +88,8 @@ class Guard:
         Under masks the context alone may say what is asked: a site told of other settings than the rest would add
         another summand, which the difference of two totals shows.
         """
+        if not self.run or self.round < 0:
+            raise ProtocolError("the message names no run, or no round: it comes from no server of this app")
         if self.masked and (SHARED not in self.given or CONFIGURATION in self.given):
             found = "brings a configuration" if CONFIGURATION in self.given else "names no context"
             raise ProtocolError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import tomllib
 from collections.abc import Collection, Mapping
@@ -137,11 +138,13 @@ class Rules:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
             path = Path(state_dir).expanduser() / ROUNDS
-            rounds = self._rounds_today(path, {"run": run, "number": number}, content)
-            count = rounds["count"]
-            self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, json.dumps(rounds).encode())
+            with path.with_suffix(".lock").open("w") as lock:  # two messages at once would not know of each other
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                rounds = self._rounds_today(path, {"run": run, "number": number}, content)
+                count = rounds["count"]
+                self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
+                write_bytes(path, json.dumps(rounds).encode())
 
     def _rounds_today(self, path: Path, latest: Mapping[str, object], content: str) -> dict[str, Any]:
         """The round of this message, what was asked in it by kind, and how many rounds of today that makes."""
