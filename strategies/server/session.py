@@ -179,8 +179,6 @@ class Session:
         self._arrived: list[Message] = []
         network.introduction = {"configuration": self.configuration()}
 
-    # Who is there, and what they agree on.
-
     def configuration(self) -> str:
         """What sites are sent of the configuration: the keys that differ from their defaults, as JSON."""
         known = defaults([self.options])
@@ -275,8 +273,6 @@ class Session:
         ]
         return self.preparation.warnings + told + ([] if self.masking is None else self.masking.warnings())
 
-    # Questions.
-
     def ask(self, question: Question) -> Any:
         """The answer of the sites to a question of an algorithm."""
         match question:
@@ -365,8 +361,6 @@ class Session:
         sizes, added = self.preparation.sizes(question.sizes), isinstance(question, Total)
         described = {site: enrolment.described(self.preparation, site) for site in requests}
         return Contract(question.answer, sizes, described, requests, not self.began, added)
-
-    # Questions that nobody waits for.
 
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send what is new, and wait for the first answer of all that are outstanding."""
