@@ -284,9 +284,8 @@ def agree(
 ) -> Agreement:
     """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
-    The columns are those that most sites have, on a tie those of the first site; sites that differ, and those whose
-    description is malformed, are refused by name. Indicators of levels have mean p and scale √(p(1−p)). With
-    ``missing`` = impute or indicator the means also stand for missing cells. Classes and counts are left as they are.
+    Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
+    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells.
     """
     sites, refused = _accepted(descriptions, max_levels)
     *features, target = next(iter(sites.values()))

@@ -105,6 +105,7 @@ def crashed_at_length(reply: Message) -> Message:
         texts(error="x" * 5_000_000),
         texts(error="no\nround 9: site 2 failed: \x1b[2J"),
         texts(x=b"x" * 5_000),
+        texts(error=""),
         numbers(**{f"n{number}": 1.0 for number in range(200_000)}),
         crashed_at_length,
     ],

@@ -75,10 +75,7 @@ class SiteApp(ClientApp):
         return super().__call__(message, context)
 
     def answer(self, message: Message, context: Context) -> Message:
-        """The reply to a message, written into the site's log before it leaves.
-
-        The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's log.
-        """
+        """The reply to a message, logged before it leaves; words of an unforeseen error stay in the site's log."""
         started, guard = time.perf_counter(), Guard(message, context)
         try:
             with counting_repairs() as repairs:

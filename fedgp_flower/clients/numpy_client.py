@@ -1,12 +1,7 @@
 """A site's half of every method: handlers of typed messages, behind Flower's ``NumPyClient``.
 
-A handler has the name of the message that it answers: ``query.statistics`` is answered by ``statistics``, ``train`` by
-``train``. Its annotations name the classes of the request and of the answer::
-
-    def statistics(self, request: Parameters) -> Statistics: ...
-
-The kind of a message is Flower's ``message_type`` and nothing else. :meth:`SiteClient.answer` is the only way to a
-handler: it knows the complete kind, so that ``train.statistics`` does not reach what answers ``query.statistics``.
+A handler has the name of the message that it answers, and its annotations name the classes of request and answer:
+``query.statistics`` is answered by ``def statistics(self, request: Parameters) -> Statistics``.
 """
 
 from __future__ import annotations

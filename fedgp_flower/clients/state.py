@@ -1,14 +1,7 @@
-"""What a site remembers between messages of one run: in the node's Context, and on its disk where it has a folder.
+"""What a site remembers between messages of one run: in its Context, and on its disk where it has a ``state-dir``.
 
-Flower keeps a Context in memory only: a SuperNode that is restarted has lost it. With ``state-dir`` in the node
-configuration the state is also a file. It carries the run's id: another run starts empty.
-
-A site remembers with which rows it entered a run, and refuses to answer with others. It keeps HMAC(salt, table) with a
-salt drawn for the run, which says nothing of the rows to anybody who does not have them.
-
-Flower starts a process for each message of a real site. Rows as messages use them are kept beside the state, so that a
-later message reads no table and imports no pandas. They are of one run, configuration and agreement, and of files with
-the same bytes; anything else is removed and made anew.
+A SuperNode that is restarted has lost its Context. Of its rows a site keeps HMAC(salt, table), to refuse other ones
+later, and the encoded rows, so that a later message reads no table and imports no pandas.
 """
 
 from __future__ import annotations

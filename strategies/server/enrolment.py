@@ -211,10 +211,7 @@ def _welcome(network: Network, met: Agreement, described: Mapping[str, SiteDescr
 
 
 def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agreement]:
-    """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
-
-    The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
-    """
+    """What the sites agreed on, with the target transformed by the power λ that maximises −½ N log σ² + Σ log g'(y)."""
     powers = np.array(Transform(name).powers)
     middle = np.array(met.training_target["mean"])
     centres = np.array([float(Transform(name, power).forward(middle)) for power in powers])
