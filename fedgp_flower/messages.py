@@ -35,7 +35,6 @@ ECHOED = ("run", "round", "communication")
 """Config keys of a question that its reply repeats. A reply that repeats others answers another question."""
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
-"""Python's numbers, and the kinds of array that may hold them."""
 _KEYS = TypeAdapter(list[str])
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
 _COUNTED = "num_parameters"

@@ -133,7 +133,6 @@ class Guard:
         return Outgoing({WORDS: words}, {"num-examples": 0}, texts)
 
     def _question(self, content: str) -> MaskedQuestion:
-        """The question as this site has received it."""
         try:
             said = json.loads(str(self.given[REQUEST]))
             sites, number = [str(site) for site in said["sites"]], int(said["number"])

@@ -84,7 +84,6 @@ def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDesc
 
 
 def _tell(found: Agreement) -> None:
-    """Log what is known of the data."""
     if found.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(found.constant))
     for line in overview_lines(found.data):

@@ -151,7 +151,6 @@ class Network:
     accepted: set[str] = field(default_factory=set)
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
-    """What nodes that are not known yet are told."""
     asked: dict[str, Texts] = field(default_factory=dict)
     """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
@@ -326,7 +325,6 @@ class Network:
         logger.warning("round %d: site %s failed: %s", self.round, site, reason)
 
     def _blame(self, site: str) -> None:
-        """Hold a failure against a site."""
         self.failed.add(site)
         self.streak[site] = self.streak.get(site, 0) + 1
         if self.streak[site] == self.max_failures:
@@ -422,7 +420,6 @@ def _numbers(reply: Message) -> Mapping[str, Number]:
 
 
 def _again(message: Message) -> Message:
-    """The same message once more, under another id."""
     meta = message.metadata
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id

@@ -235,7 +235,6 @@ class Session:
         self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
     def _take(self, preparation: Agreement) -> None:
-        """Take columns and scales; every later message names them."""
         self.preparation = preparation
         self.share({})
 
