@@ -82,13 +82,11 @@ class SiteDescription:
     num_examples: int
     label: str = ""
     dropped: int = 0
-    """Rows left out for a missing cell."""
     partitions: int = 0
     """Sites of a simulation; 0 where the site is real."""
     bare: bool = False
     """Whether it says nothing of rows, since it answers under masks alone."""
     trusting: bool = False
-    """Whether the site has a trust file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,6 @@ class _Told:
     kind: Kind
     rows: int
     filled: int
-    """Rows whose cell is not missing."""
     sums: Array
     """Of numbers: the sum, its residual, and the squares about the site's mean, [3]."""
     counts: Mapping[str, int]
@@ -210,7 +207,6 @@ class Agreement:
     """What later messages carry: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
     schema: str
     names: tuple[str, ...]
-    """Names of the D encoded inputs."""
     rows: dict[Site, int]
     labels: dict[Site, str]
     simulated: bool
@@ -284,9 +280,8 @@ def agree(
 ) -> Agreement:
     """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
-    The columns are those that most sites have, on a tie those of the first site; sites that differ, and those whose
-    description is malformed, are refused by name. Indicators of levels have mean p and scale √(p(1−p)). With
-    ``missing`` = impute or indicator the means also stand for missing cells. Classes and counts are left as they are.
+    Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
+    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells.
     """
     sites, refused = _accepted(descriptions, max_levels)
     *features, target = next(iter(sites.values()))

@@ -35,9 +35,9 @@ ECHOED = ("run", "round", "communication")
 """Config keys of a question that its reply repeats. A reply that repeats others answers another question."""
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
-"""Python's numbers, and the kinds of array that may hold them."""
 _KEYS = TypeAdapter(list[str])
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
+_COUNTED = "num_parameters"
 
 Layout: TypeAlias = list[list[Any]]
 """Arrays of a summand: name, shape and ``int64`` or ``float64`` of each."""
@@ -53,9 +53,8 @@ def leaves(
 ) -> Any:
     """A field of a message: what it is, in words that a site's owner reads.
 
-    A ``symmetric`` matrix, or a stack of them, travels packed. Named arrays ``as_sent`` have the names and shapes of
-    the request's field of this name, and are at most ``within`` away from it, of points beyond the farthest; ``within``
-    may name the number of the request that says so.
+    ``symmetric`` matrices travel packed. Arrays ``as_sent`` have names and shapes of the request's field, and are at
+    most ``within`` away from it, a distance or the request's number of this name.
     """
     facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent, "within": within}
     return dataclasses.field(default=default, metadata=facts)
@@ -67,9 +66,8 @@ def message(
 ) -> Callable[[type[M]], type[M]]:
     """Declare a message of a ``kind``, the Flower message type that it answers; a request, part or state has none.
 
-    Of a ``summand`` the server needs only the sum over sites: every field is an array of fixed shape or a number. A
-    ``public`` one may be sent in the clear where all else is masked. ``counts`` says how many numbers it estimates, for
-    the policies of sites: letters of shapes, names of fields with named arrays and constants, to be added.
+    A ``summand`` is asked for its sum over sites. A ``public`` one may be sent in the clear where all else is masked.
+    ``counts`` says how many numbers it estimates: letters of shapes, fields of named arrays and constants, to be added.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -78,7 +76,7 @@ def message(
         setattr(frozen, _SUMMAND, summand)
         setattr(frozen, _PUBLIC, public)
         if counts:
-            setattr(frozen, "num_parameters", lambda answer: _counted(answer, counts))  # noqa: B010
+            setattr(frozen, _COUNTED, lambda answer: _counted(answer, counts))
         return frozen
 
     return declare

@@ -1,15 +1,11 @@
-"""Scores of predictions on a site's held-out rows, as sums that add over rows and over sites.
+"""Scores of predictions on a site's held-out rows, as sums that add over rows and over sites, in units of the target.
 
-A site never sends a row: it sends the sums below, in the original units of the target, and two small histograms. For a
-predictive distribution F with density f and an outcome y:
+For a predictive distribution F with density f and an outcome y:
 
-* ``nll`` = −log f(y), the negative log predictive density of a noisy observation, in nats;
-* ``crps`` = ∫ (F(t) − 1[t ≥ y])² dt = E|X − y| − ½ E|X − X'|, in units of y (Gneiting & Raftery 2007, Eq. 20–21);
+* ``nll`` = −log f(y), in nats;
+* ``crps`` = ∫ (F(t) − 1[t ≥ y])² dt = E|X − y| − ½ E|X − X'| (Gneiting & Raftery 2007, Eq. 20–21);
 * ``inside-95`` = 1 when y lies in the central 95 % interval, that is |F(y) − ½| ≤ 0.475;
 * PIT = F(y), uniform on [0, 1] when the predictions are calibrated (Dawid 1984).
-
-A predictive distribution is a Gaussian, an even mixture of Gaussians, either of them for a transformed target, a
-mixture of Poisson distributions for counts, or the probabilities of classes.
 """
 
 from __future__ import annotations
@@ -29,10 +25,8 @@ from fedgp_flower.typing import Array, NamedArrays
 
 LEVELS = (50, 90, 95)
 """Central intervals that are counted, in percent."""
-PIT_BINS = 20
-"""Equal bins of [0, 1] in which the PIT is counted."""
-RELIABILITY_BINS = 10
-"""Equal bins of [0, 1] in which a predicted probability is counted."""
+PIT_BINS, RELIABILITY_BINS = 20, 10
+"""Equal bins of [0, 1] in which the PIT and predicted probabilities are counted."""
 RANK_BINS, RANK_REACH = 80, 8.0
 """Equal bins of log odds, and how far they reach from even odds: predictions that differ by less count as ties."""
 REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))
@@ -73,21 +67,15 @@ class Prediction:
     variance: Array
 
 
-# Numbers.
-
-
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
     """Scores of Gaussian predictions N(mean, sd²) [n]."""
     return mixture_scores(np.asarray(mean)[None], np.asarray(sd)[None], target)
 
 
 def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of equal-weight Gaussian mixtures (1/S) Σ_s N(means_s, sds_s²), such as predictions averaged over samples.
+    """Scores of mixtures (1/S) Σ_s N(m_s, σ_s²), [S, n], with their mean as point prediction.
 
-    The point prediction is the mixture mean. Intervals are central in probability (through the PIT). With
-    A(μ, σ²) = E|N(μ, σ²)| = 2σφ(μ/σ) + μ(2Φ(μ/σ) − 1), the CRPS is (Grimit et al. 2006)
-    mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²). ``means`` and ``sds`` are [S, n], ``target`` is
-    [n]. Time O(S² n), memory O(S n).
+    CRPS (Grimit et al. 2006) = mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²), A = E|N(μ, σ²)|.
     """
     m, s, y = (np.asarray(values, dtype=np.float64) for values in (means, sds, target))
     for name, values in (("mean", m), ("sd", s), ("target", y)):
@@ -103,10 +91,9 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
 
 
 def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: Array) -> Scores:
-    """Sums of scores that were computed row by row; F just ``below`` y and at y differ where y is a count.
+    """Sums of scores of rows; F just ``below`` y and at y differ where y is a count.
 
-    y lies in the central interval where F(y) and 1 − F(y⁻) both exceed its tails, and the PIT of a row is spread evenly
-    over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009).
+    The PIT of a row is spread evenly over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009).
     """
     columns = [np.ones_like(error), error**2, np.abs(error), nll, crps]
     tails = [0.5 - level / 200 for level in LEVELS]
@@ -149,16 +136,8 @@ def _mean_absolute_difference(means: Array, sds: Array) -> Array:
     return np.asarray(total / len(means) ** 2)
 
 
-# Classes.
-
-
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
-    """Scores of class probabilities p = P(label = 1): NLL, Brier score (p − label)², correct at threshold ½.
-
-    Ranks need all sites' rows at once: two histograms of the log odds, one for each class, stand in for them.
-
-    A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
-    """
+    """Scores of p = P(label = 1): NLL, Brier (p − label)², correct at ½, and log odds by class for the ranks."""
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if not np.all((p >= 0) & (p <= 1)):
         raise NumericsError("a predicted probability is not in [0, 1]; look for non-finite latent values")
@@ -172,10 +151,7 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
-    """Scores of probabilities [n, C] of C classes: NLL, Brier Σ_c (p_c − 1[label = c])², correct where p is largest.
-
-    Reliability is that of the likeliest class: its probability, and whether it came true (Guo et al. 2017).
-    """
+    """Scores [n, C]: NLL, Brier Σ_c (p_c − 1[label = c])², and reliability of the likeliest class (Guo et al. 2017)."""
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if not np.all(p >= 0) or not np.allclose(p.sum(axis=1), 1.0, atol=1e-6):
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
@@ -193,9 +169,6 @@ def _classified(correct: Array, nll: Array, brier: Array, probability: Array, ou
     weights = (np.ones_like(probability), probability, outcome)
     bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
     return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
-
-
-# Numbers in their units, and transformed ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +264,8 @@ def _rule(low: Array, high: Array) -> tuple[Array, Array]:
     return low + half * (NODES[:, None] + 1), half * WEIGHTS[:, None]
 
 
-# Counts.
-
-
 def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
-    """Scores of counts y | f ~ Poisson(e^f), f ~ N(m, v), [n], with the point prediction E y = exp(m + ½ v).
-
-    The mixture is taken at equal steps of f, where the trapezoidal rule converges faster than any power.
-    """
+    """Scores of y | f ~ Poisson(e^f), f ~ N(m, v), [n], by the trapezoidal rule in f; E y = exp(m + ½ v)."""
     if not (np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()):
         raise NumericsError("moments of a predicted log rate are not finite, or a variance is negative")
     if not ((target >= 0) & (target == np.rint(target))).all():
@@ -313,10 +280,7 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
 
 
 def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-    """The least counts k with F(k) ≥ level, [levels, n], of the mixture whose counts have these moments [n].
-
-    A log-normal rate e^f has E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), so that m and v can be read off.
-    """
+    """Least k with F(k) ≥ level, [levels, n]; m and v follow from E y = r = exp(m + ½ v), var y = r + r² (e^v − 1)."""
     spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
     variance = np.log1p(spread)
     log_rates, share = _rates(np.log(mean) - variance / 2, variance, RATE_NODES)

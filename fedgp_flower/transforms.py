@@ -11,93 +11,64 @@ which needs sums over rows alone. The grid stays in [0, 2], where t takes every 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from fedgp_flower.typing import Array, Json
 
-
-class Family(NamedTuple):
-    """Increasing functions of a number and of a power: g, its inverse, and the logarithm of its slope."""
-
-    equation: str
-    forward: Callable[[Array, float], Array]
-    inverse: Callable[[Array, float], Array]
-    log_slope: Callable[[Array, float], Array]
-    powers: tuple[float, ...] = (1.0,)
-    floor: float = -math.inf
-    """The least value of t; a Gaussian below it is cut off, and what is left is a distribution again."""
-    positive: bool = False
-    """Whether g needs y > 0."""
+TRANSFORMS = {
+    "log": "t = log(y), y = exp(t)",
+    "sqrt": "t = sqrt(y) > 0, y = t^2",
+    "yeo-johnson": "with L = power: t = ((1 + y)^L - 1) / L for y >= 0 (log(1 + y) where L = 0), else"
+    " t = -((1 - y)^(2 - L) - 1) / (2 - L) (-log(1 - y) where L = 2); y is the inverse, on the side of t's sign",
+}
+"""By the value of ``transform.target``, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A member of one of the :data:`TRANSFORMS`."""
+    """An increasing function g of the target, one of the :data:`TRANSFORMS`."""
 
     name: str
     power: float = 1.0
 
     @property
-    def family(self) -> Family:
-        """The functions."""
-        return TRANSFORMS[self.name]
+    def positive(self) -> bool:
+        """Whether g needs y > 0."""
+        return self.name != "yeo-johnson"
 
-    def forward(self, y: Array) -> Array:
-        """The transformed target g(y)."""
-        return self.family.forward(y, self.power)
-
-    def inverse(self, t: Array) -> Array:
-        """The target g⁻¹(t)."""
-        return self.family.inverse(t, self.power)
-
-    def log_slope(self, y: Array) -> Array:
-        """Logarithm of g'(y)."""
-        return self.family.log_slope(y, self.power)
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """The powers to choose from."""
+        return (1.0,) if self.positive else tuple(np.arange(9) / 4)
 
     @property
     def floor(self) -> float:
-        """The least value of t."""
-        return self.family.floor
+        """The least value of t; a Gaussian below it is cut off, and what is left is a distribution again."""
+        return 0.0 if self.name == "sqrt" else -math.inf
+
+    def forward(self, y: Array) -> Array:
+        """The transformed target g(y)."""
+        if self.positive:
+            return np.log(y) if self.name == "log" else np.sqrt(y)
+        side, size = np.where(y >= 0, self.power, 2 - self.power), np.log1p(np.abs(y))
+        return np.sign(y) * np.where(side == 0, size, np.expm1(side * size) / np.where(side == 0, 1, side))
+
+    def inverse(self, t: Array) -> Array:
+        """The target g⁻¹(t)."""
+        if self.positive:
+            return np.exp(t) if self.name == "log" else np.square(t)
+        side, size = np.where(t >= 0, self.power, 2 - self.power), np.abs(t)
+        plain = np.log1p(side * size) / np.where(side == 0, 1, side)
+        return np.sign(t) * np.expm1(np.where(side == 0, size, plain))
+
+    def log_slope(self, y: Array) -> Array:
+        """Logarithm of g'(y)."""
+        if self.positive:
+            return -np.log(y) if self.name == "log" else -np.log(2 * np.sqrt(y))
+        return (self.power - 1) * np.sign(y) * np.log1p(np.abs(y))
 
     def as_json(self) -> Json:
         """The entry ``transform`` of the target in the agreed schema."""
-        return {"name": self.name, "power": self.power, "equation": self.family.equation}
-
-
-def _yeo_johnson(y: Array, power: float) -> Array:
-    side, size = np.where(y >= 0, power, 2 - power), np.log1p(np.abs(y))
-    return np.sign(y) * np.where(side == 0, size, np.expm1(side * size) / np.where(side == 0, 1, side))
-
-
-def _yeo_johnson_inverse(t: Array, power: float) -> Array:
-    side, size = np.where(t >= 0, power, 2 - power), np.abs(t)
-    plain = np.log1p(side * size) / np.where(side == 0, 1, side)
-    return np.sign(t) * np.expm1(np.where(side == 0, size, plain))
-
-
-TRANSFORMS = {
-    "log": Family(
-        "t = log(y), y = exp(t)", lambda y, _: np.log(y), lambda t, _: np.exp(t), lambda y, _: -np.log(y), positive=True
-    ),
-    "sqrt": Family(
-        "t = sqrt(y) > 0, y = t^2",
-        lambda y, _: np.sqrt(y),
-        lambda t, _: np.square(t),
-        lambda y, _: -np.log(2 * np.sqrt(y)),
-        floor=0.0,
-        positive=True,
-    ),
-    "yeo-johnson": Family(
-        "with L = power: t = ((1 + y)^L - 1) / L for y >= 0 (log(1 + y) where L = 0), else"
-        " t = -((1 - y)^(2 - L) - 1) / (2 - L) (-log(1 - y) where L = 2); y is the inverse, on the side of t's sign",
-        _yeo_johnson,
-        _yeo_johnson_inverse,
-        lambda y, power: (power - 1) * np.sign(y) * np.log1p(np.abs(y)),
-        powers=tuple(np.arange(9) / 4),
-    ),
-}
-"""By the value of ``transform.target``."""
+        return {"name": self.name, "power": self.power, "equation": TRANSFORMS[self.name]}

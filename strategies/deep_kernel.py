@@ -1,10 +1,4 @@
-"""A Gaussian process on learned features: the network by federated averaging, the heads by exact sums.
-
-As FSGP (Guo et al. 2022, Algorithms 1-2) with a network for the kernel: sites take steps on the evidence of their
-rows and the server averages weights, as pFedGP does (Achituve et al., *Personalized federated learning with Gaussian
-processes*, 2021). Then one exchange of sums gives the shared head of all rows and how far heads of sites deviate from
-it; see :mod:`fedgp_flower.methods.deep_kernel.model`.
-"""
+"""A GP on learned features: the network by federated averaging, as Achituve et al. (2021), the heads by exact sums."""
 
 from __future__ import annotations
 

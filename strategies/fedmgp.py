@@ -1,11 +1,8 @@
 """FedMGP by pseudo-gradients: Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024), for any likelihood.
 
 θ = {S, q(u)} is shared. In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges
-these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. φ_m stays at its unit.
-
-Where the noise is Gaussian q(u) is a precision λ and a shift h, whose average over units is a step on the pooled
-bound (:mod:`fedgp_flower.methods.fedmgp.unit`). Averages of means and Cholesky factors, which the paper takes and which
-other likelihoods need, drift away from its optimum.
+these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. For Gaussian noise q(u) is a precision λ
+and a shift h, whose average over units is a step on the pooled bound, as that of means and Cholesky factors is not.
 """
 
 from __future__ import annotations

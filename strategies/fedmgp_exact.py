@@ -45,14 +45,6 @@ Replies: TypeAlias = Mapping[str, Sequence[UnitStatistics]]
 
 
 @message()
-class Shared:
-    """What Flower's wrappers see: latent functions and q(u)."""
-
-    latents: LatentFunctions
-    posterior: LatentPosterior
-
-
-@message()
 class Report:
     """A unit's last statistics that count: at the accepted move, and the latents they are whitened with."""
 
@@ -94,10 +86,7 @@ class ExactState:
 def advance(
     state: ExactState, replies: Replies, moves: Sequence[Move], server_round: int, rows: Mapping[str, int] | None
 ) -> tuple[ExactState, tuple[str, ...]]:
-    """The next state, and the sites that count; with ``rows`` only those that share g with most others do.
-
-    A round with nobody to trust changes nothing but reports.
-    """
+    """The next state, and the sites that count; with ``rows`` only those that share g with most others do."""
     keep = None if rows is None else agreeing(state, replies, rows)
     try:
         if keep is None or keep:
@@ -113,21 +102,14 @@ def advance(
 
 
 def agreeing(state: ExactState, replies: Replies, rows: Mapping[str, int]) -> tuple[str, ...]:
-    """Sites that share g with most of all who ever reported; the last reports of absent sites are judged like others.
-
-    A unit that nobody can be compared with stays only where it is the only one there is.
-    """
+    """Sites that share g with most of all who ever reported, by their last reports; nobody where one alone did."""
     usable = {site: each[0] for site, each in replies.items()}
     usable |= {site: carried(report, state.latents) for site, report in state.reports.items() if site not in replies}
     return sharing(usable) if len(usable) > 1 or len(rows) == 1 else ()
 
 
 def trial_moves(state: ExactState) -> tuple[Move, ...]:
-    """Stay, extrapolate, and one lengthscale up or down with gains kept and, once units smooth, with widths kept.
-
-    Lengthscales take turns. Keeping gains leaves the shape of every unit relative to g; keeping widths follows the
-    ridge on which all units smooth less and g is smoother, along which the outputs' covariances do not change.
-    """
+    """Stay, extrapolate, and one lengthscale up or down with gains kept and, once units smooth, with widths kept."""
     still = np.zeros_like(state.steps[0])
     turn = np.unravel_index(state.round % still.size, still.shape)
     moves = [Move(still), Move(still, state.stretch)]
@@ -259,8 +241,8 @@ class FedMGPExact(FederatedStrategy[ExactState]):
 
     def public(self, state: ExactState) -> NamedArrays:
         """Latent functions and q(u)."""
-        return encode(Shared(state.latents, state.posterior))
+        return {name: array for name, array in encode(state).items() if name.startswith(("latents.", "posterior."))}
 
     def adopt(self, state: ExactState, arrays: NamedArrays) -> ExactState:
         """Other latent functions and q(u); reports stay what they are."""
-        return replace(state, **vars(decode(Shared, arrays)))
+        return decode(ExactState, {**encode(state), **arrays})

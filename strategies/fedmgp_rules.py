@@ -1,11 +1,8 @@
 """Rules that merge the pseudo-gradients of several units into one.
 
-A rule sees one row per unit and returns the merged row. Krum and the trimmed mean are Flower's. To add a rule, write a
-function ``(updates, options) -> update`` and its row in :data:`RULES`.
-
-Where q(u) is in natural parameters, a Δ_m that no rows can produce is left out, and rules that are not the mean compare
-units in coordinates in which q(u) is N(0, I), without those that say next to nothing. There ``agreement`` reads
-off Δ_m what the unit's rows say of u.
+To add a rule, write a function ``(updates, options) -> update`` from a row per unit and its row in :data:`RULES`. Where
+q(u) is in natural parameters, a Δ_m that no rows can produce is left out, and rules that are not the mean compare units
+in coordinates in which q(u) is N(0, I).
 """
 
 from __future__ import annotations
@@ -99,11 +96,7 @@ def merged(rule: Rule, options: FedMGPOptions, updates: Sequence[Mapping[str, Ar
 def merge_natural(
     options: FedMGPOptions, theta: Mapping[str, Array], updates: Mapping[str, NamedArrays]
 ) -> tuple[NamedArrays, tuple[str, ...]]:
-    """Merge Δ of θ = {log S, λ, h}; also the units that the rule counted.
-
-    Rows produce a positive semi-definite G_m for each latent function. A flipped or hundredfold Δ_m does not, wherever
-    a unit knows less of some direction than the others.
-    """
+    """Merge Δ of θ = {log S, λ, h} of units whose G_m are positive semi-definite; also the units that counted."""
     moved = 1 - (1 - options.natural_step) ** options.local_steps  # how far E local steps of size ρ went
     said = {site: statistics_of(theta, update, moved, 1 / len(updates)) for site, update in updates.items()}
     told = {
@@ -148,11 +141,9 @@ def statistics_of(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Coordinates v = Cᵀ(u − m) with C Cᵀ = λ, in which q(u) is N(0, I).
+    """Coordinates v = Cᵀ(u − m) with C Cᵀ = λ, in which q(u) is N(0, I): entries of λ and h differ by orders.
 
-    Entries of λ and h differ by orders of magnitude and hang together: a coordinate-wise rule in them makes an error of
-    the size of the largest eigenvalue in directions that are hardly known, and distances see nothing but the largest.
-    Here a unit moves λ to C⁻¹λ_mC⁻ᵀ and the mean by C⁻¹(h_m − λ_m m), which vanishes on average at the optimum.
+    A unit moves λ to C⁻¹λ_mC⁻ᵀ and the mean by C⁻¹(h_m − λ_m m), which vanishes on average at the optimum.
     """
 
     factor: Array  # [I, J, J]
@@ -173,11 +164,7 @@ class Frame:
 
 
 def telling(frame: Frame, updates: Mapping[str, NamedArrays], moved: float) -> dict[str, NamedArrays]:
-    """Updates whose rows say something of u: tr C⁻¹G_mC⁻ᵀ of each latent is a share of the units' median at least.
-
-    A median that counts a unit of pure noise moves towards knowing nothing, and Krum prefers what several such units
-    agree on; the mean alone can take it for what it is, a unit without rows.
-    """
+    """Updates with tr C⁻¹G_mC⁻ᵀ of each latent a share of the median at least: in a median, pure noise has no vote."""
     size = frame.factor.shape[1]
     nothing = np.square(np.linalg.solve(frame.factor, np.eye(size))).sum((1, 2))  # tr C⁻¹C⁻ᵀ
     traces = [np.trace(frame.seen(update)[PRECISION], axis1=1, axis2=2) for update in updates.values()]
@@ -188,10 +175,7 @@ def telling(frame: Frame, updates: Mapping[str, NamedArrays], moved: float) -> d
 
 
 def within_averages(update: Array, least: float) -> Array:
-    """Δ with eigenvalues of I − Δ, which was λ in coordinates of q(u), raised to ``least``.
-
-    There every unit sends (1 − c) I and what its rows say, so that no average is below it. Medians of entries can be.
-    """
+    """Δ with eigenvalues of I − Δ, λ in coordinates of q(u), raised to ``least``, below which no average is."""
     eye = np.eye(update.shape[1])
     values, vectors = np.linalg.eigh(eye - 0.5 * (update + update.transpose(0, 2, 1)))
     return np.asarray(eye - (vectors * np.maximum(values, least)[:, None]) @ vectors.transpose(0, 2, 1))

@@ -67,10 +67,7 @@ def sizes(latents: LatentFunctions) -> dict[str, int]:
 
 
 def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
-    """Pseudo-inputs W [J, D] from the pooled histograms of the standardised inputs; no site sends a row.
-
-    A grid where ``model.num-inducing`` gives it three points or more along every input, otherwise scattered points.
-    """
+    """W [J, D] from pooled histograms of the inputs: a grid of three points or more along each, or scattered ones."""
     shape, count = (yield from shape_of_inputs(roster)), config.model.num_inducing
     histogram = shape.histogram
     if histogram[:, [0, -1]].any():

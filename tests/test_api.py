@@ -13,7 +13,6 @@ from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.run import api
 from fedgp_flower.run.dependence import effects
 from fedgp_flower.run.registry import BUILT_IN, parse_config
-from strategies.server.shapes import middle
 
 FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
 
@@ -143,13 +142,6 @@ def test_no_column_is_moved_beyond_its_rows(tmp_path):
         assert seen.min() <= shown[0] <= np.quantile(seen, 0.1) + bin_width, name
         assert np.quantile(seen, 0.9) - bin_width <= shown[-1] <= seen.max(), name
     assert "dialyses" not in found  # of 98 % of the rows it says nothing
-
-
-def test_the_middle_of_a_histogram_has_rows_at_both_ends():
-    counts = np.zeros(40, dtype=int)
-    counts[[10, 20, 30, 39]] = [2, 95, 2, 1]  # the bins from -3, 0, 3 and 5.7 on, each .3 wide
-    assert middle(counts) == pytest.approx([0.3, 3.0])
-    assert middle(np.eye(40, dtype=int)[20]) == pytest.approx([0.3, 0.0])  # all in one bin: nothing to move
 
 
 def test_the_joint_distribution_is_in_original_units(finished):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fedgp_flower import cli
 from fedgp_flower.config import parse
 from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
-from fedgp_flower.files import read_arrays, read_json, write_arrays, write_bytes, write_json
+from fedgp_flower.files import read_arrays, read_json, write_arrays, write_json
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.run.artefacts import HISTORY_COLUMNS, SEALS, RunFolder, RunMetrics, held, read_posterior, read_run
@@ -171,20 +171,6 @@ def test_json_is_strict_and_plain(tmp_path):
     content = {"a": math.nan, "b": [np.float64(-math.inf), np.int64(3)], "c": np.array([1.0, math.inf]), "d": (True,)}
     write_json(path, content)
     assert json.loads(path.read_text()) == {"a": None, "b": [None, 3], "c": [1.0, None], "d": [True]}
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
-    path = tmp_path / "f"
-    write_bytes(path, b"old")
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"cannot write .*: No space"):
-        write_bytes(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

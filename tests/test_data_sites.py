@@ -13,8 +13,8 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, catalogue
 from fedgp_flower.data.datasets import Table, load_table
 from fedgp_flower.data.partitioning import Deal, deal, standard_columns
-from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
-from fedgp_flower.data.synthetic import convolved_signals, five_blocks, plane_wave, sine
+from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, write_partition
+from fedgp_flower.data.synthetic import convolved_signals, five_blocks, sine
 from fedgp_flower.errors import DataError
 
 
@@ -107,28 +107,11 @@ def test_a_real_site_holds_out_rows_by_its_id(tmp_path):
     assert as_rows(pd.concat([one.train, one.test])) == as_rows(pd.concat([other.train, other.test]))
 
 
-def test_the_id_of_a_node():
-    assert site_id({"data-path": "/srv/ward 3.csv.gz"}) == "ward 3"
-    assert site_id({"data-path": "/srv/w.csv", "site": "north"}) == "north"
-    assert site_id({"partition-id": 4, "num-partitions": 9}) == "4"
-    assert site_id({}) == ""
-
-
 def test_nodes_without_data_are_refused():
     with pytest.raises(DataError, match=r"`data-path` .* `partition-id` and `num-partitions`"):
         load_site(config(), {"state-dir": "here"})
     with pytest.raises(DataError, match="`partition-id` = 5 is not one of the 5"):
         load_site(config(), {"partition-id": 5, "num-partitions": 5})
-
-
-def test_simulated_sites_may_be_flat_and_not_too_small(tmp_path):
-    frame = pd.DataFrame({"x": [0.0, 0.0, 1.0, 1.0], "y": [1.0, 1.0, 2.0, 3.0]})
-    frame.to_csv(tmp_path / "t.csv", index=False)
-    keys = {"dataset": str(tmp_path / "t.csv"), "partitioner": "blocks", "test-fraction": 0.0}
-    first, second = ({"partition-id": k, "num-partitions": 2} for k in (0, 1))
-    assert [len(load_site(config(**keys), site).train) for site in (first, second)] == [2, 2]
-    with pytest.raises(DataError, match=r"site 0 of t\.csv: 1 training row; at least 2 are needed"):
-        load_site(config(**keys), {"partition-id": 0, "num-partitions": 4})
 
 
 N = 240
@@ -295,16 +278,6 @@ def test_sine_is_eq_18():
     assert abs(residual.mean()) < 4 * 0.5 / np.sqrt(800)
 
 
-def test_plane_wave_is_eq_19():
-    frame, (test,) = plane_wave(0)
-    assert len(frame) - test.size == 70 * 70
-    assert test.size == 30 * 30
-    grid = frame.iloc[test]
-    assert grid["x1"].nunique() == grid["x2"].nunique() == 30
-    residual = frame["y"] - 2.5 * np.sin(2 * np.pi * (frame["x1"] + frame["x2"]) / 90)
-    assert residual.std() == pytest.approx(0.4, rel=0.04)
-
-
 def test_five_blocks_are_five_separate_sites_of_one_function():
     frame, (test,) = five_blocks(0)
     spans = frame.groupby("site")["x"].agg(["min", "max"]).sort_values("min")
@@ -338,12 +311,6 @@ def test_convolved_signals_are_eq_19_of_the_fedmgp_paper():
     correlation = np.corrcoef(signals.T)[np.triu_indices(5, 1)]
     assert correlation.min() > 0.5  # one common curve
     assert signals.std(axis=0).max() / signals.std(axis=0).min() > 1.2  # amplitudes differ
-
-
-@pytest.mark.parametrize("make", [sine, plane_wave, five_blocks, convolved_signals])
-def test_synthetic_data_depend_on_the_seed_alone(make):
-    assert make(1)[0].equals(make(1)[0])
-    assert not make(1)[0].equals(make(2)[0])
 
 
 def test_a_name_a_path_and_the_environment_reach_the_same_file(folder, monkeypatch):

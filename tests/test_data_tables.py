@@ -247,15 +247,6 @@ def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: st
     assert reason in ". ".join(found)
 
 
-def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "all.csv"
-    words(60, 600).assign(x=range(600), y=range(600)).to_csv(path, index=False)
-    with pytest.raises(DataError, match=r"all\.csv: `word` has 60 levels in 600 rows; at most 50"):
-        load_table(CoreConfig.model_validate({"dataset": str(path)}))
-    monkeypatch.setattr(CoreConfig, "max_levels", 60)
-    assert load_table(CoreConfig.model_validate({"dataset": str(path)})).features == ("word", "x")
-
-
 def described(levels: range) -> SiteDescription:
     draw = np.random.default_rng(0)
     word = [f"w{levels[i % len(levels)]}" for i in range(120)]

@@ -6,16 +6,12 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import check_estimator
-from structured_problems import randomised, sparse_gp
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.methods.family import initial_global
-from fedgp_flower.methods.sfvi.posterior import NewSite
-from fedgp_flower.methods.sfvi.structured import SiteRows
 from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.options import ModelSection
 
@@ -98,10 +94,6 @@ def test_scikit_learns_own_checks_pass(kind):
     check_estimator(kind(num_rounds=3, sites=2, options=quick), expected_failed_checks=EXPECTED)
 
 
-EQUAL = {"rtol": 1e-9, "atol": 1e-10}
-"""The same operations in another order, at condition numbers below 1e5."""
-
-
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -132,20 +124,3 @@ def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_in
     for parameter in model.parameters():
         parameter.data.fill_(0.3)
     torch.testing.assert_close(exported(x).mean, before)
-
-
-@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
-def test_structured_posteriors_predict_a_new_site(name):
-    generator = torch.Generator().manual_seed(0)
-    inputs = rand(4, 2, seed=1)
-    spread = 0.5 if name == "gaussian" else 0.0
-    model = sparse_gp(inputs=inputs, likelihood=name, noise_spread=spread)
-    q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=True), generator)
-    x = 2 * rand(15, 2, seed=3)
-    site = SiteRows(x, x[:, 0], torch.zeros(15, dtype=torch.int64), torch.tensor([9]), x[:0])
-    [(exported, likelihood)] = NewSite(model, q_global, [0, 1]).export()
-    expected = model.predict(site, q_global, None)
-    observed = likelihood(exported(x))
-    torch.testing.assert_close(observed.mean, expected.mean, **EQUAL)
-    torch.testing.assert_close(observed.variance, expected.variance, **EQUAL)
-    torch.testing.assert_close(exported(x.view(3, 5, 2)).variance, exported(x).variance.view(3, 5), **EQUAL)

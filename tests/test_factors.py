@@ -120,12 +120,6 @@ def test_whitened_kl_is_that_of_torch():
     torch.testing.assert_close(q.kl(p), kl_divergence(left, right), **EXACT)
 
 
-def test_negative_precision_is_an_error_with_a_remedy():
-    factor = GaussianFactor(NaturalGaussian(torch.zeros(INDUCING).double(), 50 * torch.eye(INDUCING).double()))
-    with pytest.raises(NumericsError, match="negative precision"):
-        _ = make_draws().product([factor]).chol
-
-
 def test_a_function_that_is_known_to_be_zero_somewhere_is_predicted_there():
     """A linear kernel vanishes at the origin: so do k(x, x) and the variance of f, and σ² is all that is left."""
     draws = make_draws(kernel="linear")

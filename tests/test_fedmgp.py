@@ -325,6 +325,6 @@ def test_the_pooled_model_beside_has_the_same_functions(tmp_path: Path) -> None:
     assert (units.title, shared.title) == ("Units", "Shared latent functions")
     band, seen, held = units.body.axes[0].lines
     assert (len(band.get_xdata()), len(seen.get_xdata()), len(held.get_xdata())) == (161, 100, 100)
-    saved = found.posterior.arrays
+    saved = found.saved.arrays
     [line] = shared.body.axes[0].lines
     assert np.array_equal(line.get_ydata(), saved["latents.mean"])

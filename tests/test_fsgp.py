@@ -22,8 +22,6 @@ from strategies.server.session import Contract
 from strategies.server.shapes import points_like_inputs
 
 SGD = {"method": "fsgp", "optimizer__name": "sgd", "optimizer__steps": 1}
-PARAMETERS = "state.parameters."
-"""Prefix in a checkpoint."""
 
 
 def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
@@ -84,17 +82,6 @@ def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
     assert sampled(1, 0.41) != first
     assert len({tuple(sites) for sites in first}) > 1
     assert [len(sites) for sites in sampled(0, 0.01)] == [1, 1, 1, 1]
-
-
-def test_the_learning_rate_decays_by_rounds() -> None:
-    flat = configured(**SGD, optimizer__decay=0.5, num_server_rounds=2)
-    snapshots = Recorder()
-    strategy = run(FaultyGrid(flat, 2), snapshots)
-    again = run(FaultyGrid(flat | {"num-server-rounds": 1, "optimizer.learning-rate": 0.05}, 2))
-    first = start_of(flat, 2)
-    after = {n.removeprefix(PARAMETERS): a for n, a in snapshots.snapshots[0].arrays.items()}
-    for name in parameters(strategy):  # one step at half the rate goes half as far
-        assert parameters(again)[name] - first[name] == pytest.approx(0.5 * (after[name] - first[name]), rel=1e-9)
 
 
 def test_sums_of_honest_rows_are_never_refused() -> None:

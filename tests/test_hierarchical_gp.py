@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, run, waves
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, run, waves
 from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.messages import add
@@ -124,14 +124,6 @@ def test_a_run_converges_and_says_so(calm: tuple[Any, Recorder]) -> None:
     assert set(details["relevance"]) == {"trend", "deviation"}
     values = [row["objective"] for row in recorder.rows]
     assert values[-1] > values[0] + 0.3
-
-
-def test_a_lost_site_ends_a_step_not_the_run(three: list[dict[str, Any]], calm: tuple[Any, Recorder]) -> None:
-    """Without it the total belongs to another bound, so the point is taken; when it is back, once more."""
-    strategy = run(FaultyGrid(tiny(), three, Fault("b", lost, ("train.expansion",), range(3, 4))))
-    assert "b" in blamed(strategy)
-    assert strategy.current.sites == ("a", "b", "c")
-    assert strategy.details()["bound"] == pytest.approx(calm[0].details()["bound"], abs=0.3)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,10 @@ from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.machines import Coordinator
-from fedgp_flower.deploy.processes import TOKEN, Processes, family, free_ports
+from fedgp_flower.deploy.processes import MARK, Processes, family, free_ports
 from fedgp_flower.deploy.submission import PROFILES, Flower, installed_home
 from fedgp_flower.errors import DataError, RunError
-from fedgp_flower.run.user_config import complete_config, parse_assignments, run_folder
-
-
-def test_assignments_take_the_type_of_their_key() -> None:
-    found = {"name": "007", "model.kernel": "matern52 + linear", "seed": 3, "optimizer.learning-rate": 0.5}
-    assert parse_assignments([*(f"{key}={value}" for key, value in found.items()), "resume=true"]) == found | {
-        "resume": True
-    }
+from fedgp_flower.run.user_config import complete_config, run_folder
 
 
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +122,7 @@ subprocess.run([sys.executable, "-c", "{SLEEP}"], start_new_session=True, env={{
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", SLEEP], env=os.environ | {TOKEN: "0" * 32})
+    process = subprocess.Popen([sys.executable, "-c", SLEEP], env=os.environ | {MARK: "0" * 32})
     yield process
     process.kill()
     process.wait()

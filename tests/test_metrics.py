@@ -54,28 +54,6 @@ def test_scores_of_one_row_meet_the_definitions(means, sds, y):
         assert score.sums[f"inside-{level}"] == float(abs(cdf(y) - 0.5) <= level / 200)
 
 
-@pytest.mark.parametrize(
-    ("scores", "arguments", "words"),
-    [
-        (gaussian_scores, ([0.0], [-1.0], [0.0]), "`sd` of a prediction is not positive in 1 places"),
-        (gaussian_scores, ([np.nan], [1.0], [0.0]), "`mean` of a prediction is not finite"),
-        (bernoulli_scores, ([np.nan], [1]), r"not in \[0, 1\]"),
-        (bernoulli_scores, ([0.5], [2]), "neither 0 nor 1"),
-        (class_scores, ([[0.5, 0.4]], [0]), "sum to one"),
-        (class_scores, ([[0.5, 0.5]], [2]), "classes 0 to 1"),
-    ],
-)
-def test_what_cannot_be_scored_is_an_error(scores, arguments, words):
-    with pytest.raises(NumericsError, match=words):
-        scores(*arguments)
-
-
-def test_far_outliers_keep_a_finite_mixture_density():
-    nll = mixture_scores([[0.0], [1.0]], [[1.0], [1.0]], [60.0]).sums["nll"]
-    # The nearer component dominates: −log ½N(60 | 1, 1), the other is e^−59.5 of it.
-    assert nll == pytest.approx(0.5 * 59**2 + 0.5 * math.log(2 * math.pi) + math.log(2), rel=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "mixture", "bernoulli"])
 def test_scores_of_pieces_add_to_the_scores_of_the_whole(kind):
     rng = np.random.default_rng(2)

@@ -26,14 +26,6 @@ def test_adam_state_takes_the_steps_of_torch(kind, tolerance):
     assert state.step == 29
 
 
-def test_adam_state_counts_steps_for_all_parameters_together():
-    _, state = AdamState().update({"a": np.ones(2)}, 0.1)
-    moves, state = state.update({"b": np.ones(())}, 0.1)
-    np.testing.assert_allclose(moves["b"], 0.1 * (0.1 / (1 - 0.9**2)) / np.sqrt(0.001 / (1 - 0.999**2)), rtol=1e-6)
-    np.testing.assert_array_equal(state.first["a"], 0.1 * np.ones(2))
-    assert all(isinstance(value, np.ndarray) for value in (moves["b"], state.first["b"], state.second["b"]))
-
-
 def test_adam_stops_when_windows_no_longer_rise():
     x = torch.zeros(1).double().requires_grad_()
     settings = AdamSettings(steps=1000, learning_rate=0.1, window=20)

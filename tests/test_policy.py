@@ -268,6 +268,17 @@ def test_no_handler_answers_past_the_policy(name, tmp_path):
     assert all(line["rules"][-1]["rule"] == "kinds" and line["refused"] and not line["arrays"] for line in lines)
 
 
+@pytest.mark.parametrize("settings", [{}, {"run": "r"}, {"run": "r", "round": -1}, {"run": "", "round": 0}])
+def test_a_message_of_no_run_or_round_is_refused_and_written_down(settings, tmp_path):
+    node = {"site": "a", "data-path": "no file", "audit": str(tmp_path / "audit.jsonl")}
+    grid = InProcessGrid(client_app.app, configured(sites=1), [node])
+    content = RecordDict({"config": ConfigRecord(settings)})
+    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type="query.describe"))
+    assert "names no run, or no round" in reply.content.config_records["config"]["error"]
+    [line] = audit.read(tmp_path / "audit.jsonl").lines
+    assert "names no run" in line["refused"]
+
+
 @pytest.mark.parametrize("settings", [{}, {"masked": "{}"}])
 def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
     """The guard looks at the answer itself: nothing is in the clear under masks, or before a message is admitted."""

@@ -214,10 +214,3 @@ def test_the_report_shows_factors_and_free_energy_and_too_few_sites_are_refused(
     assert not (tmp_path / "left").exists()
     titles = {panel.title for panel in pvi_figures.panels(read_run(run))}
     assert {"Posterior of the hyperparameters", "What each factor says", "Free energy"} <= titles
-
-
-def test_a_round_without_a_visit_stays_where_the_last_one_was() -> None:
-    history = pd.DataFrame({"round": [1, 2, 3, 4], "visits": [np.nan, 2, np.nan, 4], "test_nll": [4.0, 3.0, 2.5, 2.0]})
-    figure = figures.convergence(history, [], "m")
-    assert figure is not None
-    np.testing.assert_allclose(figure.axes[0].lines[0].get_xdata(), [0, 2, 2, 4])

@@ -16,7 +16,6 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
-from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, PseudoPoints, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -395,14 +394,6 @@ def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
     assert (after.version, figures, dict(after.sent)) == (0, {}, {"1": 0, "2": 0})
     question = next(one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
     assert set(question.requests) == {"0"}
-
-
-def test_a_resumed_run_asks_again_what_was_under_way() -> None:
-    problem, plan = Problem(3), Plan("asynchronous")
-    line = Line(sites_of(problem))
-    state, _ = line.arrive(one_round(first(), roster_of(problem, 1), plan, LINEAR), "1")
-    question = next(one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
-    assert set(question.requests) == {"0", "1", "2"}
 
 
 def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:

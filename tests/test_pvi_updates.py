@@ -185,14 +185,3 @@ def test_a_mini_batch_stands_for_all_rows() -> None:
     assert found[1].trace.values == pytest.approx(found[0].trace.values, rel=1e-10)
     torch.testing.assert_close(found[1].factor.targets, found[0].factor.targets)
     assert abs(found[0].trace.values[0]) > 1.0
-
-
-@pytest.mark.parametrize(("rows", "number"), [(60, 20), (60, 12), (60, 8), (5001, 400), (3, 1)])
-def test_averages_keep_the_sums_of_rows(rows, number):
-    data = sine(rows)
-    own = averages(data, number)
-    weights = own.root.square()
-    assert len(weights) == number
-    assert float(weights.max() - weights.min()) <= 2
-    torch.testing.assert_close(weights @ own.targets, data.targets.sum())
-    torch.testing.assert_close(weights @ own.inputs, data.inputs.sum(0))

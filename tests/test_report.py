@@ -156,17 +156,6 @@ def test_the_curve_draws_mean_and_the_95_percent_band():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "y")
 
 
-def test_the_parity_plot_tells_hits_from_misses():
-    rows = pd.DataFrame({"mean": [0.0, 0.0, 0.0, 1.0], "sd": 1.0, "target": [1.9, 2.0, -2.0, 1.0]})
-    ax, residuals = figures.parity(rows, "$y").axes
-    found = {line.get_label(): len(line.get_xdata()) for line in ax.lines}
-    assert (found["inside"], found["outside"]) == (2, 2)
-    assert ax.get_ylabel() == r"observed \$y"
-    [missed] = [line for line in residuals.lines if line.get_label() == "outside"]
-    assert missed.get_ydata() == pytest.approx([2.0, -2.0])
-    assert {tuple(np.round(bar[:, 1], 6)) for bar in residuals.collections[0].get_segments()} == {(-1.959964, 1.959964)}
-
-
 @pytest.mark.parametrize("days", [1, 240, 3000])
 def test_dates_of_any_span_have_ticks_without_a_warning(days):
     values, flat = np.linspace(8000.0, 8000.0 + days, 41), np.ones(41)
@@ -203,16 +192,6 @@ def test_convergence_draws_baselines_and_frames_the_late_rounds():
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")
     assert figures.convergence(history[:1], [], "m") is None
-
-
-def test_many_sites_become_a_scatter_and_few_a_dot_plot():
-    here, there = ({f"s{k}": k + shift for k in range(50)} for shift in (0.0, 0.5))
-    few = figures.sites(dict(list(here.items())[:5]), dict(list(there.items())[:4])).axes[0]
-    assert [tick.get_text() for tick in few.get_yticklabels()] == ["s0", "s1", "s2", "s3", "s4"]
-    many = figures.sites(here, there).axes[0]
-    assert many.get_xlabel().startswith("local-only")
-    np.testing.assert_allclose(many.lines[1].get_xdata() - many.lines[1].get_ydata(), 0.5)
-    assert figures.sites({}, {}) is None
 
 
 LOGS = {"kernel.log_lengthscale": np.log([[4.0, 0.5, 90.0]]), "kernel.log_outputscale": np.array(0.3)}

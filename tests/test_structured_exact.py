@@ -22,7 +22,6 @@ from fedgp_flower.methods.family import (
     with_named,
 )
 from fedgp_flower.methods.sfvi.classes import Multinomial
-from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from strategies.server.questions import drive
@@ -363,18 +362,6 @@ def test_gp_prediction_agrees_with_draws(generator, known):
     spread = 0.09 * float(coupled) if known else 0.09
     expected = 0.2 * math.exp(2 * mean_offset + 2 * spread)  # σ² E e^{2ζ}
     torch.testing.assert_close(closed.variance - variance, torch.full((3,), expected, dtype=torch.float64))
-
-
-def test_farthest_points_spread_and_do_not_repeat():
-    rows = torch.tensor([[0.0], [0.1], [1.0], [1.0], [0.45], [-1.0]], dtype=torch.float64)
-    chosen = farthest_points(rows, 3)
-    assert sorted(float(v) for v in chosen[:, 0]) == [-1.0, 0.1, 1.0] or sorted(float(v) for v in chosen[:, 0]) == [
-        -1.0,
-        0.45,
-        1.0,
-    ]
-    everything = farthest_points(rows, 10)
-    assert sorted(float(v) for v in everything[:, 0]) == [-1.0, 0.0, 0.1, 0.45, 1.0]
 
 
 def test_local_steps_are_those_of_torchs_adam(generator):

@@ -14,10 +14,10 @@ from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.messages import add
 from fedgp_flower.scores import transformed_moments, transformed_quantiles, transformed_scores
 from fedgp_flower.shared_messages import TargetMoments
-from fedgp_flower.transforms import TRANSFORMS, Transform
+from fedgp_flower.transforms import Transform
 from strategies.server.enrolment import chosen
 
-POWERS = TRANSFORMS["yeo-johnson"].powers
+POWERS = Transform("yeo-johnson").powers
 Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])
 
 

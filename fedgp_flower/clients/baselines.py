@@ -49,8 +49,7 @@ PRIORS: dict[str, Callable[[WiredModel], Tensor]] = {
 def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: bool) -> Scores:
     """Scores of a GP of these rows at the mode of its hyperparameters: exact for few rows of one site, else sparse.
 
-    Pooled rows have the hyperprior of the method that they are compared with. Where all targets are one number,
-    hyperparameters stay as configured: a fit would let noise vanish.
+    Pooled rows have the hyperprior of the method. Where all targets are one number nothing is fitted.
     """
     if not len(rows.y_test):
         return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), rows.y_test)

@@ -1,12 +1,7 @@
 """What stands before a site's rows: its owner's policy, totals under masks, and the log of what leaves.
 
-A guard is of one message. It admits the message before any row is read, it lets the handler's answer out as it may
-leave, and it writes the reply down before it is sent.
-
-What a site has answered under masks stands in the folder of its state, or in the node's Context where it has none,
-*before* the reply leaves: a site that forgets can be asked the same under another roster. The same request gets the
-same bytes. With ``state-dir`` one question of a run is answered at a time, also where Flower starts a process for each:
-two that were asked at once would not know of each other.
+What a site has answered under masks is kept *before* the reply leaves, in the folder of its state or in its Context: a
+site that forgets could be asked the same under another roster. With a folder one question is answered at a time.
 """
 
 from __future__ import annotations
@@ -78,7 +73,8 @@ class Guard:
     def __init__(self, message: Message, context: Context) -> None:
         self.message, self.context = message, context
         self.kind, self.given = message.metadata.message_type, settings_of(message)
-        self.run, self.round = str(self.given["run"]), int(str(self.given["round"]))
+        self.run, number = str(self.given.get("run", "")), self.given.get("round")
+        self.round = number if isinstance(number, int) else -1
         self.masked = REQUEST in self.given
         self.rules = Rules(self.kind, self.masked)
         self.in_clear = False
@@ -89,10 +85,11 @@ class Guard:
     def admit(self, config: RunConfig, answer: object) -> None:
         """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted.
 
-        A question under masks is understood by the context alone, which its masks are bound to. A site that were told
-        of other settings, or of no scales, would add another summand or none, under masks that cancel: from that total
-        and the one before follows what it adds.
+        Under masks the context alone may say what is asked: a site told of other settings than the rest would add
+        another summand, which the difference of two totals shows.
         """
+        if not self.run or self.round < 0:
+            raise ProtocolError("the message names no run, or no round: it comes from no server of this app")
         if self.masked and (SHARED not in self.given or CONFIGURATION in self.given):
             found = "brings a configuration" if CONFIGURATION in self.given else "names no context"
             raise ProtocolError(
@@ -121,10 +118,7 @@ class Guard:
         return Outgoing({}, numbers, {"key": member.key, "signature": member.signature})
 
     def summand(self, request: object, shared: str, handler: Callable[[], object]) -> Outgoing:
-        """The handler's answer under masks, or masked zeros where it fails and the shape is known.
-
-        ``shared`` is the hash of the context that the request is understood by.
-        """
+        """The handler's answer under masks; ``shared`` is the hash of the context that the request is understood by."""
         question, party = self._question(content_digest(shared, encode(request))), Party.of(self.context.node_config)
         journal, member = Journal(self.context, self.run), party.identity.member(self.run, party.site)
         texts: dict[str, str | bool] = {ANSWERS: question.digest}
@@ -139,7 +133,6 @@ class Guard:
         return Outgoing({WORDS: words}, {"num-examples": 0}, texts)
 
     def _question(self, content: str) -> MaskedQuestion:
-        """The question as this site has received it."""
         try:
             said = json.loads(str(self.given[REQUEST]))
             sites, number = [str(site) for site in said["sites"]], int(said["number"])
@@ -246,11 +239,7 @@ class Journal:
 
 
 def _summand(question: MaskedQuestion, handler: Callable[[], object]) -> tuple[masks.Words, Layout]:
-    """The site's summand, or zeros and a count of zero where it has none.
-
-    Whatever the reason: the others' masks need its words. The total says how many added nothing; the reason stays in
-    the site's log.
-    """
+    """The site's summand, or zeros and a count of zero where it fails: the others' masks need its words."""
     try:
         found = handler()
         if not is_summand(type(found)):

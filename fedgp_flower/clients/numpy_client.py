@@ -1,12 +1,7 @@
 """A site's half of every method: handlers of typed messages, behind Flower's ``NumPyClient``.
 
-A handler has the name of the message that it answers: ``query.statistics`` is answered by ``statistics``, ``train`` by
-``train``. Its annotations name the classes of the request and of the answer::
-
-    def statistics(self, request: Parameters) -> Statistics: ...
-
-The kind of a message is Flower's ``message_type`` and nothing else. :meth:`SiteClient.answer` is the only way to a
-handler: it knows the complete kind, so that ``train.statistics`` does not reach what answers ``query.statistics``.
+A handler has the name of the message that it answers, and its annotations name the classes of request and answer:
+``query.statistics`` is answered by ``def statistics(self, request: Parameters) -> Statistics``.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ from fedgp_flower.shared_messages import (
     WeightedStep,
     with_ones,
 )
-from fedgp_flower.transforms import TRANSFORMS
+from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:
@@ -256,9 +251,9 @@ def target(client: SiteClient, request: TargetPowers) -> TargetMoments:
     """Sums of the transformed training targets, for each power that it could have."""
     site = client.site
     y = site.train[site.target].to_numpy(dtype=np.float64)
-    family = TRANSFORMS[client.config.transform.target]
-    moved = np.stack([family.forward(y, power) for power in request.powers]) - request.centres[:, None]
-    slopes = np.array([family.log_slope(y, power).sum() for power in request.powers])
+    family = [Transform(client.config.transform.target, float(power)) for power in request.powers]
+    moved = np.stack([one.forward(y) for one in family]) - request.centres[:, None]
+    slopes = np.array([one.log_slope(y).sum() for one in family])
     return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
 
 

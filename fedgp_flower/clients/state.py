@@ -1,14 +1,7 @@
-"""What a site remembers between messages of one run: in the node's Context, and on its disk where it has a folder.
+"""What a site remembers between messages of one run: in its Context, and on its disk where it has a ``state-dir``.
 
-Flower keeps a Context in memory only: a SuperNode that is restarted has lost it. With ``state-dir`` in the node
-configuration the state is also a file. It carries the run's id: another run starts empty.
-
-A site remembers with which rows it entered a run, and refuses to answer with others. It keeps HMAC(salt, table) with a
-salt drawn for the run, which says nothing of the rows to anybody who does not have them.
-
-Flower starts a process for each message of a real site. Rows as messages use them are kept beside the state, so that a
-later message reads no table and imports no pandas. They are of one run, configuration and agreement, and of files with
-the same bytes; anything else is removed and made anew.
+A SuperNode that is restarted has lost its Context. Of its rows a site keeps HMAC(salt, table), to refuse other ones
+later, and the encoded rows, so that a later message reads no table and imports no pandas.
 """
 
 from __future__ import annotations
@@ -19,12 +12,10 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -35,7 +26,7 @@ from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.privacy.policy import Decision, Rules
-from fedgp_flower.records import CONSTANTS, SHARED, array_record, numpy_arrays, record_of, settings_of
+from fedgp_flower.records import array_record, numpy_arrays, record_of
 from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
@@ -100,37 +91,6 @@ def save_state(context: Context, state: SiteState) -> None:
         _write_arrays(path, state.arrays, {"run": state.run, "updates": str(state.updates)})
     context.state[ARRAYS] = array_record(state.arrays)
     context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
-
-
-# What all sites share.
-
-
-def shared_of(message: Message, context: Context) -> ConfigRecord | None:
-    """What a message is understood by, kept here if the message brings it; None where it was sent and is lost."""
-    digest = settings_of(message).get(SHARED)
-    if digest is None:
-        return ConfigRecord()
-    brought = record_of(message.content, SHARED, ConfigRecord)
-    if brought is not None:
-        context.state[SHARED] = ConfigRecord({**brought, "digest": str(digest)})
-        context.state[CONSTANTS] = record_of(message.content, CONSTANTS, ArrayRecord) or ArrayRecord()
-    kept = record_of(context.state, SHARED, ConfigRecord)
-    return kept if kept is not None and kept["digest"] == digest else None
-
-
-def preparation_of(shared: ConfigRecord) -> Preparation | None:
-    """The columns and scales that the sites agreed on; None before they have."""
-    names = ("input.mean", "input.scale", "target.mean", "target.scale")
-    if "schema" not in shared:
-        return None
-    return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
-
-
-@lru_cache(maxsize=8)
-def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    """Sites that share a process agreed on the same."""
-    arrays = {name: np.reshape(values, -1 if name.startswith("input") else ()) for name, values in numbers}
-    return Preparation.from_wire(arrays, schema)
 
 
 # The rows.

@@ -1,8 +1,7 @@
 """Decide what kind a column is, and refuse cells a model cannot use, by file, column and row.
 
-A column is numeric when at least half of its non-empty cells are numbers; its other cells are then errors. Any other
-column is categorical and its cells are levels. A decimal comma is read as a point. Rows are counted from 1 and do not
-count the header.
+A column is numeric when at least half of its filled cells are numbers; its other cells are then errors. Any other
+column is categorical and its cells are levels. A decimal comma is read as a point. Rows are counted from 1.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.transforms import TRANSFORMS
+from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
 THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
@@ -50,10 +49,7 @@ def typed(
     kinds: Mapping[str, Kind] | None = None,
     missing: str = "error",
 ) -> pd.DataFrame:
-    """The named columns as float64 (numeric) or text (categorical), every cell usable or missing.
-
-    A column without a kind in ``kinds`` is judged by its cells. Where ``missing`` is ``error`` no cell may be missing.
-    """
+    """The named columns as float64 (numeric) or text (categorical), every cell usable or missing."""
     found, problems = cells_of(frame, names, kinds or {}, missing)
     if problems:
         raise DataError(f"{file}: {problems}")
@@ -132,11 +128,7 @@ def number_labels(numbers: pd.Series) -> pd.Series:
 
 
 def codes_in(frame: pd.DataFrame) -> dict[str, Mask]:
-    """Cells of typed numbers that may be a code for a missing cell, such as −999, by column.
-
-    A number other than zero is suspected where it repeats and lies outside of all others, farther from the nearest than
-    they are from each other.
-    """
+    """Cells that may be a code for a missing one, such as −999: they repeat, and lie far outside of all others."""
     found = {str(name): _codes(column.to_numpy()) for name, column in frame.items() if column.dtype == np.float64}
     return {name: mask for name, mask in found.items() if mask.any()}
 
@@ -175,7 +167,7 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str) 
     wrong = (values < 0) | (values != np.round(values))
     if likelihood == "poisson" and wrong.any():
         raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
-    if transform in TRANSFORMS and TRANSFORMS[transform].positive and (values <= 0).any():
+    if transform in TRANSFORMS and Transform(transform).positive and (values <= 0).any():
         raise DataError(
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
             " Set it to 'yeo-johnson', which takes any"
@@ -199,11 +191,7 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
 
 
 def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
-    """A sentence for each typed text column whose levels are nearly unique, or more than ``most``.
-
-    The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
-    a new row, even where some of them come back. Two levels are a class, however few the rows.
-    """
+    """A sentence for each text column whose levels are nearly unique, or more than ``most``: levels leave the site."""
     problems = []
     for name in (name for name in names if kind_of(frame[name]) == "categorical"):
         levels = int(frame[name].nunique())

@@ -35,10 +35,7 @@ OPENML = "openml/"
 def choose_columns(
     config: CoreConfig, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Feature columns and target among the columns of a table.
-
-    ``target`` is the usual one of the data set; columns set ``aside`` are neither unless the configuration names them.
-    """
+    """Feature columns and target; those set ``aside`` are neither unless the configuration names them."""
     spare = {*aside, *([config.partition.column] if config.partitioner == "natural" else [])}
     usable = [name for name in names if name not in spare]
     goal = config.target or target or ("y" if "y" in names else usable[-1] if usable else "")
@@ -130,11 +127,7 @@ def checked(
     file: str,
     kinds: Mapping[str, Kind] | None = None,
 ) -> pd.DataFrame:
-    """Features and target of a table as it was read, typed; ``kinds`` are the features' where they are settled.
-
-    Dates are turned into numbers as ``dates`` says. As ``missing`` says, rows with a missing cell are left out; those
-    without a target always are, where it allows any missing cell. The index of the result says which rows were kept.
-    """
+    """Features and target, typed, without rows that ``missing`` drops; ``kinds`` are those settled for features."""
     require_columns(raw, [*features, target], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
     numbered = with_numbers(raw, names, file).reset_index(drop=True)

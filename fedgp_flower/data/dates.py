@@ -1,8 +1,4 @@
-"""Columns of dates. As levels of text, every day would be a separate input and tell a model nothing.
-
-Such columns are recognised, and refused or turned into numbers. The name of each number says which part of which column
-it is, so a saved model needs no other record of it.
-"""
+"""Columns of dates are refused or turned into numbers, whose names say which part of which column they are."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ SHARE = 0.9
 
 
 def readings(column: pd.Series) -> list[pd.Series]:
-    """The days of a column, in each way that reads its cells; none where it is no column of dates.
-
-    Two where day and month can be exchanged without a cell that contradicts it. Tables of sites that were put together
-    may hold dates of several looks.
-    """
+    """The days of a column in each way that reads its cells: two where day and month can be exchanged everywhere."""
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
         return [column.dt.tz_localize(None)]
     if pd.api.types.is_numeric_dtype(column.dtype):
@@ -83,11 +75,7 @@ def source(name: str, present: Iterable[str]) -> str:
 
 
 def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.DataFrame:
-    """The table with the named numbers of its dates.
-
-    ``days`` counts from 1 January 2000; ``sine`` and ``cosine`` are those of 2π (day of the year − 1) / 365.2425. The
-    time of day is not looked at.
-    """
+    """The table with the named numbers: days since 2000, sine and cosine of 2π (day of the year − 1) / 365.2425."""
     present = [str(name) for name in frame.columns]
     made: dict[str, pd.Series] = {}
     for name in names:

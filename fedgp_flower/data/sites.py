@@ -202,10 +202,7 @@ def _site(
     codes: Mapping[str, Mask],
     where: str,
 ) -> RawSite:
-    """A site of rows to train on and of held-out rows, with a warning about cells that may be codes.
-
-    The warning does not repeat the number, which is a cell of the table.
-    """
+    """A site of rows to train on and held-out rows; the warning about codes does not repeat the number, a cell."""
     if (count := len(both[0])) < LEAST_ROWS:
         raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")
     found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
@@ -262,10 +259,7 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
 def real_site(
     config: CoreConfig, site: str, label: str, tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
-    """A real site: its rows to train on, and its held-out rows or a share of the first, each with its name in errors.
-
-    ``usual_target`` is the target where the configuration names none.
-    """
+    """A real site from tables with names for errors: rows to train on, and held-out rows if there is a second."""
     file, raw = tables[0]
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
     frame, target = checked(raw, *columns, config, file).reset_index(drop=True), columns[1]

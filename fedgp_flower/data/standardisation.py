@@ -1,10 +1,4 @@
-"""A site's half of federated standardisation: describe its rows by sums, and encode them as the sites agreed.
-
-The server's half is :mod:`fedgp_flower.agreement`. A column of numbers is described by its sum, its sum of
-squares about the site's mean, and what rounding took from the sum; a categorical column by how often each level
-occurs. The agreed preparation turns a numeric column into one standardised input and a categorical one into
-indicators. A level that is not among the agreed ones counts as :data:`OTHER`, if that is one of them.
-"""
+"""A site's half of federated standardisation: describe its rows by sums, and encode them as the sites agreed."""
 
 from __future__ import annotations
 
@@ -26,17 +20,6 @@ from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
 
-def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[list[Column], str]:
-    """Columns of a table whose cells are typed, the target last, and the JSON that names them."""
-    kinds = {name: kind_of(frame[name]) for name in (*features, target)}
-    columns = [
-        Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
-        for name, kind in kinds.items()
-    ]
-    *entries, last = (column.as_json() for column in columns)
-    return columns, json.dumps({"features": entries, "target": last})
-
-
 def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
     return frame[[column.name for column in columns if column.kind == "numeric"]].to_numpy(dtype=np.float64)
 
@@ -49,12 +32,7 @@ def _level_counts(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
 
 
 def summed(values: Array) -> tuple[Array, Array, Array]:
-    """Sum s, what rounding took from it, and squares about the mean, down the rows of [N, D]: three arrays [D].
-
-    NaN is a cell that does not count. With the mean c = s/N as any machine computes it from s, the second is Σ(x − c)
-    and the third Σ(x − c)². The second is zero but for rounding; it lets sums over sites be exact where a column's
-    offset dwarfs its spread.
-    """
+    """Σx, Σ(x − c), which is rounding, and Σ(x − c)², c = Σx / N, of the columns of [N, D]; NaN does not count."""
     total = np.nansum(values, axis=0)
     deviation = values - total / np.maximum((~np.isnan(values)).sum(axis=0), 1)
     return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
@@ -63,11 +41,14 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
 def describe(
     frame: pd.DataFrame, features: Sequence[str], target: str, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> SiteDescription:
-    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed.
-
-    With public ``ranges`` it is that of as many rows spread evenly over them, and tells only how many rows there are.
-    """
-    columns, schema = _schema(frame, features, target)
+    """Sums and level counts of typed training rows; with public ``ranges``, of as many rows spread evenly over them."""
+    kinds = {name: kind_of(frame[name]) for name in (*features, target)}
+    columns = [
+        Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
+        for name, kind in kinds.items()
+    ]
+    *entries, last = (column.as_json() for column in columns)
+    schema = json.dumps({"features": entries, "target": last})
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
     sums, missing = summed(values), np.isnan(values).sum(axis=0)
     if ranges:
@@ -161,11 +142,11 @@ class Preparation:
 def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> Array:
     if name not in arrays:
         raise ProtocolError(f"the preparation lacks the array `{name}`")
-    value, positive = np.asarray(arrays[name], dtype=np.float64), name.endswith("scale")
+    value = np.asarray(arrays[name], dtype=np.float64)
     if value.shape != shape:
         raise ProtocolError(f"the preparation's `{name}` has shape {value.shape}; the schema needs {shape}")
-    if not np.isfinite(value).all() or (positive and (value <= 0).any()):
-        raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * positive}")
+    if not np.isfinite(value).all() or (name.endswith("scale") and (value <= 0).any()):
+        raise ProtocolError(f"the preparation's `{name}` must be finite, and positive where it is a scale")
     return value
 
 
@@ -195,10 +176,7 @@ def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
 
 
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
-    """Standardised inputs [N, D] of typed rows; a level unknown to the schema has all its indicators zero.
-
-    A missing cell has the mean over all sites in its inputs, or NaN where rows with missing cells are left out.
-    """
+    """Standardised inputs [N, D] of typed rows; a missing cell has the mean over sites, or NaN if rows are dropped."""
     require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
     blocks = [np.empty((len(frame), 0))]
     for column in preparation.columns:

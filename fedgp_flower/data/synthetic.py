@@ -30,10 +30,7 @@ def _digest(*parts: str | int) -> bytes:
 
 
 def sine(seed: int) -> Made:
-    """f(x) = 3 sin(2πx/20) on [−10, 10], 500 training and 300 test inputs evenly spaced, noise sd 0.5.
-
-    Guo et al., Federated sparse Gaussian processes (2022), Eq. 18.
-    """
+    """f(x) = 3 sin(2πx/20) on [−10, 10], 500 training, 300 test inputs, noise sd 0.5 (Guo et al. 2022, Eq. 18)."""
     noise = generator(seed, "sine")
     parts = [np.linspace(-10, 10, count) for count in (500, 300)]
     x = np.concatenate(parts)
@@ -42,10 +39,7 @@ def sine(seed: int) -> Made:
 
 
 def plane_wave(seed: int) -> Made:
-    """f(x) = 2.5 sin(2π(x₁ + x₂)/90) on [−25, 25]², training grid 70 × 70, test grid 30 × 30, noise sd 0.4.
-
-    Guo et al., Federated sparse Gaussian processes (2022), Eq. 19.
-    """
+    """f(x) = 2.5 sin(2π(x₁ + x₂)/90) on [−25, 25]², 70 × 70 and 30 × 30 points, noise sd 0.4 (Guo et al., Eq. 19)."""
     noise = generator(seed, "plane-wave")
     grids = [np.meshgrid(axis, axis, indexing="ij") for axis in (np.linspace(-25, 25, 70), np.linspace(-25, 25, 30))]
     x1, x2 = (np.concatenate([grid[axis].ravel() for grid in grids]) for axis in (0, 1))
@@ -54,11 +48,7 @@ def plane_wave(seed: int) -> Made:
 
 
 def five_blocks(seed: int) -> Made:
-    """A draw of a GP seen by five sites, each on a different block of x: 40 training and 20 test rows a site.
-
-    Blocks [2.4k − 0.8, 2.4k + 0.8], k = −2..2, leave gaps of 0.8 between the sites. The kernel is RBF with
-    lengthscale 1 and variance 1, noise sd 0.1, so that a method can be held against the true hyperparameters.
-    """
+    """A draw of a GP, lengthscale 1, variance 1, noise sd 0.1, seen by five sites, each on a different block of x."""
     draw = generator(seed, "five-blocks")
     site = np.repeat(np.arange(5), 60)
     x = 2.4 * (site - 2) + draw.uniform(-0.8, 0.8, site.size)
@@ -68,11 +58,10 @@ def five_blocks(seed: int) -> Made:
 
 
 def convolved_signals(seed: int) -> Made:
-    """Five units that see one smooth curve through different smoothing windows; the first misses (0, 1].
+    """Five units that see one smooth curve g through different windows (FedMGP, Eq. 19); the first misses (0, 1].
 
-    y_m(x) = δ_m ∫ ψ(x − u; 0, λ_m) g(u) du + ε_m (FedMGP, Eq. 19): g is a draw of a GP with an RBF kernel of
-    lengthscale 0.1, ψ a Gaussian density of width λ_m ~ U(2, 10) grid steps, δ_m ~ U(0.5, 3), ε_m ~ N(0, 0.1²), on 200
-    evenly spaced points of [−1, 1]. The test rows are those of the first unit above 0, which no unit may train on.
+    y_m(x) = δ_m ∫ ψ(x − u; 0, λ_m) g(u) du + ε_m with a Gaussian density ψ of width λ_m ~ U(2, 10) grid steps,
+    δ_m ~ U(0.5, 3), ε_m ~ N(0, 0.1²), on 200 points of [−1, 1]. The test rows are those of the first unit above 0.
     """
     from scipy.ndimage import gaussian_filter1d  # noqa: PLC0415  a third of a second, for one data set
 

@@ -1,8 +1,4 @@
-"""Read a CSV or Parquet file as it is, refusing files that cannot be a table with a header.
-
-Nothing here or in :mod:`fedgp_flower.data.cells` puts the content of a cell into a message: a site's error travels to
-the server. A header that holds numbers may be a row of data, so its names are not repeated either.
-"""
+"""Read a CSV or Parquet file as it is; no cell stands in a message, for a site's error travels to the server."""
 
 from __future__ import annotations
 
@@ -45,10 +41,7 @@ def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
-    """The file's columns, by name, with the types the file suggests; missing cells are NaN.
-
-    ``as_written`` keeps the cells of a CSV as text: ids keep their zeros.
-    """
+    """The file's columns; missing cells are NaN. ``as_written`` keeps cells of a CSV as text: ids keep zeros."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")
     if not path.name.endswith(SUFFIXES):

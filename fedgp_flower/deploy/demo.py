@@ -47,11 +47,7 @@ def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) ->
 
 @contextmanager
 def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bool = False) -> Iterator[Flower]:
-    """A SuperLink and a SuperNode for each file, all online, with the operator's command line.
-
-    Sites run the ``app`` of this fingerprint, or ``any``; otherwise that of this project. ``masked`` ones trust each
-    other's keys, and so answer under masks alone.
-    """
+    """A SuperLink and a SuperNode a file; ``app`` is a fingerprint or ``any``; ``masked`` sites have trust files."""
     superlink, control, *ports = free_ports(2 + len(files))
     coordinator = Coordinator.create(folder / "coordinator", HOST, superlink, control)
     sites = [site.approve(app) if app else site for site in join_sites(coordinator, folder, files)]

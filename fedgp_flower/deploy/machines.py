@@ -266,10 +266,7 @@ class SiteFolder:
 
 
 def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[Path] = ()) -> None:
-    """Write a systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words whenever it ends.
-
-    A container has the network of its machine, and its folder and ``files`` under the same paths.
-    """
+    """A systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words and see these files."""
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     readable = " ".join(_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files))
@@ -294,12 +291,10 @@ def _unit_path(path: Path) -> str:
 
 
 def _authority(folder: Path) -> Path:
-    """The folder of the authority beside that of its SuperLink."""
     return folder.with_name(f"{folder.name}-authority")
 
 
 def _of_known_shapes(content: Mapping[str, object], where: str) -> dict[str, str]:
-    """The values of an invitation."""
     if content.keys() != SHAPES.keys():
         odd = ", ".join(sorted(content.keys() ^ SHAPES.keys()))
         raise ConfigError(f"{where}: it must hold {', '.join(SHAPES)}, and nothing else; lacking or besides: {odd}")

@@ -1,7 +1,6 @@
 """Processes of one launch, marked by a token in their environment, so that exactly these are ended, whatever happens.
 
-A SuperLink starts further processes (ServerApp, Ray, SuperExec); some start new sessions, some outlive their
-parent. Process groups and parent ids alone would miss those. All of them inherit the token, and nobody else has it.
+Some start new sessions and some outlive their parent; all inherit the token.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ import psutil
 
 from fedgp_flower.errors import RunError
 
-TOKEN = "FEDGP_LAUNCH"  # noqa: S105 - the name of a variable, not a secret
+MARK = "FEDGP_LAUNCH"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def family(token: str, seen: Collection[psutil.Process] = ()) -> set[psutil.Process]:
-    """The processes of a launch: those that carry its token, those ``seen`` before that still live, and their children.
-
-    A process may overwrite its environment when it renames itself, as the workers of Ray do; such a one is recognised
-    by its parent, and remembered when the parent is gone.
-    """
+    """Processes with the token of a launch, their children, and those ``seen`` before: some lose their environment."""
     found, parents = set[psutil.Process](), dict[psutil.Process, int]()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess), process.oneshot():
@@ -38,7 +33,7 @@ def family(token: str, seen: Collection[psutil.Process] = ()) -> set[psutil.Proc
                 continue
             parents[process] = process.ppid()
             with suppress(psutil.AccessDenied, OSError):  # another user's, hence not started here
-                if process in seen or process.environ().get(TOKEN) == token:
+                if process in seen or process.environ().get(MARK) == token:
                     found.add(process)
     new = found
     while new:
@@ -62,7 +57,7 @@ class Processes:
 
     def __init__(self, environment: Mapping[str, str], logs: Path, grace: float = 10.0) -> None:
         self.token = uuid.uuid4().hex
-        self.environment = {**os.environ, **environment, TOKEN: self.token}
+        self.environment = {**os.environ, **environment, MARK: self.token}
         self.logs = logs
         self._grace = grace
         self._background: dict[str, subprocess.Popen[bytes]] = {}

@@ -1,7 +1,4 @@
-"""A run through Flower's SuperLink: started or reached, followed, judged, and nothing left behind.
-
-``flwr run --stream`` ends with status 0 even when the ServerApp raised; what ``flwr ls`` says of the run is the truth.
-"""
+"""A run through Flower's SuperLink; what ``flwr ls`` says of it is the truth, the status of ``flwr run`` is not."""
 
 from __future__ import annotations
 
@@ -113,10 +110,7 @@ def write_app(folder: Path) -> Path:
 
 
 def installed_home() -> Path:
-    """Where Flower keeps its configuration, with the project's in it; connections added there by hand stay.
-
-    It is ``FLWR_HOME``, else ``.flwr`` in the checkout, else where one stands.
-    """
+    """``FLWR_HOME``, else ``.flwr`` in the checkout or here, with this project's connection in its configuration."""
     home = Path(os.environ.get("FLWR_HOME", (source_tree() or Path.cwd()) / ".flwr")).resolve()
     target = home / "config.toml"
     home.mkdir(parents=True, exist_ok=True)
@@ -129,11 +123,7 @@ def installed_home() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Flower:
-    """Flower's command line, talking to one SuperLink.
-
-    ``home`` is a neutral folder to run it in: apps inherit the folder a SuperLink was started in, and from inside a
-    source tree the sites would import that tree instead of the app that was sent to them.
-    """
+    """Flower's command line in a neutral ``home``: apps would import a source tree that a SuperLink was started in."""
 
     processes: Processes
     home: Path
@@ -165,10 +155,7 @@ class Flower:
         return answer
 
     def run(self, config: FlatConfig, *options: str) -> None:
-        """Hand the app and its run configuration over, follow the run to its end and print how it went.
-
-        A signal that ends this process ends the run too.
-        """
+        """Hand over app and configuration, follow the run and print its end; a signal that ends this ends the run."""
         run = self.submit(project_folder(self.home), config, *options)
         try:
             self.processes.call([program("flwr"), "log", run, self.connection, "--stream"], self.home, capture=False)

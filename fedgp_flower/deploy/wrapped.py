@@ -1,14 +1,9 @@
 """Flower's programs with what a federation on real machines needs and Flower 1.41 has no option for.
 
-``superlink`` serves operators on the loopback interface and sites on the public address, where it has nothing but the
-interface of SuperNodes. It limits how long a site takes for the next piece, of 5 MB at most, of a reply it has begun.
-
-``supernode`` accepts the one app that its owner approved of, by the SHA-256 of its bundle, and only as a ClientApp. It
-sends heartbeats more often than Flower does; two may be missed. It looks for messages more often.
-
-``superexec`` starts ClientApps alone. It has imported their libraries, and forks: an app is ready in a fraction of the
-seconds that a new process takes. A SuperNode starts ``flower-superexec`` by name; the folder of a site has a script of
-that name, first on the PATH.
+``superlink`` serves operators on the loopback interface and SuperNodes on the public address, and waits less long for
+the next piece of a reply. ``supernode`` accepts the one app that its owner approved of, by the SHA-256 of its bundle.
+``superexec`` has imported the libraries of ClientApps and forks: an app is ready in a fraction of the seconds. A
+SuperNode starts ``flower-superexec`` by name; the folder of a site has a script of that name, first on the PATH.
 """
 # ruff: noqa: PLC0415
 
@@ -53,11 +48,7 @@ OURS = ("fedgp_flower", "strategies")
 
 
 def superlink() -> None:
-    """Run Flower's ``flower-superlink``: it serves all on the loopback interface, and SuperNodes where it is told to.
-
-    Flower has one address for everything. Here it is that of the operators; the public one answers requests below
-    ``/v1/fleet``, where nodes authenticate, and the question whether it is there.
-    """
+    """Run ``flower-superlink`` on the loopback interface; its public address answers authenticated SuperNodes alone."""
     import uvicorn
     from flwr.supercore.corestate import sql_corestate
 
@@ -124,10 +115,7 @@ def reason_of(message: str) -> str:
 
 
 def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | None]:
-    """Flower's way to take a message, for one app alone, which it may run as a ClientApp alone.
-
-    Flower answers for an app that no trusted entity has signed; here it is one that this site has not approved of.
-    """
+    """Flower's way to take a message, for one app alone, and only as a ClientApp."""
     from flwr.supercore.constant import TaskType
 
     def pulled(*, get_run: Callable[[int], Run], get_fab: Callable[[str, int], Fab], **rest: Any) -> int | None:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision
-from fedgp_flower.records import numpy_arrays
+from fedgp_flower.records import bytes_of, numpy_arrays, settings_of
 
 BEGINNING = "0" * 64
 Facts: TypeAlias = Mapping[str, Any]
@@ -43,8 +43,8 @@ def record(
     path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool, copy: str = ""
 ) -> None:
     """Write down a reply before it leaves; ``copy`` is a second place, ``syslog`` or a file."""
-    content, asked = reply.content, message.content.config_records["config"]
-    said = content.config_records.get("config", ConfigRecord())
+    content, asked = reply.content, settings_of(message)
+    said = settings_of(reply)
     arrays = numpy_arrays(content.array_records.get("arrays", ArrayRecord()))
     numbers: dict[str, float] = {}
     for name, value in content.metric_records.get("metrics", MetricRecord()).items():
@@ -54,14 +54,14 @@ def record(
             numbers[name] = value
     line = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "run": asked["run"],
-        "round": asked["round"],
+        "run": asked.get("run", ""),
+        "round": asked.get("round", -1),
         "kind": message.metadata.message_type,
         "masked": masked,
         "arrays": {name: _shape_and_norm(entry) for name, entry in arrays.items()},
         "numbers": numbers,
         "texts": {name: len(value) for name, value in said.items() if isinstance(value, str) and name != "error"},
-        "bytes": sum(entry.count_bytes() for entry in content.values()),
+        "bytes": bytes_of(content),
         "refused": said.get("error", ""),
         "rules": [asdict(entry) for entry in decisions],
     }
@@ -138,16 +138,10 @@ class AuditLog:
     lines: tuple[Facts, ...]
     problems: tuple[str, ...]
     head: str
-    """The last hash."""
 
 
 def read(path: Path, seen: str = "") -> AuditLog:
-    """Read and verify a log.
-
-    Args:
-        path: The log.
-        seen: A hash, or its beginning, that a line must have.
-    """
+    """Read and verify a log; ``seen`` is a hash, or its beginning, that a line must have."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -1,9 +1,7 @@
 """Who a site is: an Ed25519 identity, the identities it trusts, and an X25519 key for each run, signed.
 
-Identities and trust files are made outside the server, see ``fedgp site``. The key of a run follows from the identity
-and the run's id, so that a site that was restarted has the same one. That gives up forward secrecy: whoever takes an
-identity key later, and has kept the messages, can take off the masks of past runs. Make a new identity when one may
-have been seen.
+The key of a run follows from the identity and the run's id, so that a site that was restarted has the same one. That
+gives up forward secrecy: whoever takes an identity key later can take off the masks of messages kept from past runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What the owner of a site lets it answer: the rules of a TOML file, or the default where there is none.
-
-A rule refuses, and the site's reply then names rule, value and file and nothing of the rows; or it makes what leaves
-coarser; or it warns. Every decision goes into the audit log, with what was found.
-"""
+"""What the owner of a site lets it answer: the rules of a TOML file, or the default where there is none."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import tomllib
 from collections.abc import Collection, Mapping
@@ -20,10 +17,11 @@ from pydantic import Field
 from fedgp_flower.config import RunConfig, defaults, validated
 from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
+from fedgp_flower.data.tables import OTHER
 from fedgp_flower.errors import ConfigError, PolicyError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Count, Positive, Section, Value
-from fedgp_flower.privacy.disclosure import kept_levels, merged_levels, names_rows
+from fedgp_flower.privacy.disclosure import kept_levels, names_rows
 
 A = TypeVar("A")
 Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
@@ -124,10 +122,7 @@ class Rules:
             raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
 
     def admit(self, config: RunConfig, run: str, number: int, state_dir: str, content: str = "") -> None:
-        """Refuse a message of this kind, round or configuration that the owner does not allow.
-
-        ``content`` is the hash of what it asks.
-        """
+        """Refuse a kind, round or configuration that the owner does not allow; ``content`` is the question's hash."""
         limits, method = self.policy, config.method
         self._judge("methods", not limits.methods or method in limits.methods, f"method `{method}` may not run")
         odd: list[str] = []
@@ -143,11 +138,13 @@ class Rules:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
             path = Path(state_dir).expanduser() / ROUNDS
-            rounds = self._rounds_today(path, {"run": run, "number": number}, content)
-            count = rounds["count"]
-            self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, json.dumps(rounds).encode())
+            with path.with_suffix(".lock").open("w") as lock:  # two messages at once would not know of each other
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                rounds = self._rounds_today(path, {"run": run, "number": number}, content)
+                count = rounds["count"]
+                self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
+                write_bytes(path, json.dumps(rounds).encode())
 
     def _rounds_today(self, path: Path, latest: Mapping[str, object], content: str) -> dict[str, Any]:
         """The round of this message, what was asked in it by kind, and how many rounds of today that makes."""
@@ -181,7 +178,7 @@ class Rules:
             if len(kept) < len(counts):
                 found = f"{len(counts) - len(kept)} levels of `{name}`"
                 self.decisions.append(Decision("least-cell", limits.least_cell, "merged", found))
-                train[name], test[name] = merged_levels(train[name], kept), merged_levels(test[name], kept)
+                train[name], test[name] = (frame[name].where(frame[name].isin(kept), OTHER) for frame in (train, test))
         return replace(raw, train=train, test=test, _encoded={})
 
     def answer(self, answer: A, rows: int) -> A:

@@ -1,9 +1,4 @@
-"""A question under masks as both sides see it, and what a site refuses to answer.
-
-The masks of a question are bound to its hash H. The server and every site compute H from what they have, not from what
-they are told: who is shown another question, other scales or another roster than the others has other masks, and the
-total is noise instead of a lever.
-"""
+"""A question under masks as both sides see it: its masks are bound to a hash that both compute from what they have."""
 
 from __future__ import annotations
 
@@ -60,7 +55,6 @@ class MaskedQuestion:
     layout: Layout | None
     """Arrays of the answer; None where the server learns it from the replies."""
     members: tuple[Member, ...]
-    """The roster, sorted by site."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -148,7 +142,6 @@ class History:
     subject: str = ""
     digest: str = ""
     roster: tuple[tuple[str, str], ...] = field(default=())
-    """Sites and keys of the latest question."""
     changes: int = 0
     """How often the roster was another one than before."""
 
@@ -156,10 +149,7 @@ class History:
 def admitted(
     question: MaskedQuestion, member: Member, trust: Trust, history: History, limits: tuple[int, int]
 ) -> History:
-    """What the site remembers once it has answered; the question is one that it may answer.
-
-    ``limits`` are the fewest sites of a total, and the most changes of the roster.
-    """
+    """What a site remembers of a question that it may answer; ``limits``: fewest sites, most changes of the roster."""
     least, most = max(limits[0], LEAST_SITES), limits[1]
     sites, keys = question.sites, [entry.key for entry in question.members]
     if list(sites) != sorted(sites) or len(set(sites)) < len(sites) or len(set(keys)) < len(keys):

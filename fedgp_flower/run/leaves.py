@@ -91,16 +91,9 @@ def _sent(log: audit.AuditLog, method: str) -> Iterator[str]:
             yield f"    numbers: {', '.join(latest['numbers'])}"
         if latest["texts"]:
             yield f"    texts: {', '.join(f'{name} ({size})' for name, size in latest['texts'].items())}"
-        yield from (f"    {words}" for words in _decided(lines))
-
-
-def _decided(lines: list[Facts]) -> Iterator[str]:
-    """What the rules said, each once."""
-    said: dict[str, list[str]] = {}
-    for rule in (rule for line in lines for rule in line["rules"]):
-        found = f" ({rule['found']})" if rule["found"] and rule["verdict"] != "passed" else ""
-        words = f"{rule['rule']}{found}"
-        if words not in said.setdefault(rule["verdict"], []):
-            said[rule["verdict"]].append(words)
-    yield from (f"rules {verdict}: {', '.join(words)}" for verdict, words in said.items())
-    yield from dict.fromkeys(f"refused: {line['refused']}" for line in lines if line["refused"])
+        said: dict[str, dict[str, None]] = {}  # what the rules said, each once
+        for rule in (rule for line in lines for rule in line["rules"]):
+            found = f" ({rule['found']})" if rule["found"] and rule["verdict"] != "passed" else ""
+            said.setdefault(rule["verdict"], {})[f"{rule['rule']}{found}"] = None
+        yield from (f"    rules {verdict}: {', '.join(rules)}" for verdict, rules in said.items())
+        yield from dict.fromkeys(f"    refused: {line['refused']}" for line in lines if line["refused"])

@@ -32,7 +32,7 @@ from fedgp_flower.shared_messages import (
     TargetMoments,
     TargetPowers,
 )
-from fedgp_flower.transforms import TRANSFORMS, Transform
+from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Json
 from strategies.server.network import Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
@@ -84,7 +84,6 @@ def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDesc
 
 
 def _tell(found: Agreement) -> None:
-    """Log what is known of the data."""
     if found.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(found.constant))
     for line in overview_lines(found.data):
@@ -211,14 +210,10 @@ def _welcome(network: Network, met: Agreement, described: Mapping[str, SiteDescr
 
 
 def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agreement]:
-    """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
-
-    The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
-    """
-    family = TRANSFORMS[name]
-    powers = np.array(family.powers)
+    """What the sites agreed on, with the target transformed by the power λ that maximises −½ N log σ² + Σ log g'(y)."""
+    powers = np.array(Transform(name).powers)
     middle = np.array(met.training_target["mean"])
-    centres = np.array([float(family.forward(middle, power)) for power in powers])
+    centres = np.array([float(Transform(name, power).forward(middle)) for power in powers])
     summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
     if summed.total is None:
         raise DataError(f"no site answered how its target is spread under `transform.target` = '{name}'")

@@ -1,6 +1,4 @@
-"""The sites behind a Flower Grid: who they are, what travels, and what counts as a failure.
-
-Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply.
+"""The sites behind a Flower Grid, by site id: who they are, what travels, and what counts as a failure.
 
 What every message needs and no round changes is a context: the agreed columns and scales, the configuration, constants.
 It travels to a site once; later messages name it by a digest. A site that has lost it says so, and is sent it again.
@@ -22,7 +20,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, record_of
+from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
@@ -152,7 +150,6 @@ class Network:
     accepted: set[str] = field(default_factory=set)
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
-    """What nodes that are not known yet are told."""
     asked: dict[str, Texts] = field(default_factory=dict)
     """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
@@ -187,10 +184,7 @@ class Network:
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
     def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
-        """Send, wait, and keep what is valid, in site order; what fails is sent again at once, ``retries`` times.
-
-        A site fails at most once in an exchange, and what a retry mends is not held against it.
-        """
+        """Send, wait, and keep what is valid, in site order; what fails is asked again, and failed but once."""
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
         self.traffic.exchanges += bool(waiting)
@@ -234,10 +228,7 @@ class Network:
         ]
 
     def introduce(self, kind: str) -> dict[str, Answer]:
-        """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
-
-        What goes wrong is noted, but not held against a site of the same name that already takes part.
-        """
+        """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it."""
         online = set(self.grid.get_node_ids())
         replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.heard))
         self.traffic.exchanges += bool(replies)
@@ -333,7 +324,6 @@ class Network:
         logger.warning("round %d: site %s failed: %s", self.round, site, reason)
 
     def _blame(self, site: str) -> None:
-        """Hold a failure against a site."""
         self.failed.add(site)
         self.streak[site] = self.streak.get(site, 0) + 1
         if self.streak[site] == self.max_failures:
@@ -398,7 +388,7 @@ def echo_of(message: Message) -> Texts:
 
 def content_bytes(message: Message) -> int:
     """Bytes of everything a message carries; nothing for an error."""
-    return 0 if message.has_error() else sum(record.count_bytes() for record in message.content.values())
+    return 0 if message.has_error() else bytes_of(message.content)
 
 
 def claimed_site(reply: Message | None) -> str | None:
@@ -419,16 +409,16 @@ def _answer(reply: Message) -> Answer:
 
 def _said(reply: Message) -> ConfigRecord:
     """What a message says of itself; nothing where it is an error or has no such record."""
-    found = None if reply.has_error() else record_of(reply.content, "config", ConfigRecord)
-    return ConfigRecord() if found is None else found
+    found = None if reply.has_error() else reply.content.get("config")
+    return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
 def _numbers(reply: Message) -> Mapping[str, Number]:
-    return record_of(reply.content, "metrics", MetricRecord) or {}
+    found = reply.content.get("metrics")
+    return found if isinstance(found, MetricRecord) else {}
 
 
 def _again(message: Message) -> Message:
-    """The same message once more, under another id."""
     meta = message.metadata
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id

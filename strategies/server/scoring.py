@@ -177,11 +177,7 @@ def as_baseline(evaluation: Evaluation | None) -> Json | None:
 
 
 def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
-    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2]; NaN where a class is missing.
-
-    ``auc`` is P(a row of class 1 has higher odds than one of class 0), ties counting half. ``calibration_slope`` is the
-    b of logit P(y = 1) = a + b · log odds, at the middles of the bins; below 1, predictions are too extreme.
-    """
+    """AUC (ties count half) and b of logit P(y = 1) = a + b · log odds, from rows by log odds and class, [bins, 2]."""
     if counts is None:
         return {}
     zeros, ones = np.asarray(counts, dtype=np.float64).T

@@ -71,10 +71,9 @@ class ContradictionError(FedGPError):
 
 @dataclass(frozen=True, slots=True)
 class Contract(Expected):
-    """What an answer must be: as its class declares, of the lengths that are known, from as many rows as the site has.
+    """What an answer must be: as its class declares, of known lengths, from as many rows as the site has.
 
-    A class of answers may have a method ``refusal(described)``, what no rows so described meet, and a static method
-    ``outliers(answers, rows)``, what no honest site gives beside the others. Checks that cost O(M³) run on the total,
+    A class may refuse by itself (``refusal``) or among others (``outliers``). Checks that cost O(M³) run on the total,
     and on each site only if the total fails.
     """
 
@@ -228,7 +227,6 @@ class Session:
         self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
     def _take(self, preparation: Agreement) -> None:
-        """Take columns and scales; every later message names them."""
         self.preparation = preparation
         self.share({})
 

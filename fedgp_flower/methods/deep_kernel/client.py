@@ -85,10 +85,7 @@ class DeepKernelClient(SiteClient):
 
 
 def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:
-    """Steps of Adam, in place, on the evidence per row, whose value before the last one is returned.
-
-    None where all targets are one number: such rows tell no features apart.
-    """
+    """Steps of Adam on the evidence per row, and its value; none where all targets are one number."""
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
 
     def objective() -> torch.Tensor:

@@ -2,14 +2,12 @@
 
     f_c(x) at site k = φ(x)ᵀ (w_c + v_kc),   w_c ~ N(0, (1 − ρ) I),   v_kc ~ N(0, ρ I),   φ(x) [F] from a network
 
-so that cov(f_c(x), f_c(x')) = φ(x)ᵀφ(x') within a site and (1 − ρ) times that between sites. Outputs c are
-observed with Gaussian noise of known variances. Of each, a site has
+so that cov(f_c(x), f_c(x')) = φ(x)ᵀφ(x') within a site and (1 − ρ) times that between sites. A site has
 
     G = Φᵀ D⁻¹ Φ,   g = Φᵀ D⁻¹ t,   and without its v_k, which it integrates out,
     B = (I + ρ G)⁻¹ G,   b = (I + ρ G)⁻¹ g,   log p(t | w) = e + bᵀw − ½ wᵀB w,
 
-and ΣB, Σb, Σe over sites give q(w) and the evidence of all rows. With ρ = 0 both are those of the pooled Gaussian
-process, whatever the partition; the evidence of one site's rows does not depend on ρ.
+and ΣB, Σb, Σe over sites give q(w) and the evidence of all rows: with ρ = 0 those of the pooled Gaussian process.
 """
 
 from __future__ import annotations
@@ -101,13 +99,6 @@ class HeadSums:
     """g, or b."""
     constant: Scalar
     """log N(t; 0, D), or e."""
-
-    @staticmethod
-    def of(features: Float[Tensor, "N F"], values: Float[Tensor, "C N"], variances: Float[Tensor, "C N"]) -> HeadSums:
-        """From rows: φ, t and the diagonal of D."""
-        weighted = features / variances[..., None]  # [C, N, F]
-        constant = -0.5 * (values.square() / variances + variances.log() + math.log(2 * math.pi)).sum()
-        return HeadSums(weighted.mT @ features, (weighted.mT @ values[..., None])[..., 0], constant)
 
     def posterior(self, prior: float) -> tuple[Means, Covariances]:
         """Mean and covariance of w_c, N(0, prior · I) a priori."""
@@ -235,7 +226,10 @@ class DeepKernel(nn.Module):
 
     def sums(self, inputs: Rows, targets: Targets) -> HeadSums:
         """What rows say of heads."""
-        return HeadSums.of(self.features(inputs), *self.observed.values(targets))
+        features, (values, variances) = self.features(inputs), self.observed.values(targets)  # φ, t, diagonal of D
+        weighted = features / variances[..., None]  # [C, N, F]
+        constant = -0.5 * (values.square() / variances + variances.log() + math.log(2 * math.pi)).sum()
+        return HeadSums(weighted.mT @ features, (weighted.mT @ values[..., None])[..., 0], constant)
 
     def to_arrays(self) -> NamedArrays:
         """Weights under their names."""

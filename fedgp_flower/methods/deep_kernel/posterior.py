@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
-from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior
+from fedgp_flower.methods.at_site import Predict, at_site, predictor
+from fedgp_flower.methods.deep_kernel.client import DeepKernelClient
+from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior, HeadPosterior
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import confusion
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import NamedArrays
 
 HEADS = ("heads.mean", "heads.covariance")
 """Names of saved arrays; all others are weights of the network."""
+
+
+def weights_of(saved: Posterior) -> NamedArrays:
+    """The weights of the network."""
+    return {n: np.array(array) for n, array in saved.arrays.items() if n.startswith(("network.", "observed."))}
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
     """The posterior of a finished run, for a site that nobody has seen."""
     options = DeepKernelOptions.model_validate(saved.model["deep"])
     section = ModelSection.model_validate({"likelihood": saved.likelihood})
-    weights = {n: np.array(array) for n, array in saved.arrays.items() if n.startswith(("network.", "observed."))}
-    model = DeepKernel(options, section, len(names)).load(weights)
+    model = DeepKernel(options, section, len(names)).load(weights_of(saved))
     mean, covariance = (torch.from_numpy(np.array(saved.arrays[name])) for name in HEADS)
     return DeepPosterior(model, mean, covariance, float(saved.model["share"]))
 
 
-def site_model(
-    run: Run, config: RunConfig, site: RawSite, state: NamedArrays
-) -> Callable[[Array], tuple[Array, Array]] | None:
+def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """The same with the head of a site, from its training rows."""
-    del state, config
     if run.saved is None:
         return None
-    arrays = {name: np.array(array) for name, array in run.saved.arrays.items()}
-    preparation = Preparation.from_wire(arrays, json.dumps(run.saved.schema))
-    rows = site.encode(preparation)
-    shared = saved_model(run.saved, tuple(preparation.names))
-    return shared.personal(torch.from_numpy(rows.x), torch.from_numpy(rows.y))
+    client, arrays = at_site(DeepKernelClient, run, config, site, state)
+    mean, covariance = (arrays[name] for name in HEADS)
+    return predictor(client, HeadPosterior(weights_of(run.saved), mean, covariance, float(run.saved.model["share"])))
 
 
 def panels(run: Run) -> list[Panel]:

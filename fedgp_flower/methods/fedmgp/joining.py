@@ -1,13 +1,9 @@
 """A unit that joins with few rows: its parameters φ_m = (R, s, σ) are integrated over, not taken as a point.
 
-Given q(u) = N(m, V), which has not seen the unit's rows, and φ_m, its targets are N(s A m, s² B + σ² I), with A the
-features of a smoothing R and B = A V Aᵀ + diag(a² − ‖A_n‖²). In the eigenvectors of B each s and σ takes N products.
-φ_m lies on a grid of ρ = log(1 + 2R/S), which sees R/S = 0 as well as ten, log σ, and s around its best at each; the
-grid is drawn together around the posterior it finds, twice. Predictions are mixtures over the grid.
-
-A priori p(ρ) ∝ exp(−2ρ), so that R is S/5 in the median and has a heavy tail, s ~ N(0, 10 ȳ²/a²) and log σ ~ N(½ log
-.09 ȳ², 1.5²), ȳ² the mean square of the targets: around what every unit starts from. For one latent function of one
-input.
+Given q(u) = N(m, V) and φ_m its targets are N(s A m, s² B + σ² I), with A the features of a smoothing R and
+B = A V Aᵀ + diag(a² − ‖A_n‖²). φ_m lies on a grid of ρ = log(1 + 2R/S), log σ and s, drawn together around its
+posterior twice; predictions are mixtures over it. A priori p(ρ) ∝ exp(−2ρ), s ~ N(0, 10 ȳ²/a²) and log σ ~
+N(½ log .09 ȳ², 1.5²), with ȳ² the mean square of the targets. For one latent function of one input.
 """
 
 from __future__ import annotations
@@ -32,11 +28,6 @@ NODES = 25
 """Of ρ, of log σ and of s."""
 SPREAD, AMPLITUDES = 1.5, 10.0
 """Prior sd of log σ; prior variance of s over ȳ²/a²."""
-REACH = 5.0
-"""Posterior standard deviations on each side that a finer grid covers."""
-PASSES = 3
-LEAST = 1e-6
-"""Nodes of less weight, relative to the heaviest, are left out."""
 
 
 def predict_joining(
@@ -47,7 +38,7 @@ def predict_joining(
     gaps, N, power = squared_gaps(np.concatenate([seen, x]), latents.inducing), len(y), float(np.mean(y**2))
     variance, centre = AMPLITUDES * power / height**2, 0.5 * math.log(START_NOISE * power)
     rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
-    for _ in range(PASSES):
+    for _ in range(3):
         K = np.stack([feature(gaps, scale, height, factor, scale * math.expm1(width) / 2) for width in rho])
         KV, left = K @ q.covariance, np.maximum(height**2 - np.square(K).sum(2), 0)  # [R, N + N', J], [R, N + N']
         B = KV[:, :N] @ K[:, :N].transpose(0, 2, 1) + left[:, :N, None] * np.eye(N)
@@ -61,7 +52,7 @@ def predict_joining(
         rho = drawn_together(rho, weights.sum((1, 2)), 0.0, WIDEST)
         log_sd = drawn_together(log_sd, weights.sum((0, 2)))
     mean, square = np.zeros(len(x)), np.zeros(len(x))
-    kept = np.where(weights > LEAST * weights.max(), weights, 0)
+    kept = np.where(weights > 1e-6 * weights.max(), weights, 0)
     kept /= kept.sum()
     spread = (KV * K).sum(2) + left  # the diagonal of B
     for r, share in enumerate(kept):
@@ -96,7 +87,7 @@ def drawn_together(nodes: Array, weights: Array, low: float = -math.inf, high: f
     """Nodes over the mean ± 5 sd of the weights; half a distance between nodes is the least sd."""
     mean = float(weights @ nodes)
     sd = max(math.sqrt(float(weights @ np.square(nodes - mean))), 0.5 * float(nodes[1] - nodes[0]))
-    return middles(max(mean - REACH * sd, low), min(mean + REACH * sd, high))
+    return middles(max(mean - 5 * sd, low), min(mean + 5 * sd, high))
 
 
 def middles(low: float, high: float) -> Array:

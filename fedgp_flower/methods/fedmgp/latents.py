@@ -1,8 +1,4 @@
-"""What a unit and the server of FedMGP share: latent functions at pseudo-inputs, their posterior, a unit's sums.
-
-Latent functions are whitened, g_i = L_i u_i with u_i ~ N(0, I), so the sums of all units add up to a precision
-I + Σ_m G_m that is never smaller than the identity. Each is a message, or a part of one; nothing here sees data.
-"""
+"""What a unit and the server of FedMGP share: whitened latent functions g_i = L_i u_i, their posterior, its sums."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ PRECISION, SHIFT = "natural.precision", "natural.shift"
 
 @message()
 class LatentFunctions:
-    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17).
-
-    The amplitudes a_i are redundant with those of the units; they let the server rescale every unit at once.
-    """
+    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17)."""
 
     inducing: Float[ndarray, "J D"] = leaves("W, pseudo-inputs")
     scales: Float[ndarray, "I D"] = leaves("diagonals of S_i, squared lengthscales")
@@ -61,10 +54,7 @@ def spacing(inducing: Array) -> Array:
 
 
 def latents_at(inducing: Array, multiples: Sequence[float], jitter: float) -> LatentFunctions:
-    """Lengthscales = spacing of the pseudo-inputs times one multiple per latent function; no data needed.
-
-    A start that is too long is what makes the model collapse to a flat g.
-    """
+    """Lengthscales = spacing of the pseudo-inputs times a multiple per latent function; longer ones make g collapse."""
     scales = np.outer(np.square(multiples), spacing(inducing) ** 2)
     return LatentFunctions(inducing, scales, np.ones(len(multiples)), jitter)
 
@@ -132,10 +122,7 @@ class UnitStatistics:
 
 
 def to_natural(q: LatentPosterior, count: int) -> tuple[Array, Array]:
-    """λ [I, J, J] and h [I, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q).
-
-    That product keeps each function's covariance given the others: λ_i is its block of the joint precision.
-    """
+    """λ [I, J, J] and h [I, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q)."""
     mean, eye = q.mean.reshape(count, -1), np.eye(len(q.mean))
     joint = cho_solve(cho_factor(q.covariance, lower=True), eye).reshape(*mean.shape, *mean.shape)
     precision = np.einsum("iaib->iab", joint)
@@ -156,10 +143,7 @@ def from_parameters(
 
 
 def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
-    """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ [I, J, J] and h [I, J].
-
-    With P the reversal of the order, λ = P M Mᵀ P makes P M⁻ᵀ P the lower factor of λ⁻¹.
-    """
+    """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ and h."""
     try:
         turned = np.linalg.cholesky(precision[:, ::-1, ::-1])
     except np.linalg.LinAlgError:
@@ -204,11 +188,7 @@ def _factor(total: UnitStatistics) -> tuple[Array, bool]:
 
 
 def best_scales(total: UnitStatistics, num_latents: int) -> tuple[float, Array]:
-    """The common amplitudes a [I] that maximise the bound of rescaled statistics, and that bound.
-
-    Its gradient in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J. Without this step EM crawls along the
-    ridge on which all amplitudes grow and g shrinks.
-    """
+    """Amplitudes a [I] with the best bound; its slope in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J."""
 
     def negative(log_a: Array) -> tuple[float, Array]:
         trial = total.rescaled(np.exp(log_a))

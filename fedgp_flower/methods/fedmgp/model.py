@@ -35,10 +35,7 @@ SHARED = ("kernel.raw_scales", "variational.")  # how names of parameters that t
 
 
 class MultiOutputGP(GP):
-    """A unit's view of the shared latent functions: ``model(x)`` is q(f), ``model.likelihood(model(x))`` predicts.
-
-    q(u) consists of so many independent Gaussians as there are ``groups``; it is the prior until it is set.
-    """
+    """A unit's view of the shared latent functions: ``model(x)`` is q(f), ``model.likelihood(model(x))`` predicts."""
 
     def __init__(
         self, latents: LatentFunctions, parameters: UnitParameters, groups: int, *, likelihood: Kind = "gaussian"
@@ -89,10 +86,7 @@ class MultiOutputGP(GP):
         return torch.as_tensor(0.5 * (T.square().sum() + m.square().sum() - m.numel() - log_det))
 
     def local_risk(self, x: Tensor, y: Tensor, *, num_data: int, weight: float) -> Tensor:
-        """R_m = −(1/p_m) (N_m/|B|) Σ_B E_q log p(y_n | f_n) + Σ_i KL(q(g_i) ‖ p(g_i)) (Eq. 14) on a mini-batch B.
-
-        Σ_m p_m (−R_m) is the pooled evidence lower bound.
-        """
+        """R_m = −(1/p_m) (N_m/|B|) Σ_B E_q log p(y_n | f_n) + Σ_i KL(q(g_i) ‖ p(g_i)) (Eq. 14) on a mini-batch B."""
         return -self.expected_log_likelihood(x, y).sum() * (num_data / len(y) / weight) + self.kl()
 
     @property
@@ -136,10 +130,7 @@ def observed(kind: Kind, parameters: UnitParameters) -> tuple[PointLikelihood, T
 
 
 def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSteps) -> NamedArrays:
-    """client_update of Algorithm 2, for any likelihood: θ = {log S, m, T} after local steps of Adam.
-
-    φ_m stays in ``model``. A diverged step is never sent.
-    """
+    """θ = {log S, m, T} after local steps of Adam, for any likelihood; φ_m stays in ``model``."""
 
     def negative_risk() -> Tensor:
         drawn = steps.draw()

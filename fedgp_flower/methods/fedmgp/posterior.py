@@ -1,4 +1,4 @@
-"""What a unit of a finished FedMGP run predicts, and what the report of a run shows of units and what they share."""
+"""What a unit of a finished FedMGP run predicts, and what the report shows of units and what they share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ MOST_UNITS, POINTS = 12, 161
 
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """Prediction of a unit's observations (paper, Eq. 16) by φ_m behind its last report.
-
-    A unit that took no part fits φ_m to its rows with g as it is. None where a unit has lost what it kept.
-    """
+    """A unit's observations (paper, Eq. 16) by φ_m behind its last report, or fitted to its rows; None where lost."""
     if run.saved is None:
         return None
     saved = run.saved.model

@@ -1,8 +1,4 @@
-"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others.
-
-All of it needs individual statistics. A unit that took its M-step with q fixed has E_q‖y − f‖²/σ² = N, which ties what
-it sends together; a lie that respects every tie is one that other rows could have sent.
-"""
+"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ _SLACK = 1e-6
 
 
 def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
-    """The site that shares g, up to a sign, with the most others, from everyone's statistics at their starts.
-
-    Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
-    sites cannot become lead by agreeing with one another.
-    """
+    """The site that shares g, up to a sign, with most others: by medians, so that a minority of bad sites is none."""
     starts = {site: start for site, start in starts.items() if semidefinite(start)}
     valid, same = _gains(starts)
     if not valid:
@@ -40,19 +32,13 @@ def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
 
 
 def sharing(usable: Mapping[str, UnitStatistics]) -> tuple[str, ...]:
-    """Units that share g with most others: the median over k of log p(m, k share g) − log p(they do not) is positive.
-
-    A single unit stays; one of several that can be compared with nobody does not.
-    """
+    """Units for which the median over k of log p(m, k share g) − log p(they do not) is positive; a single one stays."""
     valid, gains = _gains(usable)
     return tuple(s for s, middle in zip(valid, _medians(gains), strict=True) if middle > 0 or len(usable) == 1)
 
 
 def _gains(statistics: Mapping[str, UnitStatistics], sign: float = 1.0) -> tuple[tuple[str, ...], Array]:
-    """Sites of finite evidence by name, and the :func:`shared_evidence` of each pair less those of each alone.
-
-    ``sign`` times b_k takes part in a pair. The diagonal, and what cannot be computed, is NaN.
-    """
+    """Sites by name, and the :func:`shared_evidence` of each pair, m and ``sign`` · k, less those alone, or NaN."""
     alone = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
     gains = np.full((len(alone), len(alone)), np.nan)
     for (i, m), (j, k) in combinations(enumerate(alone), 2):
@@ -89,19 +75,6 @@ def possible_start(statistics: UnitStatistics, count: int) -> bool:
     return bool(within and _length(statistics.precision, statistics.shift) <= most)
 
 
-def possible(statistics: UnitStatistics, asked: LatentPosterior, count: int) -> bool:
-    """Whether any ``count`` rows could have produced this answer to q(u) = N(m, V) at the first trial move.
-
-    A unit that took its M-step has E_q‖y − f‖²/σ² = N, and yᵀy/σ² ≥ bᵀG⁺b. Hence G is positive semi-definite and
-    (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N, whatever q was; a scaled or flipped answer breaks it.
-    """
-    if not semidefinite(statistics, count):
-        return False
-    G, b = statistics.precision, statistics.shift
-    misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * statistics.slack.sum()
-    return bool(misfit <= count * (1 + _SLACK))
-
-
 @np.errstate(over="ignore")
 def _length(G: Array, vector: Array) -> float:
     """vᵀ(G + εI)⁻¹v ≤ vᵀG⁺v for v in the range of G, and large for any other: ε is the rounding of the spectrum."""
@@ -113,16 +86,17 @@ def _length(G: Array, vector: Array) -> float:
 def consistent(answers: Sequence[UnitStatistics], moves: Sequence[Move], asked: LatentPosterior, count: int) -> bool:
     """Whether ``count`` rows could have produced the answers at all trial moves, the first of which is to stay.
 
-    Evidence e = −N/2 log 2πσ² − a/2 with a = yᵀy/σ² depends on the noise alone, and that on a move's stretch alone: at
-    equal stretch it is equal. At the first move E_q‖y − f‖² = Nσ² gives a_0 = N + 2bᵀm − tr(G E uuᵀ) + 2 Σ slack. As
-    yᵀy is the same throughout and a ≥ κ = bᵀG⁺b, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
+    A unit that took its M-step has E_q‖y − f‖² = Nσ² at the first move, hence a_0 = N + 2bᵀm − tr(G E uuᵀ) + 2 Σ slack
+    with a = yᵀy/σ² ≥ κ = bᵀG⁺b, and (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N; a scaled or flipped answer breaks it.
+    Evidence e = −N/2 log 2πσ² − a/2 depends on the noise alone, and that on a move's stretch alone: at equal stretch it
+    is equal. As yᵀy is the same throughout, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
     """
-    first = answers[0]
-    if not possible(first, asked, count):
+    if not all(semidefinite(part, count) for part in answers):
         return False
-    fitted = 2 * first.shift @ asked.mean - np.vdot(first.precision, asked.second_moment())
-    power = count + fitted + 2 * first.slack.sum()
-    if not all(semidefinite(part, count) for part in answers) or power < count * (1 - _SLACK):
+    first, G, b = answers[0], answers[0].precision, answers[0].shift
+    misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * first.slack.sum()
+    power = count + 2 * b @ asked.mean - np.vdot(G, asked.second_moment()) + 2 * first.slack.sum()
+    if misfit > count * (1 + _SLACK) or power < count * (1 - _SLACK):
         return False
     claimed: dict[float, float] = {}
     for part, move in zip(answers, moves, strict=True):

@@ -1,15 +1,11 @@
 """The mathematics of a unit with Gaussian noise: its parameters φ_m, its sums, and its local steps.
 
-In exact rounds a unit improves φ_m with q(u) fixed, where amplitudes and noise have a closed form and each smoothing
-width is a one-dimensional search, and answers with sums.
-
 In rounds of Algorithm 2 q(u_i) = N(λ_i⁻¹h_i, λ_i⁻¹). With G and b of a mini-batch times N_m/|B| and m = λ⁻¹h, a step is
 
     λ_i ← (1 − ρ) λ_i + ρ (I + G_ii / p_m),    h_i ← (1 − ρ) h_i + ρ (b_i − Σ_{j≠i} G_ij m_j) / p_m,
 
-a natural-gradient step of size ρ on the local risk R_m (Eq. 14; Hoffman et al., JMLR 14, 2013, Section 2);
-hyperparameters take a step of Adam. As λ and h enter linearly, their average over units with weights p_m is a step on
-the pooled bound: for one latent function and φ_m as they are, its fixed point is the pooled I + Σ G_m, Σ b_m.
+a natural-gradient step of size ρ on the local risk R_m (Eq. 14; Hoffman et al., JMLR 14, 2013, Section 2). As λ and h
+enter linearly, their average over units with weights p_m is a step on the pooled bound.
 """
 
 from __future__ import annotations
@@ -129,11 +125,7 @@ def starting_parameters(data: UnitData, latents: LatentFunctions, *, smooth: boo
 def _regression(
     data: UnitData, latents: LatentFunctions, q: LatentPosterior
 ) -> Callable[[Sequence[Array]], tuple[Array, float]]:
-    """From features K_i to the best amplitudes [I] and noise variance, an EM step.
-
-    With F the latent functions at the rows, H = E_q FᵀF and c = E_q Fᵀy, E_q‖y − Fs‖² is least at s = H⁻¹c, where
-    σ² = (yᵀy − cᵀs)/N.
-    """
+    """From features K_i to s = H⁻¹c and σ² = (yᵀy − cᵀs)/N, with F at the rows, H = E_q FᵀF and c = E_q Fᵀy."""
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
     y, power, means = data.y, float(data.y @ data.y), q.mean.reshape(count, J)
     excess = np.ascontiguousarray(q.second_moment().reshape(count, J, count, J).transpose(0, 2, 1, 3))
@@ -163,10 +155,7 @@ def maximise(
     smooth: bool = True,
     coarse: bool = False,
 ) -> UnitParameters:
-    """Improve φ_m with q(u) fixed: R one coordinate at a time, then s and σ² in closed form; the bound cannot fall.
-
-    Where units do not ``smooth`` yet R is not searched; a ``coarse`` search has a grid of R first.
-    """
+    """Improve φ_m with q(u) fixed: R one coordinate at a time, ``coarse`` on a grid first; s and σ² in closed form."""
     solve, factors, smoothing = _regression(data, latents, q), latents.whitening(), phi.smoothing.copy()
     K = features(data.gaps, latents, factors, smoothing)
     lower, upper = np.log(data.lower), np.log(data.upper)
@@ -263,17 +252,13 @@ def fit_alone(data: UnitData, latents: LatentFunctions, q: LatentPosterior) -> U
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """A unit's local optimisation in one round."""
+    """How many, Adam's rate, the size ρ of steps on q(u), the unit's weight p_m, and rows of a mini-batch or None."""
 
     count: int
     rate: float
-    """Learning rate of Adam."""
     natural: float
-    """Step size ρ on q(u)."""
     weight: float
-    """The unit's weight p_m."""
     draw: Callable[[], Indices | None]
-    """Rows of the next mini-batch; None for all."""
 
 
 def natural_steps(

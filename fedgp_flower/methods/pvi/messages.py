@@ -21,10 +21,9 @@ from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape
 
-LATENTS = ("inducing", "hyper")
-"""Blocks of the posterior that are not u: Z and β."""
 SAVED_LATENTS, POINTS = {"inducing": "inducing.locations", "hyper": "hyper"}, "factor.points-0."
-"""Names of these and of pseudo-observations in files."""
+"""Names in files of the blocks of the posterior that are not u, Z and β, and of pseudo-observations."""
+LATENTS = tuple(SAVED_LATENTS)
 LIMIT = 1e8
 """Standardised inputs, targets and weights of an honest site are far below this."""
 

@@ -26,16 +26,19 @@ from fedgp_flower.run.summary import cell, number, show, title_of
 from fedgp_flower.typing import Array, NamedArrays
 
 STRENGTHS = {
-    "rows": "training rows",
-    "points": "pseudo-observations",
-    "weight": "weight",
-    "directions": "directions of v",
-    "values": "precision of u",
-    "weights": "mean precision",
-    "inducing": "precision of Z",
-    "hyper": "precision of β",
+    "rows": ("training rows", ""),
+    "points": ("pseudo-observations", ""),
+    "weight": ("weight", " Weight: summed precision of its pseudo-observations, {units}."),
+    "directions": (
+        "directions of v",
+        " Directions: of those of v, the whitened inducing values, how many the factor alone determines.",
+    ),
+    "values": ("precision of u", " Precision of u: mean over the inducing values."),
+    "weights": ("mean precision", " Mean over weights of the precision that it adds; the prior has 1."),
+    "inducing": ("precision of Z", ""),
+    "hyper": ("precision of β", " Precisions of Z and β: mean of the site's factor; the prior has 1."),
 }
-"""Column of the table of factors → its title."""
+"""Column of the table of factors → its title, and what to say of it."""
 
 HYPER_CAPTION = (
     "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the"
@@ -55,12 +58,16 @@ def panels(run: Run) -> list[Panel]:
         sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
-    return [*sections, *product_panels(run, _strength_caption(run))]
+    return [*sections, *product_panels(run)]
 
 
-def product_panels(run: Run, caption: str) -> list[Panel]:
-    """What each factor says, in words of ``caption``, and the free energy."""
+def product_panels(run: Run) -> list[Panel]:
+    """What each factor says, and the free energy."""
     details = run.metrics.method_details
+    units = "in rows of noise σ²" if run.config.get("pvi.factor") == "tied" else "over the standardised target"
+    there = {name for each in details["factors"].values() for name in each}
+    words = "".join(text for name, (_, text) in STRENGTHS.items() if name in there)
+    caption = f"How much each site's factor says.{words.format(units=units)}"
     sections = [Panel("What each factor says", strength_table(details, run.metrics.labels), caption)]
     if not details.get("free_energy"):
         return sections
@@ -110,7 +117,7 @@ def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str
         )
         for site, each in sorted(strengths.items(), key=lambda item: place.get(item[0], len(place)))
     ]
-    return html_table(("site", "visits", *(STRENGTHS[name] for name in shown)), rows)
+    return html_table(("site", "visits", *(STRENGTHS[name][0] for name in shown)), rows)
 
 
 def free_energy_table(parts: Mapping[str, float]) -> tuple[str, str]:
@@ -129,18 +136,6 @@ def free_energy_table(parts: Mapping[str, float]) -> tuple[str, str]:
     caption = "An estimate of the log evidence of the standardised training rows"
     caption += ", and a lower bound of it." if alpha >= 1 else "; with α below 1 it is no lower bound of it."
     return html_table(("part", "nats"), [*rows, ("free energy", show(parts["total"]))]), caption
-
-
-def _strength_caption(run: Run) -> str:
-    units = "in rows of noise σ²" if run.config["pvi.factor"] == "tied" else "over the standardised target"
-    words = {
-        "weight": f"Weight: summed precision of its pseudo-observations, {units}.",
-        "directions": "Directions: of those of v, the whitened inducing values, how many the factor alone determines.",
-        "values": "Precision of u: mean over the inducing values.",
-        "hyper": "Precisions of Z and β: mean of the site's factor; the prior has 1.",
-    }
-    there = {name for each in run.metrics.method_details["factors"].values() for name in each}
-    return " ".join(["How much each site's factor says.", *(text for name, text in words.items() if name in there)])
 
 
 # ---- What forgetting a site changed ---------------------------------------------------------------------------------

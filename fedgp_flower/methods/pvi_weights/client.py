@@ -65,11 +65,11 @@ class GLMClient(SiteClient):
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of an observation."""
-        return Prediction(*self._posterior(request).observation(inputs))
+        return Prediction(*LinearPosterior(self.config.model, request.gaussian).observation(inputs))
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores by the likelihood."""
-        return self._scored(self._posterior(request), self.rows)
+        return self._scored(LinearPosterior(self.config.model, request.gaussian), self.rows)
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of the same model of these rows alone."""
@@ -77,9 +77,6 @@ class GLMClient(SiteClient):
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
         return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
-
-    def _posterior(self, request: NaturalParameters) -> LinearPosterior:
-        return LinearPosterior(self.config.model, request.gaussian)
 
     def _scored(self, posterior: LinearPosterior, data: SiteData) -> Scores:
         """Scores of held-out rows from the moments of f."""
@@ -104,16 +101,11 @@ class BNNClient(SiteClient):
         """The lengths of the layers."""
         return WeightSpaceNetwork(self.rows.x.shape[1], self.options.hidden, self.options.classes)
 
-    @property
-    def steps(self) -> int:
-        """Most steps of a visit."""
-        return cast(PVIOptions, self.config.shared).steps or STEPS
-
     def train(self, request: Visit) -> Refined:
         """One local update, from the means that were sent and a tight start (Ashman et al. 2022, Section 5.3)."""
         assert request.posterior is not None
         context = request.context[WEIGHTS].gaussian
-        q, objective, trace = self._update(self.rows, context, request.posterior.gaussian, self.steps)
+        q, objective, trace = self._update(self.rows, context, request.posterior.gaussian)
         factor = NaturalParameters.of(q / context)
         return Refined(objective / self.num_examples, trace.evaluations, weights=factor)
 
@@ -136,20 +128,21 @@ class BNNClient(SiteClient):
         """Scores of the same network of these rows alone."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
-        q, *_ = self._update(data, prior, prior, self.steps * self.config.num_server_rounds)
+        q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
         return scores_of(self._probabilities(q, data.x_test), data.y_test)
 
     def _classes(self, data: SiteData) -> Data:
         return class_rows(data.x, data.y, self.options.classes)
 
-    def _update(self, data: SiteData, context: Gaussian, q: Gaussian, steps: int) -> tuple[Gaussian, float, Trace]:
+    def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, float, Trace]:
+        shared = cast(PVIOptions, self.config.shared)
+        settings = VisitSettings(visits * (shared.steps or STEPS), shared.learning_rate or LEARNING_RATE)
         mean, variance = q.moments()
         if not mean.any():  # the prior: nobody has trained yet
             mean = self.network.initial(random_source(self.config.seed, "weights"))
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
-        rate = cast(PVIOptions, self.config.shared).learning_rate or LEARNING_RATE
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(self.network, self._classes(data), context, start, VisitSettings(steps, rate), source)
+        return refined(self.network, self._classes(data), context, start, settings, source)
 
     def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
         binary = self.config.model.likelihood == "bernoulli"

@@ -10,7 +10,6 @@ from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
 
-FACTORS = "Mean over weights of the precision that a factor adds; the prior has 1."
 MOST = 30
 """Weights in the figure."""
 PRUNED = 0.1
@@ -30,7 +29,7 @@ def panels(run: Run) -> list[Panel]:
     centre, reach = mean[order], Z95 * sd[order]
     figure = intervals(centre - reach, centre, centre + reach, [names[i] for i in order], "weight")
     figure.axes[0].axvline(0, color="0.6", linewidth=0.8)
-    return [Panel("Weights", figure, caption), *product_panels(run, FACTORS)]
+    return [Panel("Weights", figure, caption), *product_panels(run)]
 
 
 def network_panels(run: Run) -> list[Panel]:
@@ -42,4 +41,4 @@ def network_panels(run: Run) -> list[Panel]:
     count = int((divergence < PRUNED).sum())
     body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
     caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
-    return [Panel("Pruned weights", body, caption), *product_panels(run, FACTORS)]
+    return [Panel("Pruned weights", body, caption), *product_panels(run)]
