@@ -65,7 +65,8 @@ def study(lies: bool = True, count: int = 500, methods: tuple[str, ...] = ("",))
     known = list(forms().METHODS)
     for size in (1.0, -1.0, 0.0, 0.5) if lies else ():
         row = remembered("faults", ["projection", size], lambda s=size: projected(s))
-        yield {"table": "Site 1 of three sends false projections to sgpr", "times": f"{size:g}", **row}
+        told = {"times": size, "RMSE": row["RMSE"], "named": row["named"]}
+        yield {"table": "Site 1 of three sends false projections to sgpr", **told}
     for method in known if methods == ("",) else methods:
         row = {"table": "One site spoils every reply", "method": method}
         for kind, size in LIES if lies else ():
