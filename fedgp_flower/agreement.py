@@ -453,8 +453,6 @@ def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:
     }
 
 
-# What is known of the training rows before training, from the sums that describe them.
-
 OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "differs at")
 
 

@@ -80,8 +80,6 @@ class Guard:
         self.in_clear = False
         """Whether this message may be answered without masks; not before it is admitted."""
 
-    # Before the rows.
-
     def admit(self, config: RunConfig, answer: object) -> None:
         """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted.
 
@@ -106,8 +104,6 @@ class Guard:
                 f"this site answers `{self.kind}` under masks alone; the run needs `privacy.secure-aggregation = true`"
                 " and a method that asks for totals"
             )
-
-    # After the handler.
 
     def introduced(self) -> Outgoing:
         """The answer to ``query.keys``: this site's line of the roster, and the latest question it has answered."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -26,7 +26,7 @@ from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.privacy.policy import Decision, Rules
-from fedgp_flower.records import array_record, numpy_arrays, record_of
+from fedgp_flower.records import array_record, arrays_of, record_of
 from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
@@ -77,9 +77,8 @@ class SiteState:
 def load_state(context: Context, run: str) -> SiteState:
     """The state of this run: from the Context, else from the disk, else empty."""
     facts = record_of(context.state, FACTS, ConfigRecord)
-    record = record_of(context.state, ARRAYS, ArrayRecord)
-    if facts is not None and record is not None and facts["run"] == run:
-        return SiteState(run, int(str(facts["updates"])), numpy_arrays(record))
+    if facts is not None and facts["run"] == run:
+        return SiteState(run, int(str(facts["updates"])), arrays_of(context.state, ARRAYS))
     arrays, words = _read_arrays(file_of(context, STATE_FILE), "run", run) or ({}, {"updates": "0"})
     return SiteState(run, int(words["updates"]), arrays)
 
@@ -91,9 +90,6 @@ def save_state(context: Context, state: SiteState) -> None:
         _write_arrays(path, state.arrays, {"run": state.run, "updates": str(state.updates)})
     context.state[ARRAYS] = array_record(state.arrays)
     context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
-
-
-# The rows.
 
 
 def require_same_rows(context: Context, run: str, site: RawSite) -> None:

@@ -83,17 +83,12 @@ def _negate(words: Words, where: NDArray[np.bool_] | slice = ALL) -> None:
     words[where, 1] += words[where, 0] == 0
 
 
-@lru_cache(maxsize=16)
-def _loaded(private: bytes) -> X25519PrivateKey:
-    """A key, which takes as long to load as an exchange with another."""
-    return X25519PrivateKey.from_private_bytes(private)
-
-
 @lru_cache(maxsize=4096)
 def pair_secret(private: bytes, public: bytes, info: bytes) -> bytes:
     """k_ij: what two sites share by their X25519 keys; ``info`` names the run and both of them."""
     try:
-        shared = _loaded(private).exchange(X25519PublicKey.from_public_bytes(public))
+        key = X25519PrivateKey.from_private_bytes(private)
+        shared = key.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         raise ProtocolError("a key of the roster is no X25519 key that can keep a secret") from None
     return HKDF(SHA256(), 32, salt=None, info=info).derive(shared)
