@@ -91,7 +91,6 @@ def _layout(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _unpacked(layout: str, array: Array) -> NamedArrays:
-    """The arrays of a layout."""
     numbers = np.frombuffer(array.data, "<f8").astype(np.float64)
     found: NamedArrays = {}
     name, at = "", 0
