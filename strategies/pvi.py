@@ -184,10 +184,7 @@ def state_of(snapshot: Snapshot) -> PVIState:
 
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
-    """A checkpoint from which a site's factor, its rows and the records of its visits are gone.
-
-    Its label stays, since simulated rows go on being dealt to as many sites as there were, and so do its failures.
-    """
+    """A checkpoint without a site's factor, rows and visits; its label stays, for rows are dealt as before."""
     state = encode(forget(state_of(snapshot), site))
     arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
     preparation = dict(snapshot.facts["preparation"])
@@ -200,10 +197,7 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
 
 
 def free_energy(state: PVIState, request: object, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
-    """F = Σ_k E_q log p(y_k | f) less the divergences from the prior, in nats, where every site with a factor answers.
-
-    The divergence of q(Z) counts α times.
-    """
+    """F = Σ_k E_q log p(y_k | f) less divergences from the prior, that of q(Z) α times; nothing unless all answer."""
     summed = yield Total(LogLikelihood, request, tuple(state.sites))
     if summed.total is None or len(summed.sites) < len(state.sites):
         return {}
@@ -239,10 +233,7 @@ class PVI(FederatedStrategy[PVIState]):
         return AgreedParameters.of(self.config, self.preparation.training_target, self.options.exchanges)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
-        """The first Z from federated statistics, the same for all sites; nothing is known of the function yet.
-
-        N(0, I) of every block in the product; Z and β outside of it begin as points.
-        """
+        """The first Z from federated statistics, and N(0, I) of every block in the product; others begin as points."""
         if self.agreement:
             return (yield from self.agreement.start(roster))
         shape, options = (yield from shape_of_inputs(roster)), self.options
@@ -325,7 +316,7 @@ class PVI(FederatedStrategy[PVIState]):
         model = SparseModel(self.config.model, state.first["inducing"].shape[1])
         draws = prediction_draws(q, model, self.config.seed)
         function = draws.product(factors_of(factors, tied=self.options.tied))
-        kl = {"kl_function": float(function.kl(draws.prior()).mean())}
+        kl = {"kl_function": float(function.kl(draws.product([])).mean())}
         for name, latent in zip(LATENTS, (q.inducing, q.hyper), strict=True):
             kl[f"kl_{name}"] = 0.0
             if latent.value is None:

@@ -67,10 +67,7 @@ class Update:
 
 
 def local_optimum(function: str, averaged: Sequence[str] = (), *, tied: bool = False) -> Update:
-    """The site maximises its local free energy, by the update of the configuration.
-
-    ``function`` is the part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``.
-    """
+    """The site maximises its local free energy; ``function`` names the part of its answer that is the factor."""
     return Update(Refined, partial(visit, function), partial(proposed, {function, *averaged}, tied))
 
 
@@ -85,11 +82,7 @@ def visit(function: str, state: PVIState, site: str, plan: Plan) -> Visit:
 
 
 def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
-    """What a site multiplies its likelihood with in a local update.
-
-    With deletion it is the cavity; without, the posterior itself (streaming). The Bayesian committee machine that
-    splits the prior uses p^(N_k/N) alone.
-    """
+    """What a site multiplies its likelihood with: the cavity, without deletion q, or p^(N_k/N) of a split prior."""
     if plan.split_prior:
         share = state.rows[site] / sum(state.rows.values())
         return {name: block.gaussian**share for name, block in state.prior.items()}
@@ -149,10 +142,7 @@ def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> P
 
 
 def exact_factor(values: Mapping[str, ndarray]) -> Update:
-    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ².
-
-    The objective is the bound on the evidence of these rows alone.
-    """
+    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ²; the objective is its rows' bound."""
     noise = noise_of(values)
 
     def read(state: PVIState, site: str, answer: SparseStatistics) -> Proposal:
@@ -163,10 +153,7 @@ def exact_factor(values: Mapping[str, ndarray]) -> Update:
 
 
 def natural_gradient(q: PooledPosterior) -> Update:
-    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m.
-
-    The objective is the expected log likelihood.
-    """
+    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m."""
 
     def read(state: PVIState, site: str, answer: Expectations) -> Proposal:
         factor = NaturalParameters(answer.slope + answer.curvature @ q.mean, -0.5 * answer.curvature)

@@ -55,11 +55,7 @@ class NaturalParameters:
         return kind.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
     def refusal(self, name: str, _: int) -> str | None:
-        """Why this is no factor, or None: of weights it may be diagonal, of v its precision may be negative.
-
-        The merge checks whether prior and factors of v are a density together. The prior of u depends on Z and β: no
-        negative precision of u is safe.
-        """
+        """Why this is no factor, or None; the precision of v may be negative, since the merge checks the product."""
         shapes = [2 * self.eta1.shape] + [self.eta1.shape] * (name == "weights")
         if not self.size or self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
