@@ -25,8 +25,7 @@ from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SampledModel
 from strategies.server.questions import drive
-from strategies.sfvi import global_noise, one_round, plus, server_term
-from strategies.sfvi_avg import average
+from strategies.sfvi import average, global_noise, one_round, plus, server_term
 
 
 @pytest.fixture
