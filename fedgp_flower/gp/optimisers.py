@@ -228,9 +228,6 @@ def outlook(gains: Array, rounds: int) -> float | None:
     """What so many more rounds would add if gains go on to shrink as they did; None before there are three.
 
     Gains gᵢ are taken for a geometric series of the same sum, r = Σ gᵢ₊₁/Σ gᵢ ≤ 1, which smooths single rounds.
-
-    >>> outlook(np.array([8.0, 4.0, 2.0]), 2)  # 1 + ½
-    1.5
     """
     if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
         return None if len(gains) < 3 else 0.0

@@ -77,7 +77,7 @@ class SparseClient(SiteClient):
         if key not in _whiteners:
             if len(_whiteners) == LATEST:
                 del _whiteners[next(iter(_whiteners))]
-            _whiteners[key] = Whitener(model, room=0)
+            _whiteners[key] = Whitener(model, kept=0)
         return _whiteners[key]
 
     def statistics(self, request: Parameters) -> SparseStatistics:
@@ -216,16 +216,12 @@ class PrivateSGPRClient(SparseClient):
         if request.sharing < 1:
             raise ProtocolError("`sharing` is a number of sites")
         whitener, (inputs, targets) = self.whitener(request.values), self.tensors
+        simulated = [self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()]
+        generator = np.random.default_rng(simulated if self.site.simulated else None)  # else from the operating system
         sums = pooled_sums(self.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
-        released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, self._rng())
+        released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, generator)
         self.state.replace({**encode(released), ASKED: asked})
         return released
-
-    def _rng(self) -> np.random.Generator:
-        """From the operating system; in a simulation from the seed, where nothing is secret anyway."""
-        if not self.site.simulated:
-            return np.random.default_rng()
-        return np.random.default_rng([self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()])
 
 
 # A site's estimate of the hyperparameters, with its curvature: several sites add theirs to one start for all.
