@@ -22,6 +22,7 @@ from fedgp_flower.gp.sums import (
     SparseSums,
     bound_gradient,
     collapsed_bound,
+    contradicting,
     exact_posterior,
     profiled,
     restricted,
@@ -170,11 +171,21 @@ def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = No
 
 def sums_at(
     tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...]
-) -> Asking[tuple[list[SparseStatistics], tuple[str, ...]]]:
-    """Totals at several parameters, in one exchange, and of which sites they are; no totals where nobody answers."""
+) -> Asking[tuple[list[SparseStatistics], Summed[TrialSums]]]:
+    """Totals at several parameters, in one exchange, and what they are of; no totals where nobody answers."""
     sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
     summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
-    return ([] if summed.total is None else summed.total.each()), summed.sites
+    return ([] if summed.total is None else summed.total.each()), summed
+
+
+@torch.no_grad()
+def contradictions(
+    values: Mapping[str, ndarray], number: int, parts: Mapping[str, TrialSums], section: ModelSection
+) -> dict[str, Array]:
+    """Sites whose sums at these parameters, those of this number, contradict the others'; under masks none is seen."""
+    factor = Whitener(SparseGP.from_arrays(section, values)).factor
+    level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
+    return contradicting({site: part.each()[number] for site, part in parts.items()}, level)
 
 
 def gradients_at(
@@ -243,11 +254,11 @@ def known_lengthscales(
         return None
     centre = pack(logs)
     tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
-    totals, sites = yield from sums_at(tried, sites)
+    totals, summed = yield from sums_at(tried, sites)
     if not totals:
         return None
     points = [folded(*at, section) for at in zip(tried, totals, strict=True)]
-    gradients = yield from gradients_at(points, sites, section)
+    gradients = yield from gradients_at(points, summed.sites, section)
     if gradients is None:
         return None
     slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]

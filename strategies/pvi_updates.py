@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.sums import collapsed_bound
@@ -26,15 +25,12 @@ from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
-from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, told_by_total
-from strategies.pvi_state import Contribution, PVIState, Record, cavity, of_function, posterior
+from strategies.pooled_bound import LOCATIONS, Problem, noise_of
+from strategies.pvi_state import Contribution, PVIState, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
 """Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
-SETTLED_EXACT, SETTLED = 1e-6, 1e-3
-"""Nats by which every site's latest update moved q, at most, where more visits change nothing; with natural gradients
-:data:`SETTLED`."""
 HEAVY = 4.0
 """Weight of pseudo-observations for each row beyond which an answer is refused; honest ones have about 1."""
 
@@ -188,13 +184,6 @@ class AgreedParameters:
     exact: bool
     """Whether noise is Gaussian."""
 
-    @staticmethod
-    def of(config: RunConfig, target: Mapping[str, float], exchanges: int) -> AgreedParameters:
-        """At most so many exchanges, each site's first visit among them; 0 is as many as those methods have."""
-        exact = config.model.likelihood == "gaussian"
-        most = exchanges or (sgpr.USUAL if exact else svgp.USUAL)
-        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
-
     def start(self, roster: Roster) -> Asking[PVIState]:
         """Z from sketches of all rows, or where inputs lie."""
         if self.exact:
@@ -229,22 +218,3 @@ class AgreedParameters:
             return exact_factor(state.values)
         whole = all(site in state.sites for site in roster.sites)
         return natural_gradient(product(state) if whole else (yield from self.pooled(state, roster)))
-
-    def settled(self, record: Record, sites: Sequence[str], damping: float) -> bool:
-        """Whether every site was visited and more visits change nothing."""
-        if not all(record.visits.get(site) for site in sites):
-            return False
-        if self.exact and damping == 1:
-            return True
-        return max(record.sizes.values()) < (SETTLED_EXACT if self.exact else SETTLED)
-
-    def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
-        """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""
-        found, chosen_from = [], CANDIDATES if self.exact else 1
-        if small := [site for site, number in rows.items() if number < ROWS_PER_POINT * count]:
-            found.append(
-                f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
-                " their factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
-                f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
-            )
-        return found + told_by_total(min(chosen_from * count, sum(rows.values())), rows, chosen_from)

@@ -8,6 +8,7 @@ a server can form bound and posterior without a kernel (Titsias 2009; Gal et al.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import WhitenedPosterior
-from fedgp_flower.messages import leaves, message
+from fedgp_flower.messages import add, leaves, message
 from fedgp_flower.typing import Array, Indices, NamedArrays, Square
 
 INPUT_EDGES: Array = np.linspace(-6.0, 6.0, 41)
@@ -27,6 +28,8 @@ LOG_RATIO = (-8.0, 18.0)
 """Where log a/σ² is searched."""
 PENALTY = 0.05
 """J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
+BY_CHANCE = 1e-4
+"""A site is named where chance alone makes sums of noise so small with less than this probability."""
 LEAST_NOISE = 1e-6
 """Of the standardised target."""
 
@@ -168,6 +171,53 @@ def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
     """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
     gram, projection = sums.gram * amplitude, sums.projection * math.sqrt(amplitude)
     return replace(sums, gram=gram, projection=projection, prior_variance=np.asarray(sums.prior_variance * amplitude))
+
+
+def contradicting(parts: Mapping[str, SparseSums], level: Array) -> dict[str, Array]:
+    """Sites whose sums contradict those of all others, fewer than half: the bound per row with and without each [2].
+
+    Of several, the one goes first whose leaving makes two models, of its rows and of the others', likeliest.
+    """
+    rest, found = dict(parts), dict[str, Array]()
+    while len(found) < (len(parts) - 1) // 2:
+        total = add(rest.values())
+        best = profiled(total)
+        against = [site for site, part in rest.items() if contradicts(part, total, best.noise / best.amplitude, level)]
+        others = {site: add(part for name, part in rest.items() if name != site) for site in against}
+        values = {site: profiled(sums).value for site, sums in others.items()}
+        if not values:
+            break
+        site = max(values, key=lambda name: values[name] + profiled(rest[name]).value)
+        found[site] = np.array([best.value / float(total.count), values[site] / float(others[site].count)])
+        del rest[site]
+    return found
+
+
+def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array) -> bool:
+    """Whether the rows behind ``part`` run against what the other rows predict there.
+
+    The others predict f = Wᵀm, m = (A₋ + λI)⁻¹b₋, with λ = σ²/a. The ``level`` u has Wᵀu ≈ 1, so each site may have a
+    mean of its own: the slope of y on f, about their means, is β = (bᵀm − n ȳ f̄)/(mᵀAm − n f̄²). For the function
+    that the others follow it is 1, for an unrelated one 0, and the errors are larger than those of the site's mean
+    where β < ½. A contradiction is a mirror image, β < −½ and four standard errors below 0, or β < ½ where the site's
+    rows explain themselves worse than noise would: bᵀ(A + λI)⁻¹b n/s is then χ² of tr A(A + λI)⁻¹ degrees.
+    """
+    gram, projection, identity = part.gram, part.projection, ridge * np.eye(len(level))
+    mean = np.linalg.solve(total.gram - gram + identity, total.projection - projection)
+    reach = gram @ level
+    rows = max(float(level @ reach), np.finfo(float).tiny)
+    target, predicted = float(level @ projection) / rows, float(reach @ mean) / rows
+    power = float(mean @ gram @ mean) - rows * predicted**2
+    along = float(projection @ mean) - rows * target * predicted
+    if along >= power / 2:
+        return False
+    variance = max(float(part.target_squares) - rows * target**2, 0.0) / float(part.count)
+    if along < -power / 2 and along < -4 * math.sqrt(variance * max(power, 0.0)):
+        return True
+    alone = np.linalg.solve(gram + identity, np.column_stack([projection, gram]))
+    explained = float(projection @ alone[:, 0]) * float(part.count) / float(part.target_squares)
+    degrees = float(np.trace(alone[:, 1:]))
+    return float(torch.special.gammainc(torch.tensor(degrees / 2), torch.tensor(explained / 2))) < BY_CHANCE
 
 
 def prior(name: str, num_inputs: int) -> tuple[float, float]:

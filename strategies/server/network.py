@@ -442,7 +442,7 @@ def _oversized(reply: Message) -> str | None:
 
 def _misfit(reply: Message, said: ConfigRecord, site: str | None) -> str | None:
     """What of a reply's form is wrong, whatever was asked."""
-    if not said.get("site") or not isinstance(reply.content.get("arrays"), ArrayRecord):
+    if not said.get("site") or "arrays" not in reply.content.array_records:
         return "the reply lacks the records `arrays`, `metrics`, `config`"
     if said.get(LACKS):
         return "it lacks what it was sent once, and was sent again"

@@ -132,7 +132,7 @@ class Contract(Expected):
             kept = {site: answer for site, answer in kept.items() if site not in refused}
         for site, reason in refused.items():
             fail(site, reason)
-        return Summed(add(kept.values()) if kept else None, tuple(kept)) if self.added else kept
+        return Summed(add(kept.values()) if kept else None, tuple(kept), parts=kept) if self.added else kept
 
     def read(self, reply: Message) -> Any:
         """The answer in a reply; read once."""

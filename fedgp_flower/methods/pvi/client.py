@@ -91,7 +91,7 @@ class PVIClient(SiteClient):
         if self.options.linear:
             return self._train_whitened(request)
         assert request.q is not None
-        options, data, tied = self.options, self.data, self.options.tied
+        options, data, tied = self.options, self.data, self.options.factor == "tied"
         if request.before is None:
             before = first_factor(self.model, data, request.q, options.factor)
         else:
@@ -121,7 +121,7 @@ class PVIClient(SiteClient):
         rows = whitened_rows(self.model, self.data, request.q)
         context, step, evaluations = request.context["whitened"].gaussian, self.options.learning_rate or 1.0, 1
         before = request.before.whitened if request.before else None
-        start = before.gaussian if before else context.flat()
+        start = before.gaussian if before else context**0.0
         if self.options.local_update == "analytic":
             factor = rows.expansion(context)[1]  # with Gaussian noise the same anywhere
         elif self.options.local_update == "gradient":
@@ -146,7 +146,7 @@ class PVIClient(SiteClient):
     def _product(self, request: Predictive) -> tuple[Draws, list[Factor]]:
         assert request.q is not None
         draws = prediction_draws(request.q, self.model, self.config.seed)
-        return draws, factors_of(request.factors, tied=self.options.tied)
+        return draws, factors_of(request.factors, tied=self.options.factor == "tied")
 
     def predict(self, request: Predictive, inputs: Array) -> Prediction:
         """Mean and variance of the mixture; for classes, of the label."""

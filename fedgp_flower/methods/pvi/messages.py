@@ -41,7 +41,7 @@ class NaturalParameters:
     @staticmethod
     def of(gaussian: Gaussian) -> NaturalParameters:
         """Of a full or a diagonal Gaussian."""
-        return NaturalParameters(**gaussian.to_arrays())
+        return NaturalParameters(*(part.detach().double().numpy() for part in (gaussian.eta1, gaussian.eta2)))
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class NaturalParameters:
     def gaussian(self) -> Gaussian:
         """As tensors."""
         kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
-        return kind.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
+        return kind(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
 
     def refusal(self, name: str, _: int) -> str | None:
         """Why this is no factor, or None; the precision of v may be negative, since the merge checks the product."""
@@ -81,7 +81,8 @@ class Marginal:
     @staticmethod
     def of(gaussian: Gaussian) -> Marginal:
         """Of a diagonal Gaussian."""
-        return Marginal(**gaussian.to_arrays())
+        factor = NaturalParameters.of(gaussian)
+        return Marginal(factor.eta1, factor.eta2)
 
     @property
     def size(self) -> int:

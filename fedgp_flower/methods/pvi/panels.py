@@ -62,8 +62,12 @@ def panels(run: Run) -> list[Panel]:
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
         section = ModelSection.model_validate({n: run.saved.model[n] for n in ("kernel", "ard", "likelihood")})
-        figure = hyperparameters(arrays, called(SparseModel(section, len(run.saved.inputs)).names, run.saved.inputs))
-        sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
+        inputs = run.saved.inputs
+        names = [
+            re.sub(r"(?<=lengthscale )(\d+)$", lambda found: f"of {inputs[int(found[0]) - 1]}", name)
+            for name in SparseModel(section, len(inputs)).names
+        ]
+        sections.append(Panel("Posterior of the hyperparameters", hyperparameters(arrays, names), HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
     return [*sections, *product_panels(run)]
@@ -81,12 +85,6 @@ def product_panels(run: Run) -> list[Panel]:
         rows = [(words, show(parts[name])) for name, words in PARTS.items() if name in parts]
         sections.append(Panel("Free energy", html_table(("part", "nats"), rows), caption))
     return sections
-
-
-def called(names: Sequence[str], inputs: Sequence[str]) -> list[str]:
-    """Names of the entries of β, lengthscales by the name of their input instead of its number."""
-    parts = [re.fullmatch(r"(.*lengthscale) (\d+)", name) for name in names]
-    return [f"{p[1]} of {inputs[int(p[2]) - 1]}" if p else name for name, p in zip(names, parts, strict=True)]
 
 
 def intervals(low: Array, centre: Array, high: Array, names: Sequence[str], label: str) -> Figure:

@@ -39,11 +39,6 @@ from fedgp_flower.typing import Array
 class GLMClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
-    @property
-    def options(self) -> GLMOptions:
-        """The table ``glm.*``."""
-        return cast(GLMOptions, self.config.options)
-
     @cached_property
     def linear(self) -> LinearRows:
         """The site's rows, with a constant."""
@@ -74,7 +69,7 @@ class GLMClient(SiteClient):
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of the same model of these rows alone."""
         del pooled
-        prior = prior_of(self.options, data.x.shape[1]).gaussian
+        prior = prior_of(cast(GLMOptions, self.config.options), data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
         return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
 
