@@ -89,9 +89,6 @@ class Problem:
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
 
 
-# How many inducing points sites bear, and what their sums reveal.
-
-
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
     """P: at most the number of rows, and by the policy ``sgpr.small-sites`` at most what the smallest site bears."""
     most = min(wanted, sum(roster.rows.values()))
@@ -115,10 +112,7 @@ def candidates(count: int, roster: Roster, small_sites: str) -> int:
 
 
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
-    """A warning where even the total over sites nearly reveals rows; see ``simulations/results/methods.md``.
-
-    Sums are formed at so many ``points``, ``chosen_from`` of them for each inducing point.
-    """
+    """A warning where even a total at so many points, ``chosen_from`` for each inducing one, nearly reveals rows."""
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:
         return []
@@ -144,9 +138,6 @@ def told_by_sites(
     ]
 
 
-# Parameters by name.
-
-
 def empty_model(section: ModelSection, num_inputs: int) -> NamedArrays:
     """The model's hyperparameters as configured, by name in the order of the sketch."""
     arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
@@ -167,9 +158,6 @@ def lengthscales(values: Mapping[str, ndarray]) -> Array:
     """A lengthscale for each input [D]: the kernel's first, or 1 where it has none."""
     first = next(iter(log_lengthscales(values).values()), np.zeros(1))
     return np.broadcast_to(np.exp(first.ravel()), values[LOCATIONS].shape[1]).copy()
-
-
-# What is asked.
 
 
 def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = None) -> Asking[SparseStatistics]:
@@ -203,10 +191,7 @@ def contradictions(
 def gradients_at(
     points: Sequence[tuple[Mapping[str, ndarray], SparseSums]], sites: tuple[str, ...], section: ModelSection
 ) -> Asking[list[NamedArrays] | None]:
-    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer.
-
-    Sites send what comes through k(Z, X). The rest comes through k(Z, Z) and follows from the totals.
-    """
+    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer."""
     adjoints = [bound_gradient(totals, float(values[LOG_NOISE][0])) for values, totals in points]
     request = TrialAdjoints.of([values for values, _ in points], adjoints)
     summed: Summed[TrialGradients] = yield Total(TrialGradients, request, sites)
@@ -217,9 +202,6 @@ def gradients_at(
         through = inducing_gradient(SparseGP.from_arrays(section, values), totals, by_sums)
         found.append({name: np.asarray(share[name] + slope) for name, slope in through.items()})
     return found
-
-
-# The bound at its best over amplitude and noise.
 
 
 def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
@@ -264,9 +246,8 @@ def known_lengthscales(
 ) -> Asking[NamedArrays | None]:
     """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
 
-    The covariance is (−∂²J)⁻¹ at fixed inducing points, with the best amplitude and noise at every point. It comes from
-    the slopes at the parameters and at a small step along each logarithm. With few inducing points the bound curves
-    more than the evidence. None where sites left in between.
+    The covariance is (−∂²J)⁻¹ at fixed inducing points, from the slopes at the parameters and at a small step along
+    each logarithm. None where sites left in between.
     """
     logs = log_lengthscales(values)
     if not logs:  # a linear kernel
@@ -283,9 +264,6 @@ def known_lengthscales(
     slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]
     found = (slopes[0] - np.array(slopes[1:])) / STEP
     return unpack(laplace_deviations(found / 2 + found.T / 2, prior=2 * PENALTY), logs)
-
-
-# What is reported and saved.
 
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:

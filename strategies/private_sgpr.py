@@ -1,9 +1,8 @@
 """SGPR with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
 
 Inducing points are drawn in the box of the public ranges; a round asks for the noisy sums at one lengthscale, and
-amplitude and noise are at their best for these sums at no cost. With one trial the lengthscale is given. The mechanism
-is :mod:`fedgp_flower.methods.sgpr.private`; centrally it is Honkela and Melkas, *Gaussian processes with differential
-privacy* (2021), with a posterior from sums.
+amplitude and noise are at their best for these sums at no cost. Centrally it is Honkela and Melkas, *Gaussian processes
+with differential privacy* (2021); the mechanism is :mod:`fedgp_flower.methods.sgpr.private`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Cholesky factors with the one jitter policy of the project, and what had to be repaired.
 
 A kernel matrix gets ``jitter`` times its prior variance on the diagonal, and more only if that fails, which is counted.
-Any other matrix that is not positive definite is an error.
 """
 
 from __future__ import annotations

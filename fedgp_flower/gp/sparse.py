@@ -57,8 +57,7 @@ class _Closed:
         """Derivatives by wire name of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
 
         With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
-        X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
-        With ``both`` X is Z; ``by_variance`` comes through Σ k(x, x).
+        X is Z (``both``), and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
         """
         count, products = len(self.points), (moments.T @ adjoint).astype(np.float64, copy=False)  # [2D + 1, M]
         moved, squares = products[:count], products[count:-1]
@@ -76,11 +75,6 @@ class _Closed:
 def _moments(rows: ndarray) -> ndarray:
     """[x, x², 1]  [N, 2D + 1]."""
     return np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
-
-
-def _chunks(rows: Tensor) -> Sequence[Tensor]:
-    """At most CHUNK rows at once."""
-    return rows.split(CHUNK) if rows.shape[0] > CHUNK else (rows,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +122,7 @@ class Whitener:
 
     def projected(self, model: SparseGP, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
         """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
-        for chunk in _chunks(inputs):
+        for chunk in inputs.split(CHUNK):
             key = chunk.data_ptr(), chunk.shape[0]  # no other rows stand there for as long as these are kept
             found = self._kept.pop(key, None) or self._project(model, chunk)
             if not last and len(self._kept) < self.most:
@@ -152,7 +146,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     chunks = (whitener or Whitener(model)).projected(model, inputs, last=whitener is None)
     total: list[Tensor] = []
     variance, count = 0.0, float(len(targets))
-    for rows, y in zip(chunks, _chunks(targets), strict=True):
+    for rows, y in zip(chunks, targets.split(CHUNK), strict=True):
         part = [rows.gram(), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
         variance += rows.variance
@@ -169,7 +163,7 @@ def rows_gradient(
     whitener, by_variance = whitener or Whitener(model), float(adjoints.prior_variance)
     gram, projection = whitener.pulled(adjoints)
     total: NamedArrays = {}
-    for rows, y in zip(whitener.projected(model, inputs, last=True), _chunks(targets), strict=True):
+    for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         if rows.closed is not None and whitener.closed is not None:
             moments, covariance = rows.closed
             incoming = rows.cross.numpy().T @ gram.numpy()  # [N, M]

@@ -2,12 +2,7 @@
 
 With L Lᵀ = K_zz and W = L⁻¹ K_zx, whitened inducing values v = L⁻¹u ~ N(0, I) see the data of any number of sites only
 through A = Σ W Wᵀ, b = Σ W y, s = Σ y², c = Σ k(x, x) and N. The whitening needs only parameters that everyone has, so
-a server can form bound and posterior without a kernel.
-
-References:
-    Titsias, Variational learning of inducing variables in sparse Gaussian processes (AISTATS 2009).
-    Gal, van der Wilk, Rasmussen, Distributed variational inference in sparse GP regression (NIPS 2014).
-    Guo et al., Federated sparse Gaussian processes (2022), Eqs. 14-15.
+a server can form bound and posterior without a kernel (Titsias 2009; Gal et al. 2014; Guo et al. 2022, Eqs. 14-15).
 """
 
 from __future__ import annotations
@@ -126,9 +121,6 @@ def input_shape(inputs: Array) -> NamedArrays:
     return {"input.histogram": np.stack(counts).astype(np.int64), "input.products": inputs.T @ inputs}
 
 
-# Amplitude and noise at their best for given sums: two hyperparameters that cost no exchange.
-
-
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The maximum of the bound over amplitude and noise."""
@@ -240,8 +232,7 @@ def prior(name: str, num_inputs: int) -> tuple[float, float]:
 def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tensor) -> SparseSums:
     """The sums of some of the inducing points from those of all: A₁ = T A Tᵀ and b₁ = T b with T = L₁⁻¹ L₁:.
 
-    L₁: are the rows of L [C, C] that stay, L₁ [P, P] the factor of those points alone. As L₁: L₁:ᵀ = L₁ L₁ᵀ, the rows
-    of T are orthonormal, and rounding stays small however near K is to being singular.
+    L₁: are the rows of L [C, C] that stay, L₁ [P, P] the factor of those points alone; the rows of T are orthonormal.
     """
     turned = torch.linalg.solve_triangular(new_factor, factor[torch.from_numpy(kept)], upper=False)
     gram, projection = turned @ torch.as_tensor(sums.gram) @ turned.mT, turned @ torch.as_tensor(sums.projection)

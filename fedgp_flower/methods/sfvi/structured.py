@@ -172,37 +172,6 @@ def configured(
     return model.configured(options, section, num_inputs, inputs)
 
 
-class ClosedFormModel(StructuredModel):
-    """A model whose expected local part is known, so that a site needs no draws and its gradients have no noise."""
-
-    def site_term(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
-    ) -> Scalar:
-        """Without draws."""
-        return self.expected_log_local(site, q_global, q_local) + q_local.entropy()
-
-    def moments(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
-    ) -> PredictiveMoments:
-        """Without draws."""
-        where = (site.at(rows.features), q_global, q_local)
-        return PredictiveMoments(*self.latent(*where)) if link else self.predict(*where)
-
-    @abstractmethod
-    def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
-        """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
-
-    @abstractmethod
-    def latent(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance on the scale of the link function, where effects add up; for a new site without q."""
-
-    @abstractmethod
-    def predict(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> PredictiveMoments:
-        """Prediction at ``site.features``; without ``q_local``, for a new site."""
-
-
 class SoftmaxClasses:
     """Observations are classes 0 … C−1: P(y = c) ∝ exp(f_c). Of two, the prediction is of the second one alone."""
 

@@ -190,10 +190,7 @@ def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tenso
 
 
 class PrivateSGPRClient(SparseClient):
-    """SGPR with differential privacy: noisy sums, as often as the budget lets it.
-
-    The latest release, and how many there were, stand in the site's state.
-    """
+    """SGPR with differential privacy: noisy sums; the latest, and how many there were, stand in the site's state."""
 
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """As usual, of few kinds."""
@@ -224,14 +221,10 @@ class PrivateSGPRClient(SparseClient):
         return released
 
 
-# A site's estimate of the hyperparameters, with its curvature: several sites add theirs to one start for all.
-
-
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
     """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
 
-    θ are the logarithms of kernel and noise, in the order of :meth:`WiredModel.wire_parameters`. The sum over sites is
-    that of independent Gaussians, whose mode is (Σ H)⁻¹ Σ Hθ. H is by central differences of the gradient.
+    θ are the logarithms of kernel and noise; the mode of all sites is (Σ H)⁻¹ Σ Hθ. H is by central differences.
     """
     chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
