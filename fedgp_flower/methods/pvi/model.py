@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
@@ -38,6 +39,8 @@ PREDICTION_DRAWS = 100
 """Draws of (Z, β) that predict: their error is a tenth of a standard deviation of the mixture's spread."""
 ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
+ROUNDING = 1e-9
+"""A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
 LIKELIHOOD_NAMES = {"gaussian": ("noise sd",), "student-t": ("scale", "degrees of freedom − 2")}
 """What the likelihood's entries of β are the logarithms of."""
 
@@ -338,7 +341,11 @@ def _predict_some(
     out: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(inputs), 1), ROWS_AT_ONCE):  # no rows give empty predictions
         rows = slice(start, start + ROWS_AT_ONCE)
-        mean, variance = posterior.predict(draws.project(inputs[rows]), draws.prior_variance(inputs[rows]))
+        prior = draws.prior_variance(inputs[rows])
+        mean, variance = posterior.predict(draws.project(inputs[rows]), prior)
+        broken = ~(variance >= -ROUNDING * prior)  # so that NaN is broken, too
+        if bool(broken.any()):
+            raise NumericsError(f"{int(broken.sum())} of {variance.numel()} variances of f are negative")
         f, densities = (mean, variance.clamp_min(0.0)), mean[:, :0]
         if targets is not None:
             densities = likelihood.log_predictive(targets[rows], *f, hyper)
