@@ -1,7 +1,4 @@
-"""The command line ``fedgp``: thin over the functions that ``flwr run`` uses.
-
-A module is imported when a command uses it: ``fedgp --help`` loads neither PyTorch nor Flower nor pandas.
-"""
+"""The command line ``fedgp``; ``fedgp --help`` loads neither PyTorch nor Flower nor pandas."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from fedgp_flower.options import FlatConfig, Value
     from fedgp_flower.privacy import audit
     from fedgp_flower.privacy import keys as identities
-    from fedgp_flower.run import api, check, compare, figures, forget, leaves, predict, registry, report, terminal
+    from fedgp_flower.run import api, check, figures, forget, leaves, predict, registry, report, summary, terminal
     from fedgp_flower.run import in_process as engine
     from fedgp_flower.run import user_config as user
 else:
@@ -35,7 +32,7 @@ else:
     demo, processes, submission = (Lazy(f"fedgp_flower.deploy.{name}") for name in ("demo", "processes", "submission"))
     identities, engine = Lazy("fedgp_flower.privacy.keys"), Lazy("fedgp_flower.run.in_process")
     user = Lazy("fedgp_flower.run.user_config")
-    names = "api check compare figures forget leaves predict registry report terminal"
+    names = "api check figures forget leaves predict registry report summary terminal"
     globals().update({name: Lazy(f"fedgp_flower.run.{name}") for name in names.split()})
 
 app = typer.Typer(
@@ -284,13 +281,13 @@ def compare_runs(
 ) -> None:
     """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
     read = [api.load_run(path) for path in runs]
-    if reasons := compare.unlike(read):
+    if reasons := summary.unlike(read):
         raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
-    for doubt in compare.doubtful(read):
+    for doubt in summary.doubtful(read):
         terminal.show(f"careful: {doubt}")
-    terminal.show(terminal.table(["", *(path.name for path in runs)], compare.side_by_side(read), numbers=True))
+    terminal.show(terminal.table(["", *(path.name for path in runs)], summary.side_by_side(read), numbers=True))
     if figure is not None:
-        compare.cost_figure(read).savefig(figure)
+        figures.cost_figure(read).savefig(figure)
         terminal.show(str(figure))
 
 

@@ -1,9 +1,4 @@
-"""The run configuration: flat dotted keys, validated once, the same on the server and at every site.
-
-Keys are written with dashes and dots (``model.num-inducing``) in ``pyproject.toml``, ``--run-config`` and TOML files. A
-method brings a table of keys as a subclass of :class:`MethodOptions`; the registry knows them all. Flower refuses keys
-that ``pyproject.toml`` does not list, such as those of a method from another package: ``extra`` carries them.
-"""
+"""The run configuration: flat dotted keys, validated once, the same on the server and at every site."""
 
 from __future__ import annotations
 
@@ -235,10 +230,7 @@ class CoreConfig(Section):
         return self.name or "-".join(words)
 
     def require_whole_rosters(self, key: str, fraction: float) -> None:
-        """Raise ConfigError where sites are drawn anew in every round under masks.
-
-        Totals over different sites at nearly the same parameters differ by the summands of a few.
-        """
+        """Raise ConfigError where sites are drawn anew in every round under masks."""
         if fraction < 1 and self.privacy.secure_aggregation:
             raise ConfigError(
                 f"`{key}` = {fraction:g} draws other sites in every round, and the difference of two totals under"

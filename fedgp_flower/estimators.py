@@ -1,8 +1,4 @@
-"""Estimators of scikit-learn: a federated Gaussian process that is fitted, in this process, on rows with groups.
-
-``groups`` of :meth:`fit` says at which site a row is; without it rows are dealt to ``sites`` at random. With sums over
-sites the posterior at given hyperparameters and inducing points does not depend on how they are dealt.
-"""
+"""Estimators of scikit-learn: a federated Gaussian process that is fitted, in this process, on rows with groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What both halves of every method read: sections of the configuration as frozen, validated records.
-
-A method brings its table (``sgpr.exchanges``) as a subclass of :class:`MethodOptions`.
-"""
+"""What both halves of every method read: sections of the configuration as frozen, validated records."""
 
 from __future__ import annotations
 
@@ -170,10 +167,7 @@ class MethodOptions(BaseModel):
 
     @property
     def hyperprior(self) -> str:
-        """Of the hyperparameters, and so of the pooled fit that the method is judged by.
-
-        ``none``, or another one of :data:`fedgp_flower.clients.baselines.PRIORS`.
-        """
+        """A name of :data:`fedgp_flower.clients.baselines.PRIORS`, also for the pooled fit."""
         return "none"
 
     @property

@@ -22,10 +22,7 @@ ENCODING = (
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """All that is needed to predict without any site, and the words that say how.
-
-    A method gives the fields without a default; the others are of the run.
-    """
+    """All that is needed to predict without any site; a method gives the fields without a default."""
 
     arrays: NamedArrays
     meanings: Mapping[str, str]

@@ -220,7 +220,7 @@ def _merged(
         factors = dict(old)
         for name, proposed in replies[site].factors.items():
             factor = proposed.gaussian
-            before = old[name].gaussian if name in old else factor.flat()
+            before = old[name].gaussian if name in old else factor**0.0
             factors[name] = NaturalParameters.of((before ** (1.0 - rho) if deletion else before) * factor**rho)
         new[site] = replace(replies[site], factors=factors)
     return replace(state, sites=new, version=state.version + 1)

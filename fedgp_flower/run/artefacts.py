@@ -1,7 +1,6 @@
 """The files of a run: what they hold, how they are written while it goes, how they are read afterwards.
 
-A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every file is replaced as a whole (see
-:mod:`fedgp_flower.files`), so what is there is always complete; the rename of one small file commits a checkpoint.
+Every file is replaced as a whole (see :mod:`fedgp_flower.files`), so what is there is always complete.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class Run:
     """A row per held-out row."""
 
     def __repr__(self) -> str:
-        """The folder and the method; the files hold rows, which a notebook would show."""
+        """No rows, which a notebook would show."""
         return f"<Run {self.path}: {self.metrics.method}>"
 
     @property
@@ -243,10 +242,7 @@ class RunFolder:
         write_json(self.path / "posterior.json", content)
 
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
-        """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
-
-        ``by_site`` has the ``prediction.*`` arrays of each site's evaluation reply; without a site nothing is written.
-        """
+        """Write a row for each held-out row, from the ``prediction.*`` arrays of the sites' evaluation replies."""
         tables = []
         for site, arrays in by_site.items():
             given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
@@ -258,11 +254,7 @@ class RunFolder:
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
 
     def checkpoint(self, snapshot: Snapshot) -> None:
-        """Keep a complete round. Call it after the round's :meth:`append_history`.
-
-        The arrays go to a file of a new name; the rename of ``checkpoint.json``, which names that file, commits; then
-        older files go.
-        """
+        """Keep a complete round, after its history: arrays go to a new file, and ``checkpoint.json`` then names it."""
         folder = self.path / "checkpoint"
         folder.mkdir(exist_ok=True)
         name = f"round-{snapshot.facts['round']:06d}-{secrets.token_hex(4)}.safetensors"
@@ -305,7 +297,6 @@ class RunFolder:
             handler.close()
 
     def _write_history(self) -> None:
-        """Cells that a row lacks, and NaN, are empty."""
         columns = dict.fromkeys((*HISTORY_COLUMNS, *itertools.chain.from_iterable(self._history)))
         table = pd.DataFrame(self._history, columns=list(columns), dtype=object)
         write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())

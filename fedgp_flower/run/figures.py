@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedgp_flower.scores import count_quantiles
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
+    from fedgp_flower.run.artefacts import Run
     from fedgp_flower.run.dependence import Effect, Relevance
     from fedgp_flower.run.predict import Predictor
 
@@ -34,6 +36,8 @@ STYLES = {
     "logistic regression": ("#6b7a2a", "-."),
 }
 """Baselines that are drawn beside the rounds of a run."""
+COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("o-", "s--", "^-.", "D:", "v-", "P--")
+"""Of runs side by side: told apart without colours, too."""
 Z95 = 1.959963984540054
 MAX_POINTS, MOST_ACROSS = 400, 3
 MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
@@ -42,10 +46,7 @@ DPI = 180
 
 
 def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> Figure | None:
-    """Objective and evaluated figures against round, the baselines as horizontal lines; None for an empty history.
-
-    Where a history counts visits of sites, the unit that schedules compare by, these are the abscissa.
-    """
+    """Objective and evaluated figures against rounds, or visits where they are counted; baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
         "test_nll": "held-out NLL (nats per row)",
@@ -152,10 +153,7 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
 
 
 def surface(rows: pd.DataFrame | None, predictor: Predictor, spans: Array, names: Sequence[str]) -> Figure:
-    """Maps of predictive mean and sd over two inputs, with held-out rows as dots.
-
-    ``spans`` are low and high of both inputs, ``names`` those of the two inputs and of the target.
-    """
+    """Maps of predictive mean and sd over two inputs with these ``spans`` [2, 2], with held-out rows as dots."""
     figure, axes = axes_of(2, width=8.6, height=3.7)
     sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
     grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
@@ -364,6 +362,31 @@ def cost(history: pd.DataFrame) -> Figure | None:
         ax.set_ylim(bottom=0)
         ax.margins(y=0.08)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure
+
+
+def cost_figure(runs: Sequence[Run]) -> Figure:
+    """Held-out NLL against exchanges, megabytes and seconds since the start, a line for each run."""
+    figure, axes = axes_of(3, width=11.0, height=3.4)
+    for run, colour, mark in zip(runs, itertools.cycle(COLOURS), itertools.cycle(MARKS), strict=False):
+        history, nll = run.history, run.history.get("test_nll", run.history["round"] * math.nan).copy()
+        nll.iloc[-1:] = number(run.metrics.test.get("nll"))
+        spent = {
+            "exchanges": history.get("exchanges", history["round"]),
+            "megabytes sent, both ways": (history["bytes_up"] + history["bytes_down"]).cumsum() / 1e6,
+            "seconds": history["seconds"].cumsum(),
+        }
+        for ax, (label, amount) in zip(axes, spent.items(), strict=True):
+            ax.plot(
+                amount[nll.notna()], nll.dropna(), mark, color=colour, ms=4, lw=1.6, label=label_text(run.path.name)
+            )
+            ax.set_xlabel(label)
+    for ax in axes:
+        ax.set_xlim(0, 1.04 * max(ax.get_xlim()[1], 1e-9))
+        ax.margins(y=0.15)
+    axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes[0].set_ylabel("held-out NLL (nats per row)")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
     return figure
 
 

@@ -1,7 +1,4 @@
-"""Forgetting a site after a run: a new run that goes on from the old one's checkpoint, without that site.
-
-A method says how by the entries ``forget`` and ``forgotten`` of its row in the registry.
-"""
+"""Forgetting a site after a run: a new run that goes on from the old one's checkpoint, without that site."""
 
 from __future__ import annotations
 
@@ -23,11 +20,7 @@ from fedgp_flower.typing import Facts
 
 
 def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress = silent) -> Path:
-    """Go on in a new folder from the old run's history and checkpoint, without the site; returns that folder.
-
-    The pooled baseline is left out: it would learn from the rows of all sites, the forgotten one among them.
-    ``site`` is an id or a label; ``rounds`` more of training let what the other sites said settle.
-    """
+    """Go on in a new folder from the old run's history and checkpoint, without the site; returns that folder."""
     data = read_run(run)
     if not data.method.forget:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
@@ -55,7 +48,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
         "sites": len(remaining),
         "num-server-rounds": saved.facts["round"] + rounds,
         "resume": False,
-        "baselines.pooled": False,
+        "baselines.pooled": False,  # it would learn from the rows of all sites, the forgotten one among them
     }
     folder = RunFolder.open(parse_config(flat))
     folder.keep_history(data.history)

@@ -1,8 +1,7 @@
 """An in-process Flower Grid: the same ServerApp and ClientApp, no SuperLink, no Ray, one process.
 
-Messages are answered one after the other by calling the ClientApp with the node's Context. A pushed message is
-answered when its reply is first pulled, oldest first, one per pull when only some are asked for: asynchronous methods
-see replies trickle in, in a reproducible order.
+A pushed message is answered when its reply is pulled, the oldest first, one in a pull: asynchronous methods see replies
+trickle in, in a reproducible order.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ NODE_OFFSET = 1000
 
 
 def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:
-    """Run a configuration over an in-process Grid; returns the run's folder.
-
-    The nodes are those of simulated ``sites``, 0 takes every natural group, unless ``nodes`` gives configurations.
-    """
+    """Run over simulated ``sites``, 0 for every natural group, or over these ``nodes``; returns the run's folder."""
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
     config = parse_config(flat)
     if not nodes:

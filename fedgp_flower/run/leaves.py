@@ -44,10 +44,7 @@ def answers(method: str) -> list[tuple[str, Any]]:
 
 
 def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], audit.AuditLog]:
-    """Let a site with this node configuration answer a run of a few rounds, without network.
-
-    Returns what it sent, in lines, and its audit log. As many sites with the same rows take part as a run needs.
-    """
+    """What a site sends in a run of a few rounds beside copies of itself, in lines, and its audit log."""
     planned = parse_config(flat).num_server_rounds
     config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
     copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1

@@ -89,11 +89,6 @@ class Predictor:
         return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
 
     @staticmethod
-    def of_run(run: Path) -> Predictor:
-        """The posterior in a run's folder."""
-        return Predictor.of(read_run(run))
-
-    @staticmethod
     def of(run: Run) -> Predictor:
         """The posterior of a run that was read."""
         reason = run.why_no_posterior
@@ -184,8 +179,7 @@ class Predictor:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
 
         For a target of classes: the probability of each. With ``missing`` = drop, NaN for a row with a missing cell.
-
-        With the id or label of a simulated site it predicts as :meth:`at_site` does; a real one needs that method.
+        With the id or label of a simulated site it predicts as :meth:`at_site` does.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame)
@@ -213,9 +207,8 @@ class Predictor:
     def distribution(self, frame: pd.DataFrame, *, noise: bool = False) -> MultivariateNormal:
         """The joint distribution of f at the rows of a table in original units, over all draws of a mixture.
 
-        A class or a count has no units: f is then what the likelihood takes, a probit or the logarithm of a rate.
-
-        With ``noise`` that of observations, where noise is Gaussian.
+        A class or a count has no units: f is then a probit or the logarithm of a rate. With ``noise`` that of
+        observations, where noise is Gaussian.
         """
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
@@ -231,7 +224,6 @@ class Predictor:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
 
         With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
-        The same seed gives the same draws.
         """
         draws, inputs, found = self.to_gpytorch_draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
@@ -248,8 +240,7 @@ class Predictor:
     def to_gpytorch(self) -> Exported:
         """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
 
-        Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
-        ``transforms`` from encoded inputs and back to original units.
+        Both are in standardised coordinates: :meth:`inputs` leads there, ``transforms`` back to original units.
         """
         [first, *others] = self.to_gpytorch_draws()
         if others:
@@ -284,15 +275,12 @@ class Predictor:
 
 
 def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:
-    """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had.
-
-    Columns that are no inputs, such as ids, come first, as they are written. Several sites, by name, follow each other
-    in the CSV, whose first column is then the site. Of columns with one name the table's is called ``input.NAME``.
-    """
+    """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had."""
     preparation = next(iter(predictors.values())).preparation
     frame = read_inputs(source, preparation)
     tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
+    # Columns that are no inputs, such as ids, come first, as they are written.
     others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
     beside = {site: pd.concat([others, table], axis=1) for site, table in tables.items()}
     together = pd.concat(beside, names=["site"]).reset_index(level="site")

@@ -34,9 +34,7 @@ class Method:
     federated: bool = True
     """Whether sites learn together; False for what every federated method is compared with."""
     posterior: str = ""
-    """A :class:`~fedgp_flower.run.predict.SavedModel`, or empty where what a run saves predicts nothing by itself.
-
-    What it returns may be :class:`~fedgp_flower.run.predict.Exportable` to GPyTorch."""
+    """A :class:`~fedgp_flower.run.predict.SavedModel`, or empty where what a run saves predicts nothing by itself."""
     why_no_posterior: str = ""
     """Where ``posterior`` is empty: why, as the end of a sentence about runs of the method."""
     panels: str = ""
@@ -259,11 +257,8 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
-    """Validate a run configuration; see :func:`fedgp_flower.config.parse`.
-
-    Flower starts a process for each message of a real site. What a site is sent names keys of one built-in method
-    alone, so that its process does without the tables of all other methods.
-    """
+    """Validate a run configuration; see :func:`fedgp_flower.config.parse`."""
+    # Flower starts a process for each message of a real site, which need not import the tables of other methods.
     name = resolved(str(flat.get("method", AUTO)), flat)
     if name in BUILT_IN and not flat.get("extra"):
         options = {name: load(BUILT_IN[name].options)}

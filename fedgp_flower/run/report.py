@@ -91,10 +91,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
-    """Write the page and its pictures.
-
-    The predictor draws the curve over one input, or the map over two; without it the held-out rows alone are shown.
-    """
+    """Write the page and its pictures; the predictor draws the curve over one input, or the map over two."""
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
@@ -249,10 +246,7 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
 
 
 def _inputs(run: Run) -> tuple[list[str], Array]:
-    """Names of up to two encoded inputs and the range to draw [D, 2]; empty for more inputs.
-
-    The range is that of the held-out rows, else mean ± 2.5 sd of the training inputs.
-    """
+    """Names of up to two encoded inputs and the range to draw [D, 2]; empty for more inputs."""
     if run.predictions is not None:
         x = run.predictions.filter(regex=r"^input\.")
         low, high = x.min().to_numpy(dtype=float), x.max().to_numpy(dtype=float)

@@ -1,7 +1,4 @@
-"""The run configuration as a user gives it: a TOML file, ``KEY=VALUE`` words, paths from where the user stands.
-
-And as a user reads it, for ``fedgp run --help`` and ``docs/configuration.md``: the keys in words, from the sections.
-"""
+"""The run configuration as a user gives it, in a TOML file and ``KEY=VALUE`` words, and the keys explained in words."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
 
 
 def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[str, Value]:
-    """Validate keys and fill in what only the caller's shell knows: absolute paths, and a name for the run's folder.
-
-    The ServerApp and the sites run elsewhere than ``folder``, so a relative path would mean another place to them.
-    ``source`` is part of that name; otherwise the data set is.
-    """
+    """Validate keys and fill in what only the caller's shell knows: absolute paths, and a name for the run's folder."""
     config = parse_config(given)
     out = dict(given) | {"output-dir": str(folder / config.output_dir)}
     if data := config.data_dir or os.environ.get("FEDGP_DATA", ""):

@@ -38,7 +38,7 @@ class Rise:
     noise: float
     """Standard deviation of a value around the line."""
     flat: bool
-    """Whether the rise along the window is below the noise."""
+    """Whether the rise along the window, and three standard errors more, is below the noise."""
 
 
 def rise(values: Sequence[float]) -> Rise | None:
@@ -58,12 +58,7 @@ def rise(values: Sequence[float]) -> Rise | None:
 
 @dataclass
 class Course:
-    """The values of a noisy bound so far, and the round after which they were flat for the first time.
-
-    The bound counts as flat once its rise along the latest half of the rounds, and three standard errors more, is below
-    two standard deviations of a value around the line, or below :data:`NOTHING`. Of series that rise by two deviations
-    in ten rounds one in fifty is taken for flat.
-    """
+    """The values of a noisy bound so far, and the round after which they were flat for the first time."""
 
     values: list[float] = field(default_factory=list)
     flat_from: int | None = None

@@ -57,14 +57,9 @@ def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
     starts = np.cumsum([0, *(column["inputs"] for column in columns)])
     for start, column in zip(starts, columns, strict=False):
         if column["kind"] == "number" and start < len(counts):
-            column["range"] = middle(counts[start])
-
-
-def middle(counts: Array) -> list[float]:
-    """Where about 95 % of rows lie by their counts in bins [B]."""
-    reached = np.cumsum(counts) / counts.sum()
-    low, high = (int((reached >= level).argmax()) for level in (0.025, 0.975))
-    return [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
+            reached = np.cumsum(counts[start]) / counts[start].sum()
+            low, high = (int((reached >= level).argmax()) for level in (0.025, 0.975))
+            column["range"] = [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
 
 
 def initial_locations(shape: Shape, model: ModelSection, seed: int) -> Array:

@@ -1,8 +1,6 @@
 """Flower's face of an algorithm: a Flower round is a round of the paper.
 
-An algorithm supplies computations that ask; the session puts their questions to the sites and judges what comes back.
-The class here turns both into a Flower Strategy, and is the only place where the state changes: once a round, when the
-round is complete. So a killed round is repeated from the last state, and Flower's ``start`` and wrappers work.
+The state changes here alone, once a round, when the round is complete: a killed round is repeated from the last state.
 """
 
 from __future__ import annotations
@@ -324,11 +322,6 @@ def shapes_of(arrays: NamedArrays) -> dict[str, tuple[int, ...]]:
     return {name: np.shape(array) for name, array in arrays.items()}
 
 
-# Keyword arguments of a Strategy are the fields of the configuration, documented where they are declared: with
-# ``PVI(num_inducing=100, seed=1)`` and ``model.num-inducing = 100``, ``seed = 1`` the same is meant. A keyword is the
-# field's name, behind that of its section where the method's table has a field of that name.
-
-
 @dataclass(frozen=True, slots=True)
 class Keyword:
     """A keyword argument: its key in the configuration, its default, and what it is."""
@@ -340,7 +333,7 @@ class Keyword:
 
 @cache
 def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
-    """The keywords for a method's table and the shared sections."""
+    """The keywords of a Strategy: fields of the configuration, behind the section's name where a name is taken."""
     tables: list[tuple[str, type[BaseModel]]] = [("", CoreConfig)]
     tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
     shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}

@@ -120,11 +120,6 @@ class PVIOptions(MethodOptions):
         return self.agrees or self.local_update in LINEAR
 
     @property
-    def tied(self) -> bool:
-        """Whether the noise of pseudo-observations scales with σ²."""
-        return self.factor == "tied"
-
-    @property
     def averages(self) -> bool:
         """Whether Z is a point that the server averages."""
         return not self.linear and self.inducing == "average"
