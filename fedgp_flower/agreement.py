@@ -82,13 +82,11 @@ class SiteDescription:
     num_examples: int
     label: str = ""
     dropped: int = 0
-    """Rows left out for a missing cell."""
     partitions: int = 0
     """Sites of a simulation; 0 where the site is real."""
     bare: bool = False
     """Whether it says nothing of rows, since it answers under masks alone."""
     trusting: bool = False
-    """Whether the site has a trust file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,6 @@ class _Told:
     kind: Kind
     rows: int
     filled: int
-    """Rows whose cell is not missing."""
     sums: Array
     """Of numbers: the sum, its residual, and the squares about the site's mean, [3]."""
     counts: Mapping[str, int]
@@ -210,7 +207,6 @@ class Agreement:
     """What later messages carry: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
     schema: str
     names: tuple[str, ...]
-    """Names of the D encoded inputs."""
     rows: dict[Site, int]
     labels: dict[Site, str]
     simulated: bool
@@ -456,8 +452,6 @@ def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:
         if not set(column.counts) <= set(two)
     }
 
-
-# What is known of the training rows before training, from the sums that describe them.
 
 OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "differs at")
 

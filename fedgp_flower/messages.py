@@ -35,7 +35,6 @@ ECHOED = ("run", "round", "communication")
 """Config keys of a question that its reply repeats. A reply that repeats others answers another question."""
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
-"""Python's numbers, and the kinds of array that may hold them."""
 _KEYS = TypeAdapter(list[str])
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
 _COUNTED = "num_parameters"
@@ -320,7 +319,7 @@ class _Reader:
             if size * (size + 1) // 2 != length:
                 raise self._error(name, f"shape {shape} is no packed symmetric matrix")
             shape = (*shape[:-1], size, size)
-        if _name(array.dtype) not in spec.dtypes:
+        if str(array.dtype) not in spec.dtypes:
             raise self._error(name, f"type {array.dtype}, expected {' or '.join(spec.dtypes)}")
         if spec.letters != ("*_",):
             self._match(name, shape, spec.letters)
@@ -458,8 +457,3 @@ def _places(size: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     packed = np.empty((size, size), dtype=np.intp)
     packed[rows, columns] = packed[columns, rows] = np.arange(len(rows))
     return rows * size + columns, packed
-
-
-@cache
-def _name(dtype: np.dtype[Any]) -> str:
-    return str(dtype)

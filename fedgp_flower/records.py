@@ -65,8 +65,8 @@ def numpy_arrays(record: ArrayRecord) -> NamedArrays:
 
 def arrays_of(records: RecordDict, name: str) -> NamedArrays:
     """The arrays of the record of a name; none where there is no such record."""
-    record = records.get(name)
-    return numpy_arrays(record) if isinstance(record, ArrayRecord) else {}
+    record = record_of(records, name, ArrayRecord)
+    return {} if record is None else numpy_arrays(record)
 
 
 def bytes_of(records: RecordDict) -> int:
@@ -91,7 +91,6 @@ def _layout(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _unpacked(layout: str, array: Array) -> NamedArrays:
-    """The arrays of a layout."""
     numbers = np.frombuffer(array.data, "<f8").astype(np.float64)
     found: NamedArrays = {}
     name, at = "", 0

@@ -1,15 +1,11 @@
-"""Scores of predictions on a site's held-out rows, as sums that add over rows and over sites.
+"""Scores of predictions on a site's held-out rows, as sums that add over rows and over sites, in units of the target.
 
-A site never sends a row: it sends the sums below, in the original units of the target, and two small histograms. For a
-predictive distribution F with density f and an outcome y:
+For a predictive distribution F with density f and an outcome y:
 
-* ``nll`` = −log f(y), the negative log predictive density of a noisy observation, in nats;
-* ``crps`` = ∫ (F(t) − 1[t ≥ y])² dt = E|X − y| − ½ E|X − X'|, in units of y (Gneiting & Raftery 2007, Eq. 20–21);
+* ``nll`` = −log f(y), in nats;
+* ``crps`` = ∫ (F(t) − 1[t ≥ y])² dt = E|X − y| − ½ E|X − X'| (Gneiting & Raftery 2007, Eq. 20–21);
 * ``inside-95`` = 1 when y lies in the central 95 % interval, that is |F(y) − ½| ≤ 0.475;
 * PIT = F(y), uniform on [0, 1] when the predictions are calibrated (Dawid 1984).
-
-A predictive distribution is a Gaussian, an even mixture of Gaussians, either of them for a transformed target, a
-mixture of Poisson distributions for counts, or the probabilities of classes.
 """
 
 from __future__ import annotations
@@ -29,10 +25,8 @@ from fedgp_flower.typing import Array, NamedArrays
 
 LEVELS = (50, 90, 95)
 """Central intervals that are counted, in percent."""
-PIT_BINS = 20
-"""Equal bins of [0, 1] in which the PIT is counted."""
-RELIABILITY_BINS = 10
-"""Equal bins of [0, 1] in which a predicted probability is counted."""
+PIT_BINS, RELIABILITY_BINS = 20, 10
+"""Equal bins of [0, 1] in which the PIT and predicted probabilities are counted."""
 RANK_BINS, RANK_REACH = 80, 8.0
 """Equal bins of log odds, and how far they reach from even odds: predictions that differ by less count as ties."""
 REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
     from strategies.sfvi import SFVI as SFVI
-    from strategies.sfvi_avg import SFVIAvg as SFVIAvg
+    from strategies.sfvi import SFVIAvg as SFVIAvg
     from strategies.sgpr import SGPR as SGPR
     from strategies.svgp import SVGP as SVGP
 

@@ -45,14 +45,6 @@ Replies: TypeAlias = Mapping[str, Sequence[UnitStatistics]]
 
 
 @message()
-class Shared:
-    """What Flower's wrappers see: latent functions and q(u)."""
-
-    latents: LatentFunctions
-    posterior: LatentPosterior
-
-
-@message()
 class Report:
     """A unit's last statistics that count: at the accepted move, and the latents they are whitened with."""
 
@@ -249,8 +241,8 @@ class FedMGPExact(FederatedStrategy[ExactState]):
 
     def public(self, state: ExactState) -> NamedArrays:
         """Latent functions and q(u)."""
-        return encode(Shared(state.latents, state.posterior))
+        return {name: array for name, array in encode(state).items() if name.startswith(("latents.", "posterior."))}
 
     def adopt(self, state: ExactState, arrays: NamedArrays) -> ExactState:
         """Other latent functions and q(u); reports stay what they are."""
-        return replace(state, **vars(decode(Shared, arrays)))
+        return decode(ExactState, {**encode(state), **arrays})

@@ -2,10 +2,7 @@
 
 Guo et al., *Federated sparse Gaussian processes* (2022), Algorithms 1-2. Sampled sites take a few steps on their bound
 per row from w = {β, Z}, and the server averages. After training, sums over sites give the optimal q(u) of all rows at
-w (Eqs. 14-15), whatever the partition. :mod:`strategies.sgpr` trains by sums too.
-
-FGPR is their baseline, after Yue and Kontar, *Federated Gaussian process* (2021). Nothing about a site's rows is shared
-but the hyperparameters fitted to them, and every site predicts from its rows.
+w (Eqs. 14-15). FGPR, after Yue and Kontar, *Federated Gaussian process* (2021), shares hyperparameters alone.
 """
 
 from __future__ import annotations

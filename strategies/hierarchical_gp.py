@@ -47,7 +47,7 @@ from strategies.fedmgp_shared import scaled_targets
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
-from strategies.sfvi_avg import saved
+from strategies.sfvi import saved
 
 TOLERANCE = {"smooth": 0.1, "rough": 0.05}
 """A step that promises a smaller rise of the bound of all rows, in nats, is not taken."""

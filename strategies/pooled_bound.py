@@ -22,6 +22,7 @@ from fedgp_flower.gp.sums import (
     SparseSums,
     bound_gradient,
     collapsed_bound,
+    contradicting,
     exact_posterior,
     profiled,
     restricted,
@@ -88,9 +89,6 @@ class Problem:
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
 
 
-# How many inducing points sites bear, and what their sums reveal.
-
-
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
     """P: at most the number of rows, and by the policy ``sgpr.small-sites`` at most what the smallest site bears."""
     most = min(wanted, sum(roster.rows.values()))
@@ -114,10 +112,7 @@ def candidates(count: int, roster: Roster, small_sites: str) -> int:
 
 
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
-    """A warning where even the total over sites nearly reveals rows; see ``simulations/results/methods.md``.
-
-    Sums are formed at so many ``points``, ``chosen_from`` of them for each inducing point.
-    """
+    """A warning where even a total at so many points, ``chosen_from`` for each inducing one, nearly reveals rows."""
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:
         return []
@@ -143,9 +138,6 @@ def told_by_sites(
     ]
 
 
-# Parameters by name.
-
-
 def empty_model(section: ModelSection, num_inputs: int) -> NamedArrays:
     """The model's hyperparameters as configured, by name in the order of the sketch."""
     arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
@@ -168,9 +160,6 @@ def lengthscales(values: Mapping[str, ndarray]) -> Array:
     return np.broadcast_to(np.exp(first.ravel()), values[LOCATIONS].shape[1]).copy()
 
 
-# What is asked.
-
-
 def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = None) -> Asking[SparseStatistics]:
     """The sums of all rows of all sites that answer."""
     sizes = {"M": len(parameters[LOCATIONS])}
@@ -182,20 +171,27 @@ def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = No
 
 def sums_at(
     tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...]
-) -> Asking[tuple[list[SparseStatistics], tuple[str, ...]]]:
-    """Totals at several parameters, in one exchange, and of which sites they are; no totals where nobody answers."""
+) -> Asking[tuple[list[SparseStatistics], Summed[TrialSums]]]:
+    """Totals at several parameters, in one exchange, and what they are of; no totals where nobody answers."""
     sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
     summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
-    return ([] if summed.total is None else summed.total.each()), summed.sites
+    return ([] if summed.total is None else summed.total.each()), summed
+
+
+@torch.no_grad()
+def contradictions(
+    values: Mapping[str, ndarray], number: int, parts: Mapping[str, TrialSums], section: ModelSection
+) -> dict[str, Array]:
+    """Sites whose sums at these parameters, those of this number, contradict the others'; under masks none is seen."""
+    factor = Whitener(SparseGP.from_arrays(section, values)).factor
+    level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
+    return contradicting({site: part.each()[number] for site, part in parts.items()}, level)
 
 
 def gradients_at(
     points: Sequence[tuple[Mapping[str, ndarray], SparseSums]], sites: tuple[str, ...], section: ModelSection
 ) -> Asking[list[NamedArrays] | None]:
-    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer.
-
-    Sites send what comes through k(Z, X). The rest comes through k(Z, Z) and follows from the totals.
-    """
+    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer."""
     adjoints = [bound_gradient(totals, float(values[LOG_NOISE][0])) for values, totals in points]
     request = TrialAdjoints.of([values for values, _ in points], adjoints)
     summed: Summed[TrialGradients] = yield Total(TrialGradients, request, sites)
@@ -206,9 +202,6 @@ def gradients_at(
         through = inducing_gradient(SparseGP.from_arrays(section, values), totals, by_sums)
         found.append({name: np.asarray(share[name] + slope) for name, slope in through.items()})
     return found
-
-
-# The bound at its best over amplitude and noise.
 
 
 def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
@@ -253,28 +246,24 @@ def known_lengthscales(
 ) -> Asking[NamedArrays | None]:
     """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
 
-    The covariance is (−∂²J)⁻¹ at fixed inducing points, with the best amplitude and noise at every point. It comes from
-    the slopes at the parameters and at a small step along each logarithm. With few inducing points the bound curves
-    more than the evidence. None where sites left in between.
+    The covariance is (−∂²J)⁻¹ at fixed inducing points, from the slopes at the parameters and at a small step along
+    each logarithm. None where sites left in between.
     """
     logs = log_lengthscales(values)
     if not logs:  # a linear kernel
         return None
     centre = pack(logs)
     tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
-    totals, sites = yield from sums_at(tried, sites)
+    totals, summed = yield from sums_at(tried, sites)
     if not totals:
         return None
     points = [folded(*at, section) for at in zip(tried, totals, strict=True)]
-    gradients = yield from gradients_at(points, sites, section)
+    gradients = yield from gradients_at(points, summed.sites, section)
     if gradients is None:
         return None
     slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]
     found = (slopes[0] - np.array(slopes[1:])) / STEP
     return unpack(laplace_deviations(found / 2 + found.T / 2, prior=2 * PENALTY), logs)
-
-
-# What is reported and saved.
 
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:

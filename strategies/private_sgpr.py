@@ -1,9 +1,8 @@
 """SGPR with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
 
 Inducing points are drawn in the box of the public ranges; a round asks for the noisy sums at one lengthscale, and
-amplitude and noise are at their best for these sums at no cost. With one trial the lengthscale is given. The mechanism
-is :mod:`fedgp_flower.methods.sgpr.private`; centrally it is Honkela and Melkas, *Gaussian processes with differential
-privacy* (2021), with a posterior from sums.
+amplitude and noise are at their best for these sums at no cost. Centrally it is Honkela and Melkas, *Gaussian processes
+with differential privacy* (2021); the mechanism is :mod:`fedgp_flower.methods.sgpr.private`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from dataclasses import replace
 import numpy as np
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.sums import SparseSums, profiled, scaled
+from fedgp_flower.gp.sums import SparseSums, profiled
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
+from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, empty_model, noise_of, posterior_at, saved
+from strategies.pooled_bound import LOCATIONS, empty_model, folded, noise_of, posterior_at, saved
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 from strategies.sgpr import wider
@@ -57,13 +57,12 @@ class PrivateState:
         return max(self.tried, key=lambda tried: tried.height)
 
 
-def evaluated(values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, noise: float) -> Tried:
+def evaluated(
+    values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, noise: float, section: ModelSection
+) -> Tried:
     """What noisy sums of so many rows are worth; ``noise`` is that of the total, in its units."""
     sums, left_out = cleaned(told, rows, 1.0, noise)
-    best = profiled(sums)
-    found = {**values, AMPLITUDE: np.asarray(values[AMPLITUDE] + math.log(best.amplitude))}
-    found[LOG_NOISE] = np.full_like(values[LOG_NOISE], math.log(best.noise))
-    return Tried(found, scaled(sums, best.amplitude), best.value, left_out)
+    return Tried(*folded(values, sums, section), profiled(sums).value, left_out)
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):
@@ -98,7 +97,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
             raise RunError("some sites added nothing to the noisy sums; asked again they would tell more than is paid")
         rows = sum(roster.rows[site] for site in summed.sites)
         noise = self.budget.noise * math.sqrt(len(summed.sites) / sharing)
-        found = evaluated(values, summed.total, rows, noise)
+        found = evaluated(values, summed.total, rows, noise, self.config.model)
         figures = {"objective": found.height / rows, "noise": noise_of(found.values)}
         return replace(state, tried=(*state.tried, found)), figures
 

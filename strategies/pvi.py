@@ -4,8 +4,7 @@ Ashman et al., *Partitioned variational inference* (2022), Algorithm 1; for spar
 inputs and hyperparameters, *Federated learning of sparse Gaussian processes*. q(θ) ∝ p(θ) ∏ₖ tₖ(θ); products, cavities
 and the merge are in :mod:`strategies.pvi_state`, what a site is asked in :mod:`strategies.pvi_updates`.
 
-Bayesian committee machines, variational continual learning, streaming VB and global VI are only a choice of
-:data:`~fedgp_flower.methods.pvi.options.PRESETS`. Asynchronous visits follow Section 4 of the paper: an answer is
+Asynchronous visits follow Section 4 of the paper: an answer is
 merged when it arrives, and that site at once gets the newest posterior. How many merges an answer had not seen, its
 staleness, is recorded. A resumed run asks again: only what was under way when it was killed is lost.
 """
@@ -36,7 +35,8 @@ from fedgp_flower.methods.pvi.model import ALPHA, PREDICTION_DRAWS, SparseModel,
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies.pooled_bound import LOCATIONS, saved
+from strategies import sgpr, svgp
+from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, saved, told_by_total
 from strategies.pvi_state import (
     EQUATION,
     PVIState,
@@ -73,6 +73,10 @@ from strategies.server.questions import (
 )
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
+
+SETTLED_EXACT, SETTLED = 1e-6, 1e-3
+"""Nats by which every site's latest update moved q, at most, where more visits change nothing; with natural gradients
+:data:`SETTLED`."""
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +136,8 @@ def fold(
         return state, {}
     weights = [state.rows[site] for site in usable]
     figures = {"objective": float(np.average([each.objective for each in usable.values()], weights=weights))}
-    figures |= {"visits": record.communications, "damping": merged.damping, "halvings": merged.halvings}
+    visits = sum(record.visits.values()) + record.forgotten_visits
+    figures |= {"visits": visits, "damping": merged.damping, "halvings": merged.halvings}
     moved = max(merged.size.values())
     return state, figures | {"refused": len(merged.refused)} | ({"moved": moved} if math.isfinite(moved) else {})
 
@@ -184,10 +189,7 @@ def state_of(snapshot: Snapshot) -> PVIState:
 
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
-    """A checkpoint from which a site's factor, its rows and the records of its visits are gone.
-
-    Its label stays, since simulated rows go on being dealt to as many sites as there were, and so do its failures.
-    """
+    """A checkpoint without a site's factor, rows and visits; its label stays, for rows are dealt as before."""
     state = encode(forget(state_of(snapshot), site))
     arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
     preparation = dict(snapshot.facts["preparation"])
@@ -200,10 +202,7 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
 
 
 def free_energy(state: PVIState, request: object, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
-    """F = Σ_k E_q log p(y_k | f) less the divergences from the prior, in nats, where every site with a factor answers.
-
-    The divergence of q(Z) counts α times.
-    """
+    """F = Σ_k E_q log p(y_k | f) less divergences from the prior, that of q(Z) α times; nothing unless all answer."""
     summed = yield Total(LogLikelihood, request, tuple(state.sites))
     if summed.total is None or len(summed.sites) < len(state.sites):
         return {}
@@ -233,16 +232,16 @@ class PVI(FederatedStrategy[PVIState]):
 
     @property
     def agreement(self) -> AgreedParameters | None:
-        """The rounds that agree on Z and β before the first visit, where sites do not refine them."""
+        """The rounds that agree on Z and β where sites do not refine them; one exchange is left for first visits."""
         if not self.options.agrees:
             return None
-        return AgreedParameters.of(self.config, self.preparation.training_target, self.options.exchanges)
+        config, exact = self.config, self.config.model.likelihood == "gaussian"
+        most = self.options.exchanges or (sgpr.USUAL if exact else svgp.USUAL)
+        target = self.preparation.training_target
+        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
-        """The first Z from federated statistics, the same for all sites; nothing is known of the function yet.
-
-        N(0, I) of every block in the product; Z and β outside of it begin as points.
-        """
+        """The first Z from federated statistics, and N(0, I) of every block in the product; others begin as points."""
         if self.agreement:
             return (yield from self.agreement.start(roster))
         shape, options = (yield from shape_of_inputs(roster)), self.options
@@ -259,7 +258,7 @@ class PVI(FederatedStrategy[PVIState]):
         """A round that agrees on Z and β, until only the rounds of one visit each are left; or a visit."""
         if not self.agreement:
             averaged = ("inducing",) if self.options.averages else ()
-            update = local_optimum(self.options.function, averaged, tied=self.options.tied)
+            update = local_optimum(self.options.function, averaged, tied=self.options.factor == "tied")
             return (yield from one_round(state, roster, self.plan, update))
         if not state.values:
             left = self.planned_rounds - roster.round + 1
@@ -276,8 +275,12 @@ class PVI(FederatedStrategy[PVIState]):
         sites, plan, record = self.roster().sites, self.plan, state.record
         if self.agreement and not state.values:
             return False
-        settled = self.agreement and self.agreement.settled(record, sites, plan.damping)
-        return not due(plan, sites, record.visits) or bool(settled)
+        if not due(plan, sites, record.visits):
+            return True
+        if not self.agreement or not all(record.visits.get(site) for site in sites):
+            return False
+        exact = self.agreement.exact
+        return (exact and plan.damping == 1) or max(record.sizes.values()) < (SETTLED_EXACT if exact else SETTLED)
 
     converged = finished
 
@@ -291,7 +294,7 @@ class PVI(FederatedStrategy[PVIState]):
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names
         relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), which all sites have refined")
-        arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.options.tied)
+        arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.options.factor == "tied")
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
         kept = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
@@ -314,7 +317,15 @@ class PVI(FederatedStrategy[PVIState]):
         found = super().warnings()
         if not self.agreement or not self.current.values:
             return found
-        return found + self.agreement.warnings(len(self.current.values[LOCATIONS]), self.roster().rows, self.called)
+        count, rows = len(self.current.values[LOCATIONS]), self.roster().rows
+        if small := [site for site, number in rows.items() if number < ROWS_PER_POINT * count]:
+            found.append(
+                f"site(s) {self.called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing"
+                " points: their factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
+                f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
+            )
+        chosen_from = CANDIDATES if self.agreement.exact else 1
+        return found + told_by_total(min(chosen_from * count, sum(rows.values())), rows, chosen_from)
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
         """The free energy."""
@@ -324,8 +335,8 @@ class PVI(FederatedStrategy[PVIState]):
         q, factors = parts_of(state)
         model = SparseModel(self.config.model, state.first["inducing"].shape[1])
         draws = prediction_draws(q, model, self.config.seed)
-        function = draws.product(factors_of(factors, tied=self.options.tied))
-        kl = {"kl_function": float(function.kl(draws.prior()).mean())}
+        function = draws.product(factors_of(factors, tied=self.options.factor == "tied"))
+        kl = {"kl_function": float(function.kl(draws.product([])).mean())}
         for name, latent in zip(LATENTS, (q.inducing, q.hyper), strict=True):
             kl[f"kl_{name}"] = 0.0
             if latent.value is None:

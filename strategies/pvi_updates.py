@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.sums import collapsed_bound
@@ -26,15 +25,12 @@ from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
-from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, told_by_total
-from strategies.pvi_state import Contribution, PVIState, Record, cavity, of_function, posterior
+from strategies.pooled_bound import LOCATIONS, Problem, noise_of
+from strategies.pvi_state import Contribution, PVIState, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
 """Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
-SETTLED_EXACT, SETTLED = 1e-6, 1e-3
-"""Nats by which every site's latest update moved q, at most, where more visits change nothing; with natural gradients
-:data:`SETTLED`."""
 HEAVY = 4.0
 """Weight of pseudo-observations for each row beyond which an answer is refused; honest ones have about 1."""
 
@@ -67,10 +63,7 @@ class Update:
 
 
 def local_optimum(function: str, averaged: Sequence[str] = (), *, tied: bool = False) -> Update:
-    """The site maximises its local free energy, by the update of the configuration.
-
-    ``function`` is the part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``.
-    """
+    """The site maximises its local free energy; ``function`` names the part of its answer that is the factor."""
     return Update(Refined, partial(visit, function), partial(proposed, {function, *averaged}, tied))
 
 
@@ -85,11 +78,7 @@ def visit(function: str, state: PVIState, site: str, plan: Plan) -> Visit:
 
 
 def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
-    """What a site multiplies its likelihood with in a local update.
-
-    With deletion it is the cavity; without, the posterior itself (streaming). The Bayesian committee machine that
-    splits the prior uses p^(N_k/N) alone.
-    """
+    """What a site multiplies its likelihood with: the cavity, without deletion q, or p^(N_k/N) of a split prior."""
     if plan.split_prior:
         share = state.rows[site] / sum(state.rows.values())
         return {name: block.gaussian**share for name, block in state.prior.items()}
@@ -149,10 +138,7 @@ def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> P
 
 
 def exact_factor(values: Mapping[str, ndarray]) -> Update:
-    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ².
-
-    The objective is the bound on the evidence of these rows alone.
-    """
+    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ²; the objective is its rows' bound."""
     noise = noise_of(values)
 
     def read(state: PVIState, site: str, answer: SparseStatistics) -> Proposal:
@@ -163,10 +149,7 @@ def exact_factor(values: Mapping[str, ndarray]) -> Update:
 
 
 def natural_gradient(q: PooledPosterior) -> Update:
-    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m.
-
-    The objective is the expected log likelihood.
-    """
+    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m."""
 
     def read(state: PVIState, site: str, answer: Expectations) -> Proposal:
         factor = NaturalParameters(answer.slope + answer.curvature @ q.mean, -0.5 * answer.curvature)
@@ -200,13 +183,6 @@ class AgreedParameters:
     problem: Problem
     exact: bool
     """Whether noise is Gaussian."""
-
-    @staticmethod
-    def of(config: RunConfig, target: Mapping[str, float], exchanges: int) -> AgreedParameters:
-        """At most so many exchanges, each site's first visit among them; 0 is as many as those methods have."""
-        exact = config.model.likelihood == "gaussian"
-        most = exchanges or (sgpr.USUAL if exact else svgp.USUAL)
-        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
 
     def start(self, roster: Roster) -> Asking[PVIState]:
         """Z from sketches of all rows, or where inputs lie."""
@@ -242,22 +218,3 @@ class AgreedParameters:
             return exact_factor(state.values)
         whole = all(site in state.sites for site in roster.sites)
         return natural_gradient(product(state) if whole else (yield from self.pooled(state, roster)))
-
-    def settled(self, record: Record, sites: Sequence[str], damping: float) -> bool:
-        """Whether every site was visited and more visits change nothing."""
-        if not all(record.visits.get(site) for site in sites):
-            return False
-        if self.exact and damping == 1:
-            return True
-        return max(record.sizes.values()) < (SETTLED_EXACT if self.exact else SETTLED)
-
-    def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
-        """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""
-        found, chosen_from = [], CANDIDATES if self.exact else 1
-        if small := [site for site, number in rows.items() if number < ROWS_PER_POINT * count]:
-            found.append(
-                f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
-                " their factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
-                f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
-            )
-        return found + told_by_total(min(chosen_from * count, sum(rows.values())), rows, chosen_from)

@@ -1,29 +1,91 @@
-"""SFVI: structured federated variational inference by gradients.
+"""SFVI and SFVI-Avg: structured federated variational inference by gradients, and by local steps and averages.
 
-Hassan, Salomone and Mengersen, *Federated variational inference methods for structured latent variable models* (2023),
-Algorithm 1. A site has latents Z_Lk whose q(Z_Lk | Z_G) never leaves it; only q(Z_G) and θ are shared. Every site sends
-the gradient of its term of the bound, and the server takes one step of Adam on the sum. Where units are not the sites
-themselves, as they are for ``gp``, that step is the same for any partition.
+Hassan, Salomone and Mengersen, *Federated variational inference methods for structured latent variable models* (2023).
+A site has latents Z_Lk whose q(Z_Lk | Z_G) never leaves it; only q(Z_G) and θ are shared. In Algorithm 1, SFVI, every
+site sends the gradient of its term of the bound, and the server takes one step of Adam on the sum. Where units are not
+the sites themselves, as they are for ``gp``, that step is the same for any partition. In Algorithm 2, SFVI-Avg, a site
+takes many steps on a bound that stands in for all sites, and moves its q(Z_Lk | Z_G) to the new μ_G when it next reads
+it; the server averages θ and takes the Wasserstein barycentre of their q(Z_G).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
 
-from fedgp_flower.methods.family import GlobalPosterior, global_term
-from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
-from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, FLAT_SHARE, SFVIOptions
-from fedgp_flower.typing import Array, NamedArrays
-from strategies import sfvi_avg
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
+from fedgp_flower.gp.optimisers import AdamState
+from fedgp_flower.messages import message
+from fedgp_flower.methods.family import GlobalPosterior, global_term, initial_global, named, on_the_wire
+from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
+from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, FLAT_SHARE, SHARED, SFVIOptions
+from fedgp_flower.methods.sfvi.structured import configured
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.shared_messages import MOVE, Parameters
+from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.server.questions import (
+    Asking,
+    Each,
+    Figures,
+    Predicted,
+    Roster,
+    Summed,
+    Total,
+    lengthscale_facts,
+)
+from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
-from strategies.sfvi_avg import Prior, SFVIState, first_state, predicted, shared_inputs
+
+logger = logging.getLogger("fedgp")
 
 LEARNED_PRIOR = "theta.prior_log_scales"
+LONGEST = 7.3
+"""Learning rates in a step of Adam at the most: (1 − β₁) / √((1 − β₂) (1 − β₁²/β₂)), by Cauchy-Schwarz."""
+
+
+@message()
+class Prior:
+    """p_θ(Z_G) = N(0, diag s²), log s = ``fixed`` + θ.prior_log_scales[``block``]; an empty ``block`` is none."""
+
+    fixed: Float[ndarray, " G"]
+    block: Int[ndarray, " B"]
+
+
+@message()
+class SFVIState:
+    """θ and η_G, the moments of the server's Adam, and what is known of the sites."""
+
+    parameters: Mapping[str, AnyShape]
+    """θ as ``theta.*``; η_G as ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal, ``q.lower``."""
+    prior: Prior
+    shared: Mapping[str, AnyShape]
+    """Shared inducing inputs of ``gp``."""
+    steps: int = 0
+    first: Mapping[str, AnyShape] = field(default_factory=dict)
+    second: Mapping[str, AnyShape] = field(default_factory=dict)
+    bound: float | None = None
+    """The latest ELBO of all rows, in nats; none before the first sum of gradients."""
+    fresh: int = 0
+    """How often a site began late or anew, without a memory of earlier rounds, and caught up."""
+
+    @property
+    def adam(self) -> AdamState[Array]:
+        """The moments as the optimiser wants them."""
+        return AdamState(self.steps, self.first, self.second)
+
+    def caught_up(self, fresh: int) -> SFVIState:
+        """After a round in which so many sites had no memory of earlier rounds."""
+        if fresh:
+            logger.warning("%d site(s) had no memory of earlier rounds: they began anew and caught up", fresh)
+        return replace(self, fresh=self.fresh + fresh)
 
 
 def one_round(
@@ -71,19 +133,124 @@ def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, s
     return total | {name: np.asarray(value + total.get(name, 0.0)) for name, value in server.items()}
 
 
-class SFVI(FederatedStrategy[SFVIState]):
-    """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
+def averaging_round(
+    state: SFVIState, roster: Roster, options: SFVIOptions, rate: float
+) -> Asking[tuple[SFVIState, Figures]]:
+    """Algorithm 2 of the paper. Where q(Z_G) is diagonal the barycentre is made of sums, as masks need it."""
+    rows, reach = sum(roster.rows.values()), min(MOVE, LONGEST * rate * options.local_steps)
+    request = LocalStepsRequest(state.parameters, rate, float(rows), reach)  # 1. sites take m steps from {θ, η_G}
+    if roster.totals_only:
+        summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
+        if summed.total is None or summed.silent:
+            return state, {}
+        state = replace(state.caught_up(summed.total.fresh), parameters=summed.total.mean())
+        return state, {"site_estimate": float(summed.total.objective / summed.total.weight) / rows}
+    answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(roster.sites, request))
+    if not answers:
+        return state, {}
+    state = state.caught_up(sum(end.fresh for end in answers.values()))
+    weights = np.array([float(roster.rows[site]) for site in answers])
+    try:  # 2. mean of θ, barycentre of q(Z_G)
+        parameters, spread = average([end.values for end in answers.values()], weights)
+    except (NumericsError, np.linalg.LinAlgError) as error:
+        logger.warning("round %d: parameters stay as they were: %s", roster.round, error)
+        return state, {}
+    estimate = float(np.average([end.objective for end in answers.values()], weights=weights))
+    return replace(state, parameters=parameters), {"site_estimate": estimate / rows, "spread": float(np.mean(spread))}
 
-    method = "sfvi"
+
+def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array) -> tuple[NamedArrays, list[float]]:
+    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), and W₂ from each of these to it."""
+    shares, posteriors = weights / weights.sum(), [GlobalPosterior.of(site) for site in sites]
+    means = np.stack([q.mean.numpy() for q in posteriors])
+    factors = np.stack([(q.log_scale.exp() if q.lower is None else q.factor()).numpy() for q in posteriors])
+    mean, factor = barycentre(means, factors, weights)
+    merged: NamedArrays = {
+        name: np.asarray(np.tensordot(shares, np.stack([site[name] for site in sites]), 1))
+        for name in sites[0]
+        if name.startswith("theta.")
+    }
+    scale = factor if factor.ndim == 1 else np.diagonal(factor)
+    merged |= {"q.mean": mean, "q.log_scale": np.log(scale)}
+    if factor.ndim == 2:
+        merged["q.lower"] = (factor / scale[:, None])[np.tril_indices(len(factor), -1)]
+    return merged, [wasserstein_distance(mean, factor, m, f) for m, f in zip(means, factors, strict=True)]
+
+
+EQUATION = (
+    "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)); without q.lower, L_G = I. The model of `sfvi.model` with "
+    "parameters θ (theta.*) gives p(y | x, Z_G, Z_L), and a new site has Z_L from its prior. For `gp`: "
+    "f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, "
+    "a(x) = L⁻¹ k_G(Z, x), h(x) ~ N(0, k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)); x and y standardised."
+)
+MEANINGS = {
+    "q.mean": "μ_G, mean of the shared latents Z_G",
+    "q.log_scale": "log σ_G, by entry of Z_G",
+    "q.lower": "strictly lower entries of L_G, row by row",
+    SHARED: "Z, shared inducing inputs",
+}
+
+
+def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanings: str) -> Posterior:
+    """What predicts, from parameters and shared inputs."""
+    coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
+    known = {name: {**MEANINGS, **meanings}.get(name, "hyperparameter") for name in arrays}
+    return Posterior(arrays, known, coordinates, equation, model)
+
+
+class SFVIAvg(FederatedStrategy[SFVIState]):
+    """Rounds of local steps and averages."""
+
+    method = "sfvi-avg"
     options_class = SFVIOptions
     state_class = SFVIState
-    watched, anneals = "objective", (CONSTANT_SHARE, FLAT_SHARE)
+    watched, anneals = "site_estimate", (CONSTANT_SHARE, FLAT_SHARE)
     options: SFVIOptions
-    initialise, predictive, constants = first_state, predicted, shared_inputs
+
+    def initialise(self, roster: Roster) -> Asking[SFVIState]:
+        """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
+        options, section, shared = self.options, self.config.model, dict[str, ndarray]()
+        if options.row.inducing:
+            shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, self.config.seed)
+        points = torch.from_numpy(shared[SHARED]) if shared else None
+        model = configured(options, section, len(options.columns(self.preparation.names)), points)
+        q_global = initial_global(
+            model.global_size, scale=options.initial_scale, triangular=options.structure == "full"
+        )
+        prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
+        return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
+
+    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
+        """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
+        yield from ()
+        section, structure = (part.model_dump(by_alias=True) for part in (self.config.model, self.options))
+        model = {"family": "structured", "model": section, "structure": structure}
+        posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
+        facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+        facts |= {"bound": state.bound} if state.bound is not None else {}
+        facts |= {"fresh_starts": state.fresh} if state.fresh else {}
+        return Predicted(Parameters(state.parameters), posterior, facts)
+
+    def constants(self, state: SFVIState) -> NamedArrays:
+        """The shared inducing inputs."""
+        return dict(state.shared)
+
+    def rate(self, roster: Roster) -> float:
+        """The learning rate of a round."""
+        return self.options.rate(roster.round - 1, self.horizon(), flat=self.course.flat_from is not None)
+
+    def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
+        """Algorithm 2 of the paper."""
+        return (yield from averaging_round(state, roster, self.options, self.rate(roster)))
+
+
+class SFVI(SFVIAvg):
+    """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
+
+    method, watched = "sfvi", "objective"
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""
-        rate = self.options.rate(roster.round - 1, self.horizon(), flat=self.course.flat_from is not None)
         if roster.round <= self.options.warm_start_rounds:
-            return (yield from sfvi_avg.one_round(state, roster, self.options, rate))
-        return (yield from one_round(state, roster, self.options, self.config.seed, rate))
+            return (yield from super().one_round(state, roster))
+        return (yield from one_round(state, roster, self.options, self.config.seed, self.rate(roster)))

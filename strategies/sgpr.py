@@ -24,7 +24,7 @@ from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.optimisers import StepMemory, direction, pack, unpack
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
+from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch, TrialSums
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
@@ -104,6 +104,8 @@ class SGPRState:
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
+    contrary: Mapping[str, AnyShape] = field(default_factory=dict)
+    """Sites whose sums contradicted the others' once, and the bound per row with and without them [2]."""
 
     @property
     def rows(self) -> float:
@@ -181,7 +183,7 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     if state.rows:
         state = yield from differentiate(problem, state)
     if state.rows:
-        state = yield from search(state)
+        state = yield from search(problem, state)
     if state.best.totals is None:
         return state, {}
     values, totals = folded(state.best.values, state.best.totals, problem.model)
@@ -192,12 +194,29 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
     """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
     tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
-    totals, answered = yield from pooled_bound.sums_at(tried, sites)
+    totals, summed = yield from pooled_bound.sums_at(tried, sites)
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
+    contrary = contradicted(problem, state, found, totals, summed)
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    return SGPRState(tuple(chains), answered, state.exchanges + 1, state.points)
+    return SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points, contrary=contrary)
+
+
+def contradicted(
+    problem: Problem,
+    state: SGPRState,
+    found: Sequence[tuple[NamedArrays, SparseSums, float]],
+    totals: Sequence[SparseSums],
+    summed: Summed[TrialSums],
+) -> NamedArrays:
+    """The sites that contradict the others, with those that the best of the candidates found shows."""
+    values, best, _ = max(found, key=lambda at: at[2])
+    number = next(number for number, sums in enumerate(totals) if sums is best)
+    new = pooled_bound.contradictions(values, number, summed.parts, problem.model)
+    for site in new.keys() - state.contrary.keys():
+        logger.warning("site %s contradicts the others", site)
+    return {**state.contrary, **new}
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -224,20 +243,21 @@ def with_gradient(chain: Chain, slopes: Mapping[str, ndarray]) -> Chain:
     return replace(chain, gradient=gradient, place=place)
 
 
-def search(state: SGPRState) -> Asking[SGPRState]:
+def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """Every chain at the highest of its candidates; where none is higher, where it was, with shorter steps."""
     aimed = [aim(chain) for chain in state.chains]
     tried = [chain.at(chain.coordinates + by * chain.shrunk * way) for chain, way in aimed for by in STEPS]
-    totals, answered = yield from pooled_bound.sums_at(tried, state.sites)
-    if not totals or set(answered) != set(state.sites) or float(totals[0].count) != state.rows:
+    totals, summed = yield from pooled_bound.sums_at(tried, state.sites)
+    if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
-    chains = []
-    for (chain, _), (values, sums, height) in zip(aimed, highest(tried, totals, len(STEPS)), strict=True):
+    chains, found = [], highest(tried, totals, len(STEPS))
+    contrary = contradicted(problem, state, found, totals, summed)
+    for (chain, _), (values, sums, height) in zip(aimed, found, strict=True):
         if height > chain.height:
             chains.append(replace(chain, values=values, totals=sums, height=height, shrunk=1.0))
         else:
             chains.append(replace(chain.forgotten(), shrunk=SHORTER * chain.shrunk))
-    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
+    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1, contrary=contrary)
     climbed = max(new.height - old.height for new, old in zip(chains, state.chains, strict=True)) / state.rows
     flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
@@ -360,6 +380,12 @@ class SGPR(FederatedStrategy[SGPRState]):
         found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
             found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
+        for site, (every, others) in self.current.contrary.items():
+            found.append(
+                f"site {self.called([site])} contradicts the others: what their rows predict for it runs against its"
+                " sums. These may be false, or another relation holds there. The bound is"
+                f" {every:.3g} nats per row with it and {others:.3g} without it"
+            )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):
             found.append(

@@ -55,22 +55,17 @@ TOLERANCE = 1e-6
 class SVGPState:
     """The latest accepted evaluation and those before it: all that the next trial follows from."""
 
-    values: Mapping[str, AnyShape]
-    """w."""
-    precision: Float[ndarray, "M M"]
-    """B at w."""
-    shift: Float[ndarray, " M"]
-    """b at w."""
+    values: Mapping[str, AnyShape]  # w
+    precision: Float[ndarray, "M M"]  # B at w
+    shift: Float[ndarray, " M"]  # b at w
     found: Expectations | None
     """At w and q(v); None before the first evaluation."""
     points: Float[ndarray, "E P"]
     """w at accepted evaluations, the latest last."""
     gradients: Float[ndarray, "E P"]
     """Of the objective there."""
-    objectives: Float[ndarray, " E"]
-    """(F + log p(w))/N, nats per row."""
-    bound: float
-    """F, nats; 0 before the first evaluation."""
+    objectives: Float[ndarray, " E"]  # (F + log p(w))/N, nats per row
+    bound: float  # F, nats; 0 before the first evaluation
     evaluations: int
     halvings: int
     """The next trial takes 2^−halvings of each step."""

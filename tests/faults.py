@@ -173,6 +173,10 @@ def each(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     return arrays(lambda own: {name: change(array) for name, array in own.items()})
 
 
+def projections(size: float) -> Change:
+    return arrays(lambda own: {name: a * size if name.startswith("projection") else a for name, a in own.items()})
+
+
 def texts(**values: Any) -> Change:
 
     def apply(reply: Message) -> Message:

@@ -16,7 +16,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster
-from strategies.sfvi_avg import Prior, SFVIState
+from strategies.sfvi import Prior, SFVIState
 
 
 def randomised(posterior, generator, spread=0.3):

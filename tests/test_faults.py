@@ -118,6 +118,7 @@ LIES = {
     "crash": (crashed, "MemoryError"),
     "nan": (each(lambda array: array * np.nan), "not finite"),
     "size": (arrays(lambda own: own | {"gram": np.zeros(10)}), "expected 'M M' with M = 5"),
+    "bytes": (arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; what was asked for has"),
     "rows": (scaled(count=2.0), "introduced itself with"),
     "no-targets": (scaled(target_squares=-1.0), "rows it described"),
     "huge": (scaled(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),

@@ -29,6 +29,8 @@ from strategies.hierarchical_gp import USUAL_SITES, first_state, one_round, wide
 from strategies.server.questions import Roster, drive
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
+ALIKE = (1e-9, 1e-9, 1e-9)
+"""Widths with which all sites have one shape."""
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
@@ -84,16 +86,17 @@ def test_any_partition_of_units_takes_the_same_steps() -> None:
 
 def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     """Without noise offsets nothing lags behind; L-BFGS of the dense bound from there finds no more."""
-    model, states, units = trajectory((2, 2), 12, widths=(0.0, 0.0, 0.0))
+    model, states, units = trajectory((2, 2), 12, widths=ALIKE)
     state = states[-1]
     model.load_theta(state.parameters)
-    value = dense_bound(model, units, torch.zeros(4, 0))
+    value = dense_bound(model, units, torch.zeros(4, 3))
     assert state.bound == pytest.approx(float(value.detach()), abs=1e-8)
-    leaves = [own for _, own in sorted(model.theta().items())]
+    theta = {name: own for name, own in sorted(model.theta().items()) if name != WIDTHS}
+    leaves = [*theta.values()]
     slopes = torch.cat([own.flatten() for own in torch.autograd.grad(value, leaves)]).numpy()
     away = np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode
     size = {"theta.deviation.log_outputscale": 0.5, "theta.log_site_slope": 1.0}  # of e^(κθ): P(sd > its first) = .05
-    power = np.concatenate([np.full(own.numel(), size.get(n, 0.0)) for n, own in sorted(model.theta().items())])
+    power = np.concatenate([np.full(own.numel(), size.get(n, 0.0)) for n, own in theta.items()])
     prior = away / state.scale**2 + np.log(20) * power * np.exp(power * away)
     assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum
     assert state.rise < 1e-6
@@ -165,16 +168,16 @@ def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
 def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
-    model, states, units = trajectory((2, 2), 4, widths=(0.0, 0.0, 0.0), jitter=1e-12)
+    model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
     model.load_theta(states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
     for unit in units:
         unit.dense = dense
     with torch.no_grad():
-        found = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
+        found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
         mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(found.variance, variance, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found, mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(spread, variance, rtol=1e-7, atol=1e-7)
 
 
 def test_a_prediction_is_the_mixture_over_shapes() -> None:
@@ -182,24 +185,24 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
     model, states, units = trajectory((4,), 2)
     model.load_theta(states[-1].parameters)
     q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
-    found = units[0].predict(new, q_global)
+    found, variance = units[0].predict(new, q_global)
     offsets, shares = units[0].mixture(q_global)
     means, variances = [], []
-    plain = shaped_gp(inputs=POINTS, widths=(0.0, 0.0, 0.0))
+    plain = shaped_gp(inputs=POINTS, widths=ALIKE)
     for offset in offsets:
         root, size, stretch = model.log_width.detach().exp() * offset
         theta = {name: own.detach().clone() for name, own in model.theta().items() if name != WIDTHS}
         theta["theta.log_noise"] += 2 * root
         theta["theta.deviation.log_outputscale"] += 2 * size
         theta["theta.deviation.log_lengthscale"] += stretch
-        plain.load_theta(theta)
+        plain.load_theta({**theta, WIDTHS: plain.log_width.detach()})
         own = SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global)
-        means.append(own.mean)
-        variances.append(own.variance)
+        means.append(own[0])
+        variances.append(own[1])
     mean = shares @ torch.stack(means)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, mean, rtol=1e-9, atol=1e-9)
     spread = shares @ (torch.stack(means) - mean).square()
-    torch.testing.assert_close(found.variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
 
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:
@@ -404,9 +407,9 @@ def test_matern_kernels_have_second_derivatives_between_few_rows():
     generator, section = torch.Generator().manual_seed(3), ModelSection(kernel="matern32")
     x, y = (torch.randn(own, generator=generator, dtype=torch.float64) for own in ((6, 2), (6,)))
     points = torch.randn(4, 2, generator=generator, dtype=torch.float64)
-    model = HierarchicalModel(section, points, widths=(0.0, 0.0, 0.0))
+    model = HierarchicalModel(section, points, widths=ALIKE)
     site, q_global = SmoothDeviation(model, x, y), initial_global(model.global_size, scale=0.7, triangular=True)
-    start, nothing = theta_of(model), torch.zeros(0, dtype=torch.float64)
+    start, nothing = theta_of(model), torch.zeros(3, dtype=torch.float64)
     along = torch.randn(len(start), generator=generator, dtype=torch.float64)
 
     def value(step):

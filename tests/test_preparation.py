@@ -218,9 +218,9 @@ def test_an_unknown_class_is_refused():
     ("change", "message"),
     [
         ({"input.mean": np.zeros(4)}, r"`input.mean` has shape \(4,\)"),
-        ({"input.scale": np.zeros(5)}, "finite and positive"),
+        ({"input.scale": np.zeros(5)}, "finite, and positive"),
         ({"target.mean": np.array(np.nan)}, "finite"),
-        ({"target.scale": np.array(-1.0)}, "finite and positive"),
+        ({"target.scale": np.array(-1.0)}, "finite, and positive"),
     ],
 )
 def test_a_malformed_preparation_is_refused(change, message):

@@ -14,10 +14,11 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
+from fedgp_flower.options import ModelSection
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import client_class
-from strategies.pooled_bound import LOG_NOISE, noise_of, posterior_at
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
@@ -25,7 +26,7 @@ RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
 PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES, **BARE}
 PRIVATE |= {"num_server_rounds": 9, "evaluate_every": 1}
 SIZE = 6
-VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1)}
+VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1), LOCATIONS: np.zeros((1, 1))}
 
 
 def sums_of(a: np.ndarray, y: np.ndarray) -> SparseSums:
@@ -145,7 +146,7 @@ def test_what_is_predicted_from_a_noisy_release_is_as_far_off_as_it_says():
         for _ in range(12):
             a, u = rows_of(rows, rng), 0.7 * rng.standard_normal(SIZE)
             y = np.clip(a @ u + 0.3 * rng.standard_normal(rows), -EDGE, EDGE)
-            found = evaluated(VALUES, disturbed(sums_of(a, y), 1.0, noise, rng), rows, noise)
+            found = evaluated(VALUES, disturbed(sums_of(a, y), 1.0, noise, rng), rows, noise, ModelSection())
             q = posterior_at(found.values, found.totals)
             at = math.exp(found.values[AMPLITUDE] / 2) * rows_of(200, rng)
             off = (at / np.linalg.norm(at, axis=1, keepdims=True)) @ u - at @ q.mean + 0.3 * rng.standard_normal(200)

@@ -175,7 +175,7 @@ def test_special_cases_are_what_their_papers_write():
     def alone(name: str, context: Any) -> Any:
         return context * optimum(sites[name].site, context, context)[0].factor
 
-    same_prior, split, running = prior, prior.flat(), prior
+    same_prior, split, running = prior, prior**0.0, prior
     for name in SITES:
         same_prior = same_prior * alone(name, prior) / prior  # ∏ q_k / p^(K−1)
         split = split * alone(name, prior ** (roster.rows[name] / total))  # ∏ q_k

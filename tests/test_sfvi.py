@@ -17,11 +17,10 @@ from fedgp_flower.messages import decode
 from fedgp_flower.methods.sfvi.learner import RoundMemory, SiteMemory
 from fedgp_flower.methods.sfvi.messages import GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from strategies import sfvi, sfvi_avg
+from strategies import sfvi
 from strategies.server.algorithm import Course
 from strategies.server.questions import Roster, drive
-from strategies.sfvi import plus, server_term
-from strategies.sfvi_avg import LONGEST, Prior, SFVIState
+from strategies.sfvi import LONGEST, Prior, SFVIState, plus, server_term
 
 VALUES = "values."
 """Prefix of θ and η_G in a message."""
@@ -226,7 +225,7 @@ def by_gradients(state):
 
 def by_averages(state):
     options, _, rate = plan_of()
-    return sfvi_avg.one_round(state, ROSTER, options, rate)
+    return sfvi.averaging_round(state, ROSTER, options, rate)
 
 
 @pytest.mark.parametrize("algorithm", [by_gradients, by_averages])

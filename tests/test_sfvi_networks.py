@@ -16,8 +16,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import named, unit_noise
-from fedgp_flower.methods.sfvi.amortised import CONCENTRATION, AmortisedModel
-from fedgp_flower.methods.sfvi.classes import PersonalNetwork, half_normal
+from fedgp_flower.methods.sfvi.classes import CONCENTRATION, AmortisedModel, PersonalNetwork, half_normal
 from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection

@@ -6,7 +6,20 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, parameters, rows_of, run, waves
+from faults import (
+    Fault,
+    FaultyGrid,
+    Recorder,
+    blamed,
+    configured,
+    csv_nodes,
+    lost,
+    parameters,
+    projections,
+    rows_of,
+    run,
+    waves,
+)
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
@@ -14,8 +27,8 @@ from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook
 from fedgp_flower.gp.placement import Placement
-from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, prior, profiled, restricted, scaled
+from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
+from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, contradicting, prior, profiled, restricted, scaled
 from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -351,3 +364,26 @@ def test_a_run_says_what_limited_its_points(tmp_path):
     assert end.details()["num_inducing"] == 7
     assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in end.warnings())
     assert not any("rows of all sites" in text for text in end.warnings())
+
+
+@pytest.mark.parametrize("size", [-1.0, 0.0, 1.0])
+def test_a_site_whose_projections_are_false_is_named_and_stays(size):
+    """Its sums are those of some rows, so nothing refuses them; what the others' rows predict gives them away."""
+    strategy = run(FaultyGrid(configured(num_server_rounds=1), 3, Fault("1", projections(size))))
+    assert set(strategy.current.contrary) == ({"1"} if size < 1 else set())
+    assert any("site 1 contradicts the others" in words for words in strategy.warnings()) == (size < 1)
+    assert not blamed(strategy)
+
+
+@pytest.mark.parametrize("size", [-1.0, 0.0, 1.0])
+def test_sites_with_means_and_noise_of_their_own_do_not_contradict(size):
+    """Means far apart outweigh the function that all share; two liars of five are found one after the other."""
+    model, draw, parts = SparseGP.from_arrays(ModelSection(), unit_values()), np.random.default_rng(5), {}
+    for number, (shift, noise) in enumerate([(3.0, 0.1), (-2.0, 1.0), (0.0, 0.3), (-4.0, 0.1), (1.0, 0.5)]):
+        x, y = rows(50 + 30 * number, number)
+        parts[str(number)] = pooled_sums(model, x, y + shift + noise * torch.from_numpy(draw.standard_normal(len(y))))
+    for liar in ("1", "3"):
+        parts[liar] = replace(parts[liar], projection=size * parts[liar].projection)
+    factor = Whitener(model).factor.detach()
+    level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
+    assert set(contradicting(parts, level)) == ({"1", "3"} if size < 1 else set())

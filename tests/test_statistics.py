@@ -99,10 +99,10 @@ def test_any_partition_gives_the_same_sums(owner):
         np.testing.assert_allclose(getattr(total, name), array, rtol=1e-12, atol=1e-11)
 
 
-@pytest.mark.parametrize("kept", [0, 2 * 9 * 20, 2**23], ids=["nothing", "one-chunk", "all"])
+@pytest.mark.parametrize("kept", [0, 1, 8])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatch):
-    """Chunks of 20 rows; the memory holds as many as there is room for, and is empty after the gradient."""
+    """Chunks of 20 rows; the memory holds as many as it may, and is empty after the gradient."""
     monkeypatch.setattr(sparse_module, "CHUNK", 20)
     sparse, inputs, targets = problem(kernel)
     others = inputs.flip(0)
@@ -113,12 +113,11 @@ def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatc
         found = pooled_sums(sparse, rows, targets, whitener)
         wanted = pooled_sums(sparse, rows, targets)
         np.testing.assert_array_equal(found.projection, wanted.projection)
-    assert whitener.room == kept - sum(2 * rows.cross.numel() for rows in whitener._kept.values()) >= 0
+    assert len(whitener._kept) == min(kept, 6)
     for rows in (inputs, others):
         found = rows_gradient(sparse, rows, targets, adjoints, whitener)
         for name, share in rows_gradient(sparse, rows, targets, adjoints).items():
             np.testing.assert_array_equal(found[name], share)
-    assert whitener.room == kept
     assert not whitener._kept
 
 

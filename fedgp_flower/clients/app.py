@@ -6,25 +6,19 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, KEYS, WARNING, WORDS, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, SiteClient, handlers
-from fedgp_flower.clients.state import (
-    load_state,
-    preparation_of,
-    prepared_site,
-    require_same_rows,
-    save_state,
-    shared_of,
-)
+from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation, bare
@@ -34,7 +28,18 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import APART, CONSTANTS, LACKS, SCHEMA_VERSION, TRUST, array_record, arrays_of, packed_record
+from fedgp_flower.records import (
+    APART,
+    CONSTANTS,
+    LACKS,
+    SCHEMA_VERSION,
+    SHARED,
+    TRUST,
+    array_record,
+    arrays_of,
+    packed_record,
+    record_of,
+)
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -83,25 +88,28 @@ class SiteApp(ClientApp):
             if WORDS not in found.arrays and LACKS not in found.texts:  # what a masked answer took may tell its rows
                 found.numbers.update({f"repairs.{name}": count for name, count in repairs.items()})
                 found.numbers["seconds"] = time.perf_counter() - started
-            reply = _reply(guard, guard.released(found))
+            found = guard.released(found)
+            record = array_record if guard.given.get(APART) else packed_record
+            metrics = MetricRecord({**found.numbers})
+            reply = _reply(guard, found.texts, arrays=record(found.arrays), metrics=metrics)
         except FedGPError as error:
-            reply = _refusal(guard, str(error))
+            reply = _reply(guard, {"error": str(error)})
         except Exception as error:
             logger.exception("site %s could not answer %s", site_id(context.node_config), guard.kind)
             place = traceback.extract_tb(error.__traceback__)[-1]
             what = f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
             said = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
-            reply = _refusal(guard, f"{what}{said}; see the site's log")
+            reply = _reply(guard, {"error": f"{what}{said}; see the site's log"})
         try:
             guard.record(reply)
         except FedGPError as error:
-            return _refusal(guard, str(error))
+            return _reply(guard, {"error": str(error)})
         return reply
 
     def _answered(self, guard: Guard) -> Outgoing:
         """What leaves in answer to a message: no row is read before the guard admits it."""
         message, context, kind = guard.message, guard.context, guard.kind
-        shared = shared_of(message, context)
+        shared = _shared(guard)
         if shared is None:
             return Outgoing({}, {"num-examples": 0}, {LACKS: True})
         text = guard.given.get(CONFIGURATION) or shared.get(CONFIGURATION)
@@ -111,7 +119,7 @@ class SiteApp(ClientApp):
         guard.admit(config, handler and handler.answer)
         if kind == KEYS:
             return guard.introduced()
-        preparation = preparation_of(shared)
+        preparation = _preparation(shared)
         site = self._site(guard, config, preparation)
         if kind == DESCRIBE:
             return _described(site, config, context)
@@ -170,19 +178,36 @@ def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     return Outgoing(dict(description.arrays), {**numbers, **({TRUST: 1} if trust else {})}, texts)
 
 
-def _reply(guard: Guard, found: Outgoing) -> Message:
-    record = array_record if guard.given.get(APART) else packed_record
-    config = ConfigRecord({**_identity(guard), **found.texts})
-    content = RecordDict({"arrays": record(found.arrays), "metrics": MetricRecord({**found.numbers}), "config": config})
-    return Message(content, reply_to=guard.message)
-
-
-def _refusal(guard: Guard, error: str) -> Message:
-    config = ConfigRecord({**_identity(guard), "error": error})
-    return Message(RecordDict({"config": config}), reply_to=guard.message)
-
-
-def _identity(guard: Guard) -> dict[str, Any]:
-    """Who answers, and which question: the server refuses an answer to another one."""
+def _reply(guard: Guard, texts: Mapping[str, str | bool], **records: ArrayRecord | MetricRecord) -> Message:
+    """A reply, which repeats the question that it answers: the server refuses an answer to another one."""
     asked = {name: guard.given[name] for name in ECHOED if name in guard.given}
-    return {"schema-version": SCHEMA_VERSION, "site": site_id(guard.context.node_config), **asked}
+    site = site_id(guard.context.node_config)
+    config = ConfigRecord({"schema-version": SCHEMA_VERSION, "site": site, **asked, **texts})
+    return Message(RecordDict({**records, "config": config}), reply_to=guard.message)
+
+
+def _shared(guard: Guard) -> ConfigRecord | None:
+    """What a message is understood by, kept here if the message brings it; None where it was sent and is lost."""
+    digest, content, state = guard.given.get(SHARED), guard.message.content, guard.context.state
+    if digest is None:
+        return ConfigRecord()
+    brought = record_of(content, SHARED, ConfigRecord)
+    if brought is not None:
+        state[SHARED] = ConfigRecord({**brought, "digest": str(digest)})
+        state[CONSTANTS] = record_of(content, CONSTANTS, ArrayRecord) or ArrayRecord()
+    kept = record_of(state, SHARED, ConfigRecord)
+    return kept if kept is not None and kept["digest"] == digest else None
+
+
+def _preparation(shared: ConfigRecord) -> Preparation | None:
+    """The columns and scales that the sites agreed on; None before they have."""
+    names = ("input.mean", "input.scale", "target.mean", "target.scale")
+    if "schema" not in shared:
+        return None
+    return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
+
+
+@lru_cache(maxsize=8)
+def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
+    arrays = {name: np.reshape(values, -1 if name.startswith("input") else ()) for name, values in numbers}
+    return Preparation.from_wire(arrays, schema)

@@ -68,13 +68,9 @@ def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: bool) 
 def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> SiteData:
     """The encoded rows of all simulated sites."""
     encoded = [site.encode(preparation) for site in load_all_sites(config, partitions)]
-    return SiteData(
-        x=np.concatenate([data.x for data in encoded]),
-        y=np.concatenate([data.y for data in encoded]),
-        x_test=np.concatenate([data.x_test for data in encoded]),
-        y_test=np.concatenate([data.y_test for data in encoded]),
-        unknown_levels=sum(data.unknown_levels for data in encoded),
-    )
+    parts = zip(*((data.x, data.y, data.x_test, data.y_test) for data in encoded), strict=True)
+    x, y, x_test, y_test = map(np.concatenate, parts)
+    return SiteData(x, y, x_test, y_test, sum(data.unknown_levels for data in encoded))
 
 
 def _maximise(

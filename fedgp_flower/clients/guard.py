@@ -80,8 +80,6 @@ class Guard:
         self.in_clear = False
         """Whether this message may be answered without masks; not before it is admitted."""
 
-    # Before the rows.
-
     def admit(self, config: RunConfig, answer: object) -> None:
         """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted.
 
@@ -107,8 +105,6 @@ class Guard:
                 " and a method that asks for totals"
             )
 
-    # After the handler.
-
     def introduced(self) -> Outgoing:
         """The answer to ``query.keys``: this site's line of the roster, and the latest question it has answered."""
         party = Party.of(self.context.node_config)
@@ -133,7 +129,6 @@ class Guard:
         return Outgoing({WORDS: words}, {"num-examples": 0}, texts)
 
     def _question(self, content: str) -> MaskedQuestion:
-        """The question as this site has received it."""
         try:
             said = json.loads(str(self.given[REQUEST]))
             sites, number = [str(site) for site in said["sites"]], int(said["number"])

@@ -102,8 +102,6 @@ class SiteClient(NumPyClient):
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)
 
-    # The pairing with Flower.
-
     def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Give named arrays to the handler of the message's kind, and return its answer."""
         answer = self._answered(parameters, config)
@@ -134,8 +132,6 @@ class SiteClient(NumPyClient):
         """The answer to a request of a kind, as far as the site's policy lets it leave."""
         found, rules = handlers(type(self))[kind].function(self, request), self.setting.rules
         return found if rules is None else rules.answer(found, self.num_examples)
-
-    # What a method's handlers work with.
 
     @property
     def num_examples(self) -> int:
@@ -213,9 +209,6 @@ class SiteClient(NumPyClient):
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of a model of these rows alone: those of this site, or in a simulation those of all sites."""
         return baselines.scores(data, self.config, self.units, pooled)
-
-
-# Handlers of messages that every method answers in the same way.
 
 
 def score_sums(client: SiteClient, request: Any) -> ScoreSums:

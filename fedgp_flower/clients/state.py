@@ -12,12 +12,10 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -28,7 +26,7 @@ from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.privacy.policy import Decision, Rules
-from fedgp_flower.records import CONSTANTS, SHARED, array_record, numpy_arrays, record_of, settings_of
+from fedgp_flower.records import array_record, arrays_of, record_of
 from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
@@ -79,9 +77,8 @@ class SiteState:
 def load_state(context: Context, run: str) -> SiteState:
     """The state of this run: from the Context, else from the disk, else empty."""
     facts = record_of(context.state, FACTS, ConfigRecord)
-    record = record_of(context.state, ARRAYS, ArrayRecord)
-    if facts is not None and record is not None and facts["run"] == run:
-        return SiteState(run, int(str(facts["updates"])), numpy_arrays(record))
+    if facts is not None and facts["run"] == run:
+        return SiteState(run, int(str(facts["updates"])), arrays_of(context.state, ARRAYS))
     arrays, words = _read_arrays(file_of(context, STATE_FILE), "run", run) or ({}, {"updates": "0"})
     return SiteState(run, int(words["updates"]), arrays)
 
@@ -93,40 +90,6 @@ def save_state(context: Context, state: SiteState) -> None:
         _write_arrays(path, state.arrays, {"run": state.run, "updates": str(state.updates)})
     context.state[ARRAYS] = array_record(state.arrays)
     context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
-
-
-# What all sites share.
-
-
-def shared_of(message: Message, context: Context) -> ConfigRecord | None:
-    """What a message is understood by, kept here if the message brings it; None where it was sent and is lost."""
-    digest = settings_of(message).get(SHARED)
-    if digest is None:
-        return ConfigRecord()
-    brought = record_of(message.content, SHARED, ConfigRecord)
-    if brought is not None:
-        context.state[SHARED] = ConfigRecord({**brought, "digest": str(digest)})
-        context.state[CONSTANTS] = record_of(message.content, CONSTANTS, ArrayRecord) or ArrayRecord()
-    kept = record_of(context.state, SHARED, ConfigRecord)
-    return kept if kept is not None and kept["digest"] == digest else None
-
-
-def preparation_of(shared: ConfigRecord) -> Preparation | None:
-    """The columns and scales that the sites agreed on; None before they have."""
-    names = ("input.mean", "input.scale", "target.mean", "target.scale")
-    if "schema" not in shared:
-        return None
-    return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
-
-
-@lru_cache(maxsize=8)
-def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    """Sites that share a process agreed on the same."""
-    arrays = {name: np.reshape(values, -1 if name.startswith("input") else ()) for name, values in numbers}
-    return Preparation.from_wire(arrays, schema)
-
-
-# The rows.
 
 
 def require_same_rows(context: Context, run: str, site: RawSite) -> None:

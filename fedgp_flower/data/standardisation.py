@@ -20,17 +20,6 @@ from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
 
-def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[list[Column], str]:
-    """Columns of a table whose cells are typed, the target last, and the JSON that names them."""
-    kinds = {name: kind_of(frame[name]) for name in (*features, target)}
-    columns = [
-        Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
-        for name, kind in kinds.items()
-    ]
-    *entries, last = (column.as_json() for column in columns)
-    return columns, json.dumps({"features": entries, "target": last})
-
-
 def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
     return frame[[column.name for column in columns if column.kind == "numeric"]].to_numpy(dtype=np.float64)
 
@@ -53,7 +42,13 @@ def describe(
     frame: pd.DataFrame, features: Sequence[str], target: str, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> SiteDescription:
     """Sums and level counts of typed training rows; with public ``ranges``, of as many rows spread evenly over them."""
-    columns, schema = _schema(frame, features, target)
+    kinds = {name: kind_of(frame[name]) for name in (*features, target)}
+    columns = [
+        Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
+        for name, kind in kinds.items()
+    ]
+    *entries, last = (column.as_json() for column in columns)
+    schema = json.dumps({"features": entries, "target": last})
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
     sums, missing = summed(values), np.isnan(values).sum(axis=0)
     if ranges:

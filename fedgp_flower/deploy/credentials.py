@@ -1,7 +1,4 @@
-"""Credentials of a federation: a certificate authority, a server certificate, and node keys.
-
-An organisation's authority can sign instead. Each site makes its node key itself and hands over the public half.
-"""
+"""Credentials of a federation: a certificate authority, a server certificate, and node keys, which sites make."""
 
 from __future__ import annotations
 

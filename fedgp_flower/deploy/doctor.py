@@ -22,7 +22,6 @@ from fedgp_flower.run.registry import parse_config
 
 PACKAGES = ("fedgp-flower", "flwr", "torch")
 LEAST_SPACE = 1 << 30
-"""Bytes of disk that a run needs."""
 SOON, LATELY = datetime.timedelta(days=30), datetime.timedelta(days=7)
 
 

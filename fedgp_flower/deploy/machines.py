@@ -291,12 +291,10 @@ def _unit_path(path: Path) -> str:
 
 
 def _authority(folder: Path) -> Path:
-    """The folder of the authority beside that of its SuperLink."""
     return folder.with_name(f"{folder.name}-authority")
 
 
 def _of_known_shapes(content: Mapping[str, object], where: str) -> dict[str, str]:
-    """The values of an invitation."""
     if content.keys() != SHAPES.keys():
         odd = ", ".join(sorted(content.keys() ^ SHAPES.keys()))
         raise ConfigError(f"{where}: it must hold {', '.join(SHAPES)}, and nothing else; lacking or besides: {odd}")

@@ -18,10 +18,7 @@ from torch import Tensor
 
 
 def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Tensor, smoothing_other: Tensor) -> Tensor:
-    """Covariance of two unit-variance smoothed copies of each g_i, [I, N, N'], at x [N, D] and other inputs [N', D].
-
-    ``scales`` are the diagonals of S_i, the smoothings those of R_i of the two functions, all [I, D].
-    """
+    """Covariance [I, N, N'] of two unit-variance copies of each g_i from the diagonals of S_i and of two R_i [I, D]."""
     width = smoothing + smoothing_other + scales  # [I, D]
     height = (((2 * smoothing + scales) * (2 * smoothing_other + scales)).pow(0.25) / width.sqrt()).prod(-1)  # [I]
     gaps = (x[:, None, :] - other[None, :, :]).square()  # [N, N', D]
@@ -30,10 +27,7 @@ def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Ten
 
 
 class ConvolvedKernel(Kernel):
-    """Covariance of one unit's output: shared lengthscales S, the unit's smoothing R and signed amplitudes s.
-
-    Called like any GPyTorch kernel it is c_ff; :meth:`cross` and :meth:`latent` give c_fg and c_gg.
-    """
+    """Covariance c_ff of one unit's output: shared lengthscales S, the unit's smoothing R and signed amplitudes s."""
 
     is_stationary = True
 

@@ -7,18 +7,15 @@ needs a density (moments, KL) requires η₂ ≺ 0; an improper factor is then a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.typing import NamedArrays
 
 G = TypeVar("G", bound="Gaussian")
 _HINT = "Lower the damping factor, or give the site a proper cavity"
@@ -57,19 +54,6 @@ class Gaussian(ABC):
     def size(self) -> int:
         """Dimension of x."""
         return self.eta1.shape[-1]
-
-    def flat(self: G) -> G:
-        """The factor t ≡ 1 of the same size: what a site that was never visited contributes."""
-        return self**0.0
-
-    def to_arrays(self) -> NamedArrays:
-        """Natural parameters as float64 arrays ``eta1`` and ``eta2``, ready for a message or a file."""
-        return {"eta1": self.eta1.detach().double().numpy(), "eta2": self.eta2.detach().double().numpy()}
-
-    @classmethod
-    def from_arrays(cls: type[G], arrays: Mapping[str, np.ndarray]) -> G:
-        """The inverse of :meth:`to_arrays`."""
-        return cls(*(torch.as_tensor(np.array(arrays[name], dtype=np.float64)) for name in ("eta1", "eta2")))
 
     def is_proper(self) -> bool:
         """Whether the precision is finite and positive definite."""

@@ -154,9 +154,6 @@ def prior_variance(kernel: Kernel, point: Tensor) -> Tensor:
     return kernel(point, diag=True).mean(-1)
 
 
-# A kernel as a pure function of its hyperparameters, for many samples of them at once.
-
-
 class _Dense(torch.nn.Module):
     """The kernel as a module whose ``forward`` is complete: nothing is left to evaluate when it returns."""
 
@@ -171,10 +168,7 @@ class _Dense(torch.nn.Module):
 
 
 class BatchedKernel:
-    """k_β(x, x') for a batch of samples β, the logarithms of the kernel's parameters.
-
-    They are on the scale of a standard deviation, log a for an outputscale a², so that LN(0, 1) priors are N(0, I).
-    """
+    """k_β(x, x') for a batch of samples β: logarithms, of a for an outputscale a², so that LN(0, 1) is N(0, I)."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._module = _Dense(kernel)

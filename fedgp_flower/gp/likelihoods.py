@@ -1,8 +1,7 @@
 """Likelihoods: E_q log p(y | f), the predictive density, and the moments of y.
 
-Callers pass the parameters, as logarithms, so that one call serves many samples of them. Without a closed form a
-likelihood uses Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is
-torch's ``log_ndtr``: GPyTorch's ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
+Callers pass the parameters, as logarithms, so that one call serves many samples of them. GPyTorch rounds the nodes of
+quadrature to float32, and its ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
 """
 
 from __future__ import annotations
@@ -284,8 +283,6 @@ def _float64(likelihood: _OneDimensionalLikelihood, point: PointLikelihood) -> L
     return likelihood
 
 
-# log Φ and log σ under a Gaussian in closed form, as mixtures of normal distributions.
-
 STEP, WIDTH, GROWTH, RIGHT, LEFT = 0.25, 1.5, 0.18, 4.0, 60.0
 """Spacing of centres and width over spacing at the right end, growth of both to the left, and how far they go."""
 
@@ -313,8 +310,6 @@ def expected_log_probit(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor,
     and Stefanski (1992) do for the logistic. Integrated twice, with tᵢ = √(s + wᵢ²), uᵢ = m − cᵢ and z = uᵢ/tᵢ,
 
         E log Φ = −½ Σ pᵢ [(uᵢ² + tᵢ²) Φ(−z) − uᵢ tᵢ φ(z)],   α = Σ pᵢ [tᵢ φ(z) − uᵢ Φ(−z)],   β = Σ pᵢ Φ(−z).
-
-    Quadrature with 20 nodes has lost β where s is some tens.
     """
     value, alpha, beta = (torch.zeros_like(mean) for _ in range(3))
     for centre, width, weight in zip(*probit_mixture(), strict=True):

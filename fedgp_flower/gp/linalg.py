@@ -1,7 +1,6 @@
 """Cholesky factors with the one jitter policy of the project, and what had to be repaired.
 
 A kernel matrix gets ``jitter`` times its prior variance on the diagonal, and more only if that fails, which is counted.
-Any other matrix that is not positive definite is an error.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ def counting_repairs() -> Iterator[Counter[str]]:
 
 
 def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
-    """Lower Cholesky factor of a matrix [..., M, M]; one that is not positive definite is an error with a ``hint``.
-
-    >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]), of="an example")
-    tensor([[2., 0.],
-            [1., 2.]])
-    """
+    """Lower Cholesky factor of a matrix [..., M, M]; one that is not positive definite is an error with a ``hint``."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
         raise NumericsError(_indefinite(matrix, of, hint))
@@ -86,14 +80,8 @@ def symmetric(matrix: Tensor) -> Tensor:
 
 
 def laplace_deviations(curvature: Array, *, prior: float) -> Array:
-    """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter.
-
-    Along a direction in which H is negative only the prior counts.
-
-    >>> laplace_deviations(np.diag([3.0, -5.0]), prior=1.0)
-    array([0.5, 1. ])
-    """
-    values, vectors = np.linalg.eigh(curvature)
+    """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter."""
+    values, vectors = np.linalg.eigh(curvature)  # where H is negative only the prior counts
     return np.asarray(np.sqrt((vectors**2 / (np.maximum(values, 0.0) + prior)).sum(1)))
 
 

@@ -1,10 +1,4 @@
-"""The GPs of every site: sparse ones with any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter, and exact ones.
-
->>> from gpytorch.kernels import RBFKernel
->>> model = WhitenedGP(RBFKernel().double(), torch.arange(3.0, dtype=torch.float64)[:, None], 1e-8)
->>> model(model.inducing_points).variance.round(decimals=6).tolist()  # q(v) = N(0, I) is the prior
-[1.0, 1.0, 1.0]
-"""
+"""The GPs of every site: sparse ones with any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter, and exact ones."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ CHANGE = 5.0
 class AdamState(Generic[V]):
     """Moments of Adam (Kingma & Ba 2015) by name of the parameter, of torch tensors or of arrays.
 
-    first ← first + (1 − β₁)(g − first),  second ← second + (1 − β₂)(g² − second),  with β = (0.9, 0.999); a parameter
-    unseen so far starts from zero.
+    first ← first + (1 − β₁)(g − first),  second ← second + (1 − β₂)(g² − second),  with β = (0.9, 0.999).
     """
 
     step: int = 0
@@ -45,10 +44,7 @@ class AdamState(Generic[V]):
     second: Mapping[str, V] = field(default_factory=dict)
 
     def update(self, gradient: Mapping[str, V], rate: float) -> tuple[dict[str, V], AdamState[V]]:
-        """The step to add to the parameters to go uphill, and the next state.
-
-        rate · (first / (1 − β₁ᵗ)) / (√(second / (1 − β₂ᵗ)) + 1e-8) for every parameter that has a gradient.
-        """
+        """The step uphill, rate · (first / (1 − β₁ᵗ)) / (√(second / (1 − β₂ᵗ)) + 1e-8), and the next state."""
 
         def kept(value: Any) -> Any:  # NumPy makes scalars of arrays without axes
             return value if isinstance(value, Tensor) else np.asarray(value)
@@ -154,11 +150,7 @@ def maximise(
     tolerance: float = 1e-7,
     gradient_tolerance: float = 1e-6,
 ) -> Trace:
-    """L-BFGS-B on torch parameters, in place: they hold the best point afterwards.
-
-    A trial point at which a matrix is not positive definite, or the value not finite, counts as very bad, so that the
-    line search steps back; at the start it is an error.
-    """
+    """L-BFGS-B on torch parameters, in place; a trial point without a finite value counts as very bad."""
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 
     values: list[float] = []
@@ -197,11 +189,6 @@ def scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
         parameter.data.copy_(piece.view_as(parameter))
 
 
-# L-BFGS whose line search is a few candidates at once. An evaluation costs one trip, however many points it has. The
-# first Hessian is a multiple of the identity for each of two blocks of coordinates, hyperparameters and inducing
-# points, whose scales are unrelated.
-
-
 @dataclass(frozen=True)
 class StepMemory:
     """Pairs, oldest first, and the scale γ of the inverse Hessian in each block."""
@@ -225,13 +212,7 @@ class StepMemory:
 
 
 def outlook(gains: Array, rounds: int) -> float | None:
-    """What so many more rounds would add if gains go on to shrink as they did; None before there are three.
-
-    Gains gᵢ are taken for a geometric series of the same sum, r = Σ gᵢ₊₁/Σ gᵢ ≤ 1, which smooths single rounds.
-
-    >>> outlook(np.array([8.0, 4.0, 2.0]), 2)  # 1 + ½
-    1.5
-    """
+    """What more rounds add to gains gᵢ as a geometric series of r = Σ gᵢ₊₁/Σ gᵢ ≤ 1; None for fewer than three."""
     if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
         return None if len(gains) < 3 else 0.0
     ratio = min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
@@ -242,9 +223,19 @@ def outlook(gains: Array, rounds: int) -> float | None:
 def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Array) -> tuple[Array, M]:
     """Where to go uphill [S] from the gradient of J, and the memory with the scales that were used.
 
-    ``blocks`` are 0 or 1 for each coordinate, ``first`` and ``cap`` its largest entry in a first and in a later step.
+    ``blocks`` are 0 for inducing points and 1 for logarithms, whose scales are unrelated; ``first`` and ``cap`` are the
+    largest entry of each coordinate in a first and in a later step.
     """
-    scales, pairs = _scales(gradient, memory, blocks, first), list(zip(memory.steps, memory.changes, strict=True))
+    scales, pairs = memory.scales.copy(), list(zip(memory.steps, memory.changes, strict=True))
+    for block in (0, 1):
+        here = blocks == block
+        if not scales[block]:
+            steepest = float((np.abs(gradient[here]) / first[here]).max(initial=0.0))
+            scales[block] = 1 / steepest if steepest else 0.0
+        steps, changes = memory.steps[-RECENT:, here], memory.changes[-RECENT:, here]
+        curved, size = float((steps * changes).sum()), float(np.square(changes).sum())
+        if curved > 0 and size:
+            scales[block] = np.clip(curved / size, scales[block] / CHANGE, scales[block] * CHANGE)
     moved = two_loops(gradient, pairs, scales[blocks])
     limit = cap if pairs else first
     return moved / max(1.0, float((np.abs(moved) / limit).max())), replace(memory, scales=scales)
@@ -260,20 +251,6 @@ def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Arra
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
         moved = moved + (weight - change @ moved / (step @ change)) * step
     return moved
-
-
-def _scales(gradient: Array, memory: StepMemory, blocks: Indices, first: Array) -> Array:
-    found = memory.scales.copy()
-    for block in (0, 1):
-        here = blocks == block
-        if not found[block]:
-            steepest = float((np.abs(gradient[here]) / first[here]).max(initial=0.0))
-            found[block] = 1 / steepest if steepest else 0.0
-        steps, changes = memory.steps[-RECENT:, here], memory.changes[-RECENT:, here]
-        curved, size = float((steps * changes).sum()), float(np.square(changes).sum())
-        if curved > 0 and size:
-            found[block] = np.clip(curved / size, found[block] / CHANGE, found[block] * CHANGE)
-    return found
 
 
 def pack(arrays: Mapping[str, ndarray]) -> Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ from fedgp_flower.gp.placement import to_arrays
 from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
 from fedgp_flower.typing import NamedArrays, Rows, Targets
 
-KEPT = 2**23
-"""Numbers that a :class:`Whitener` keeps of projected rows, for the gradient that is mostly asked for next."""
+KEPT = 8
+"""Chunks of projected rows that are kept from the sums to the gradient, which is mostly asked for next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ class _Closed:
         """Derivatives by wire name of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
 
         With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
-        X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
-        With ``both`` X is Z; ``by_variance`` comes through Σ k(x, x).
+        X is Z (``both``), and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
         """
         count, products = len(self.points), (moments.T @ adjoint).astype(np.float64, copy=False)  # [2D + 1, M]
         moved, squares = products[:count], products[count:-1]
@@ -77,11 +75,6 @@ class _Closed:
 def _moments(rows: ndarray) -> ndarray:
     """[x, x², 1]  [N, 2D + 1]."""
     return np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
-
-
-def _chunks(rows: Tensor) -> Sequence[Tensor]:
-    """At most CHUNK rows at once."""
-    return rows.split(CHUNK) if rows.shape[0] > CHUNK else (rows,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +96,10 @@ class _Projected:
 
 
 class Whitener:
-    """L Lᵀ = K_zz + jitter at a model's parameters, with which rows of any number of sites are projected: W = L⁻¹ K_zx.
-
-    What rows became is kept from the sums to the gradient, as far as there is ``room`` for: two numbers for each of W.
-    """
+    """L Lᵀ = K_zz + jitter at a model's parameters, with which rows of any sites are projected: W = L⁻¹ K_zx."""
 
     @torch.no_grad()
-    def __init__(self, model: SparseGP, room: int = KEPT) -> None:
+    def __init__(self, model: SparseGP, kept: int = KEPT) -> None:
         self.closed = _Closed.of(model)
         if self.closed is None:
             self.covariance, self.variance = model.inducing_covariance()
@@ -117,7 +107,7 @@ class Whitener:
             self.covariance = torch.from_numpy(self.closed.covariance(_moments(model.inducing_points.numpy())))
             self.variance = self.covariance.new_tensor(math.exp(self.closed.most))
         self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
-        self.room = room
+        self.most = kept
         self._pulled: tuple[Adjoints, Tensor, Tensor] | None = None
         self._kept: dict[tuple[int, int], _Projected] = {}
 
@@ -132,28 +122,23 @@ class Whitener:
 
     def projected(self, model: SparseGP, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
         """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
-        for chunk in _chunks(inputs):
+        for chunk in inputs.split(CHUNK):
             key = chunk.data_ptr(), chunk.shape[0]  # no other rows stand there for as long as these are kept
-            found = self._kept.pop(key, None)
-            self.room += 2 * found.cross.numel() if found else 0
-            found = found or self._project(model, chunk)
-            if not last and 2 * found.cross.numel() <= self.room:
+            found = self._kept.pop(key, None) or self._project(model, chunk)
+            if not last and len(self._kept) < self.most:
                 self._kept[key] = found
-                self.room -= 2 * found.cross.numel()
             yield found
 
     def _project(self, model: SparseGP, inputs: Tensor) -> _Projected:
         if self.closed is None:
             with torch.no_grad():
                 cross, variances = model.covariances(inputs)
-            return _Projected(inputs, self._whitened(cross), float(variances.sum()))
+            cross = torch.linalg.solve_triangular(self.factor, cross, upper=False)
+            return _Projected(inputs, cross, float(variances.sum()))
         moments = _moments(inputs.numpy())
         covariance = self.closed.covariance(moments)
-        cross = self._whitened(torch.from_numpy(covariance).mT)
+        cross = torch.linalg.solve_triangular(self.factor, torch.from_numpy(covariance).mT, upper=False)
         return _Projected(inputs, cross, math.exp(self.closed.most) * len(moments), (moments, covariance))
-
-    def _whitened(self, covariance: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor, covariance, upper=False)
 
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
@@ -161,7 +146,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     chunks = (whitener or Whitener(model)).projected(model, inputs, last=whitener is None)
     total: list[Tensor] = []
     variance, count = 0.0, float(len(targets))
-    for rows, y in zip(chunks, _chunks(targets), strict=True):
+    for rows, y in zip(chunks, targets.split(CHUNK), strict=True):
         part = [rows.gram(), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
         variance += rows.variance
@@ -178,7 +163,7 @@ def rows_gradient(
     whitener, by_variance = whitener or Whitener(model), float(adjoints.prior_variance)
     gram, projection = whitener.pulled(adjoints)
     total: NamedArrays = {}
-    for rows, y in zip(whitener.projected(model, inputs, last=True), _chunks(targets), strict=True):
+    for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         if rows.closed is not None and whitener.closed is not None:
             moments, covariance = rows.closed
             incoming = rows.cross.numpy().T @ gram.numpy()  # [N, M]
@@ -224,33 +209,16 @@ def _by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[
     return dict(zip(named, to_arrays(*grads), strict=True))
 
 
-class _ChunkedBound(torch.autograd.Function):
-    """Value and gradient of the collapsed bound in two passes over chunks, so that memory does not grow with N."""
-
-    @staticmethod
-    def forward(ctx: Any, model: SparseGP, inputs: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
-        """Sums of all chunks, then the bound."""
-        del parameters
-        ctx.whitener = Whitener(model)
-        sums = pooled_sums(model, inputs, targets, ctx.whitener)
-        bound = bound_gradient(sums, model.log_noise)
-        ctx.model, ctx.inputs, ctx.targets, ctx.sums, ctx.bound = model, inputs, targets, sums, bound
-        return torch.tensor(bound.value, dtype=torch.float64)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """The derivatives by the sums, pulled back through each chunk and through K_zz."""
-        model, sums, bound = ctx.model, ctx.sums, ctx.bound
-        with torch.enable_grad():
-            shares = rows_gradient(model, ctx.inputs, ctx.targets, bound, ctx.whitener)
-            through = inducing_gradient(model, sums, bound, ctx.whitener)
-        shares["likelihood.log_noise"] += bound.log_noise
-        scale = grad_outputs[0].item()
-        whole = (scale * torch.as_tensor(shares[name] + through[name]).to(ctx.inputs) for name in shares)
-        return None, None, None, *whole
-
-
 def pooled_bound(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
     """Titsias' bound of any number of rows, in nats, with its gradient in O(M² + M·CHUNK) memory."""
-    value: Tensor = _ChunkedBound.apply(model, inputs, targets, *model.wire_parameters().values())
+    named, whitener = model.wire_parameters(), Whitener(model)
+    sums = pooled_sums(model, inputs, targets, whitener)
+    bound = bound_gradient(sums, model.log_noise)
+    shares = rows_gradient(model, inputs, targets, bound, whitener)
+    through = inducing_gradient(model, sums, bound, whitener)
+    shares["likelihood.log_noise"] += bound.log_noise
+    value = torch.tensor(bound.value, dtype=torch.float64)
+    for name, parameter in named.items():
+        slope = torch.as_tensor(shares[name] + through[name]).to(parameter.device)
+        value = value + (slope * (parameter - parameter.detach())).sum()  # nothing is added but the gradient
     return value

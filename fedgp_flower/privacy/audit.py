@@ -138,7 +138,6 @@ class AuditLog:
     lines: tuple[Facts, ...]
     problems: tuple[str, ...]
     head: str
-    """The last hash."""
 
 
 def read(path: Path, seen: str = "") -> AuditLog:

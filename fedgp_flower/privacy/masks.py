@@ -5,16 +5,10 @@ with hash H both expand it to the same keystream G(k_ij, H), which i adds and j 
 
     sent_i = q_i + Σ_{j > i} G(k_ij, H) − Σ_{j < i} G(k_ij, H)   mod 2^128,      Σ_i sent_i = Σ_i q_i   mod 2^128.
 
-**Overflow is excluded.** Each of K sites refuses to encode an entry with |x| > 2^46 / K. So |q| ≤ 2^126 / K + ½ and
-|Σ q| ≤ 2^126 + K/2 < 2^127 for every K < 2^127: the residue of a total names one signed integer, whatever the signs and
-sizes of the summands, and nothing needs to be negotiated. Rounding costs at most 2^-81 for a summand, so a total is off
-by at most K 2^-81 ≈ 4e-25 K before it is a float64 again.
-
-The first word of a vector counts the summands in it, as an integer without scale: a site that cannot answer sends
-masked zeros that count nothing, and a count outside of 0 … K shows that the masks did not cancel.
-
-Two honest sites suffice: given only the sum of their messages, each is a one-time pad of keystream that nobody else
-can compute (Bonawitz et al., *Practical secure aggregation*, 2017, without their second mask; see ``docs/privacy.md``).
+Each of K sites refuses to encode |x| > 2^46 / K, so |Σ q| ≤ 2^126 + K/2 < 2^127: a residue names one signed integer.
+Rounding costs a total at most K 2^-81. The first word counts the summands: who cannot answer sends masked zeros, and
+a count outside of 0 … K shows that the masks did not cancel (Bonawitz et al., *Practical secure aggregation*, 2017,
+without their second mask; see ``docs/privacy.md``).
 """
 
 from __future__ import annotations
@@ -89,17 +83,12 @@ def _negate(words: Words, where: NDArray[np.bool_] | slice = ALL) -> None:
     words[where, 1] += words[where, 0] == 0
 
 
-@lru_cache(maxsize=16)
-def _loaded(private: bytes) -> X25519PrivateKey:
-    """A key, which takes as long to load as an exchange with another."""
-    return X25519PrivateKey.from_private_bytes(private)
-
-
 @lru_cache(maxsize=4096)
 def pair_secret(private: bytes, public: bytes, info: bytes) -> bytes:
     """k_ij: what two sites share by their X25519 keys; ``info`` names the run and both of them."""
     try:
-        shared = _loaded(private).exchange(X25519PublicKey.from_public_bytes(public))
+        key = X25519PrivateKey.from_private_bytes(private)
+        shared = key.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         raise ProtocolError("a key of the roster is no X25519 key that can keep a secret") from None
     return HKDF(SHA256(), 32, salt=None, info=info).derive(shared)

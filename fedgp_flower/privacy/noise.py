@@ -1,19 +1,13 @@
 """Noise of differential privacy: what Gaussian noise guarantees, and integers of the discrete normal distribution.
 
-A release whose values move by at most Δ between neighbours, with normal noise of standard deviation ν, is as hard to
-tell apart as N(0, 1) and N(μ, 1) with μ = Δ/ν. Releases that build on one another compose to √Σ μ², and μ means (ε, δ)
-exactly where
+A release that moves by at most Δ, with normal noise of standard deviation ν, is N(0, 1) against N(μ, 1), μ = Δ/ν.
+Releases that build on one another compose to √Σ μ², and μ means (ε, δ) exactly where
 
     δ(ε) = Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2)
 
-(Balle and Wang, *Improving the Gaussian mechanism*, ICML 2018; Dong, Roth and Su, *Gaussian differential privacy*,
-2022). This is exact, not a bound.
-
-The noise that is added is discrete, so that its last bits tell nothing: P(k) ∝ exp(−k² / 2σ²) (Canonne, Kamath and
-Steinke, *The discrete Gaussian for differential privacy*, NeurIPS 2020). Sums of it over sites are as good as one draw:
-with σ² each, probabilities of a sum of K are within a factor exp(10 K exp(−π² σ²)) of those of one with K σ² (Kairouz,
-Liu and Steinke, *The distributed discrete Gaussian mechanism*, ICML 2021, theorem 1). Where σ is large, (ε, δ) are
-those of the normal distribution: for 2¹⁴ to 1e-8 of δ.
+(Balle and Wang, ICML 2018; Dong, Roth and Su, *Gaussian differential privacy*, 2022). Noise is discrete, so that its
+last bits tell nothing: P(k) ∝ exp(−k² / 2σ²) (Canonne, Kamath and Steinke, NeurIPS 2020). Probabilities of a sum over K
+sites are within a factor exp(10 K exp(−π² σ²)) of those of one draw with K σ² (Kairouz, Liu and Steinke, ICML 2021).
 """
 
 from __future__ import annotations

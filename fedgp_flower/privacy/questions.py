@@ -55,7 +55,6 @@ class MaskedQuestion:
     layout: Layout | None
     """Arrays of the answer; None where the server learns it from the replies."""
     members: tuple[Member, ...]
-    """The roster, sorted by site."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -143,7 +142,6 @@ class History:
     subject: str = ""
     digest: str = ""
     roster: tuple[tuple[str, str], ...] = field(default=())
-    """Sites and keys of the latest question."""
     changes: int = 0
     """How often the roster was another one than before."""
 

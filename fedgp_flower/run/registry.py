@@ -175,7 +175,7 @@ BUILT_IN: Mapping[str, Method] = {
     "sfvi-avg": replace(
         _SFVI,
         summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
-        strategy="strategies.sfvi_avg:SFVIAvg",
+        strategy="strategies.sfvi:SFVIAvg",
     ),
     "fedmgp": _FEDMGP,
     "fedmgp-exact": replace(

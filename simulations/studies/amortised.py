@@ -99,7 +99,7 @@ def coherence(topics: list[list[str]], present: pd.DataFrame) -> list[float]:
 def scores(run: Row, new: pd.DataFrame, train: pd.DataFrame) -> Row:
     """Held-out bound, and what is known of topics."""
     from fedgp_flower.methods.family import GlobalPosterior
-    from fedgp_flower.methods.sfvi.amortised import AmortisedModel
+    from fedgp_flower.methods.sfvi.classes import AmortisedModel
     from fedgp_flower.methods.sfvi.learner import model_at
     from fedgp_flower.run.registry import parse_config
     from fedgp_flower.run.user_config import read_config

@@ -2,11 +2,12 @@
 
 Tiny runs of 4 rounds, four sites, test NLL (original units). First one site of four spoils the real numbers of every
 reply from round 1 on; *drop*: its replies are lost instead; a dash behind a figure: the site was refused by name;
-`ends`: the run ended with words, and no result. Then schedules of faults that are drawn from a seed: every reply is hit
-with probability .3 by one of drop, delay, duplicate, out of order, replay, scale, flip, shift, one entry, NaN, wrong
-shape, wrong schema, garbage, state lost; factors from 0 to 1e300; of one site, or every other time of all. A run
-*fails* where it raises anything but its own words, where its posterior holds a number that is not finite, or where one
-site was spoilt and another is blamed.
+`ends`: the run ended with words, and no result. Projections that are false alone, in eight rounds of three sites, pass
+every check of one site; the run names who contradicts the others, and misses × 0.5. Then schedules of faults that are
+drawn from a seed: every reply is hit with probability .3 by one of drop, delay, duplicate, out of order, replay, scale,
+flip, shift, one entry, NaN, wrong shape, wrong schema, garbage, state lost; factors from 0 to 1e300; of one site, or
+every other time of all. A run *fails* where it raises anything but its own words, where its posterior holds a number
+that is not finite, or where one site was spoilt and another is blamed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ def lied(method: str, kind: str, size: float) -> Row:
     return {"cell": "ends" if ending.words else f"{ending.nll:.3f}" + " –" * ("1" in ending.blamed)}
 
 
+def projected(size: float) -> Row:
+    """One site of three sends its projections times a number."""
+    forms()
+    import faults
+
+    grid = faults.FaultyGrid(faults.configured(num_server_rounds=8), 3, faults.Fault("1", faults.projections(size)))
+    strategy = faults.run(grid)
+    return {"RMSE": strategy.outcome.metrics["test"]["rmse"], "named": ", ".join(strategy.current.contrary)}
+
+
 def scheduled(seed: int) -> Row:
     """A run under a drawn schedule."""
     try:
@@ -52,8 +63,12 @@ def scheduled(seed: int) -> Row:
 def study(lies: bool = True, count: int = 500, methods: tuple[str, ...] = ("",)) -> Iterator[Row]:
     """Tables of lies and of schedules."""
     known = list(forms().METHODS)
+    for size in (1.0, -1.0, 0.0, 0.5) if lies else ():
+        row = remembered("faults", ["projection", size], lambda s=size: projected(s))
+        told = {"times": size, "RMSE": row["RMSE"], "named": row["named"]}
+        yield {"table": "Site 1 of three sends false projections to sgpr", **told}
     for method in known if methods == ("",) else methods:
-        row: Row = {"table": "One site spoils every reply", "method": method}
+        row = {"table": "One site spoils every reply", "method": method}
         for kind, size in LIES if lies else ():
             found = remembered("faults", [method, kind, size], lambda m=method, k=kind, s=size: lied(m, k, s))
             row[kind if kind in {"honest", "drop", "flip"} else f"{kind} {size:g}"] = found["cell"]

@@ -11,7 +11,6 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums
 from fedgp_flower.typing import Json
-from strategies.server import enrolment
 from strategies.server.algorithm import Algorithm
 from strategies.server.network import Failure, Traffic
 from strategies.server.questions import S
@@ -19,6 +18,8 @@ from strategies.server.scoring import Evaluation, with_skill
 from strategies.server.session import Session
 
 STATE = "state."
+NOT_KEPT = {"arrays", "sums", "refused", "constant"}
+"""Of an agreement: arrays stand beside the facts, and sites say the rest again."""
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
         "round": network.round,
         "seconds": clock.seconds,
         "merged": merged,
-        "preparation": enrolment.facts_of(preparation),
+        "preparation": {name: value for name, value in asdict(preparation).items() if name not in NOT_KEPT},
     }
     return Snapshot({**preparation.arrays, **arrays}, facts)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,12 +33,10 @@ from fedgp_flower.shared_messages import (
     TargetPowers,
 )
 from fedgp_flower.transforms import Transform
-from fedgp_flower.typing import Json
 from strategies.server.network import Network, pause_after
 from strategies.server.questions import A, Asking, Summed, Total
 
 logger = logging.getLogger("fedgp")
-UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
 
 
 def described(met: Agreement, site: str) -> Described:
@@ -54,14 +52,8 @@ def described(met: Agreement, site: str) -> Described:
     return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
 
 
-def facts_of(met: Agreement) -> Json:
-    """What a checkpoint keeps besides the arrays."""
-    gone = {"arrays", "sums", "refused", "constant"}
-    return {name: value for name, value in asdict(met).items() if name not in gone}
-
-
 def restored(snapshot: Snapshot) -> Agreement:
-    """The inverse of :func:`facts_of` and of the arrays in a checkpoint."""
+    """What the sites of a checkpoint had agreed on."""
     facts = snapshot.facts["preparation"]
     arrays = {name: snapshot.arrays[name] for name in ("input.mean", "input.scale", "target.mean", "target.scale")}
     return Agreement(arrays, **{**facts, "names": tuple(facts["names"])})
@@ -84,7 +76,6 @@ def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDesc
 
 
 def _tell(found: Agreement) -> None:
-    """Log what is known of the data."""
     if found.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(found.constant))
     for line in overview_lines(found.data):
@@ -127,7 +118,10 @@ def from_totals(network: Network, config: RunConfig, met: Agreement) -> Asking[A
 def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None = None) -> A:
     """A total to which every site added something."""
     if summed.total is None or summed.silent or summed.sites != (sites or summed.sites):
-        raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
+        raise RunError(
+            "the columns of some site are in no total: its numbers are not finite or too large for masks; write such a"
+            f" column in larger units. {network.latest_failures()}"
+        )
     return summed.total
 
 

@@ -26,8 +26,9 @@ from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
-LONGEST_TEXT, LONGEST_SCHEMA, MOST_NAMES = 4096, 1 << 20, 1000
-"""Characters of a text of a reply, and of the JSON that describes its columns; names in a record beside the arrays."""
+LONGEST_TEXT, LONGEST_SCHEMA, MOST_NAMES, MOST_BYTES = 4096, 1 << 20, 1000, 1 << 30
+"""Of a reply: characters of a text, and of the JSON that describes its columns; names in a record beside the arrays;
+bytes of all of it. A declared answer has a limit of its kind, see :class:`strategies.server.session.Contract`."""
 
 Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
@@ -150,7 +151,6 @@ class Network:
     accepted: set[str] = field(default_factory=set)
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
-    """What nodes that are not known yet are told."""
     asked: dict[str, Texts] = field(default_factory=dict)
     """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
@@ -325,7 +325,6 @@ class Network:
         logger.warning("round %d: site %s failed: %s", self.round, site, reason)
 
     def _blame(self, site: str) -> None:
-        """Hold a failure against a site."""
         self.failed.add(site)
         self.streak[site] = self.streak.get(site, 0) + 1
         if self.streak[site] == self.max_failures:
@@ -421,7 +420,6 @@ def _numbers(reply: Message) -> Mapping[str, Number]:
 
 
 def _again(message: Message) -> Message:
-    """The same message once more, under another id."""
     meta = message.metadata
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
@@ -430,6 +428,8 @@ def _again(message: Message) -> Message:
 
 def _oversized(reply: Message) -> str | None:
     """What of a reply is longer than any site of this app makes it; looked at before anything else of it."""
+    if (found := bytes_of(reply.content)) > MOST_BYTES:
+        return f"the reply has {found} bytes; at most {MOST_BYTES} are read"
     for name, record in reply.content.items():
         if len(record) > MOST_NAMES and not isinstance(record, ArrayRecord):
             return f"the record `{name[:40]}` has {len(record)} names; at most {MOST_NAMES} are read"
@@ -442,7 +442,7 @@ def _oversized(reply: Message) -> str | None:
 
 def _misfit(reply: Message, said: ConfigRecord, site: str | None) -> str | None:
     """What of a reply's form is wrong, whatever was asked."""
-    if not said.get("site") or not isinstance(reply.content.get("arrays"), ArrayRecord):
+    if not said.get("site") or "arrays" not in reply.content.array_records:
         return "the reply lacks the records `arrays`, `metrics`, `config`"
     if said.get(LACKS):
         return "it lacks what it was sent once, and was sent again"

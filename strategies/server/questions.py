@@ -61,6 +61,8 @@ class Summed(Generic[A]):
     sites: tuple[str, ...]
     silent: int = 0
     """How many of these sites added nothing; no message says which."""
+    parts: Mapping[str, A] = field(default_factory=dict)
+    """What each site added; nothing under masks."""
 
 
 @dataclass(frozen=True, slots=True)

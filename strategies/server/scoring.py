@@ -153,9 +153,6 @@ class Scoring:
         return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
-# Figures from sums.
-
-
 def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
     """Figures from each site's scores of some rows; ``target_scale`` is what the target was divided by."""
     sites = sorted(scores, key=natural_order)
@@ -227,9 +224,6 @@ def _figures(scores: ScoreSums) -> Figures:
     _, squared, absolute, nll, crps, *inside = (scores.regression / scores.rows).tolist()
     coverage = {f"coverage_{level}": share for level, share in zip(LEVELS, inside, strict=True)}
     return {"rmse": math.sqrt(squared), "mae": absolute, "nll": nll, "crps": crps, **coverage}
-
-
-# The baselines that look at no Gaussian process, from totals over sites: those of all rows, whatever the partition.
 
 
 def constant(

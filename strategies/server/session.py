@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedgp_flower.agreement import Agreement, SiteDescription
 from fedgp_flower.config import RunConfig, defaults
@@ -20,14 +20,15 @@ from fedgp_flower.messages import (
     is_public,
     is_summand,
     kind_of,
+    layout,
     misfit,
     refusal_of,
     to_parts,
 )
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Snapshot
-from fedgp_flower.privacy.questions import written_members
-from fedgp_flower.records import APART, array_record, arrays_of, packed_record
+from fedgp_flower.privacy.questions import length, written_members
+from fedgp_flower.records import APART, array_record, arrays_of, bytes_of, packed_record
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
@@ -59,6 +60,9 @@ from strategies.server.shapes import note_ranges
 from strategies.server.totals import MEMBERS, MaskedContract, Masking
 
 logger = logging.getLogger("fedgp")
+
+SPARE_BYTES = 1 << 16
+"""Of the arrays of a reply, for their names and shapes."""
 
 
 class ContradictionError(FedGPError):
@@ -93,6 +97,10 @@ class Contract(Expected):
         """Why a reply cannot be used, or None."""
         site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
         described = self.described[site]
+        declared = layout(self.answer, self.sizes, self.requests[site])
+        found = bytes_of(RecordDict({"arrays": reply.content["arrays"]}))
+        if declared is not None and found > (most := SPARE_BYTES + 16 * length(declared)):
+            return f"its arrays hold {found} bytes; what was asked for has {most} at most"
         try:
             answer = self.read(reply)
         except ProtocolError as error:
@@ -124,7 +132,7 @@ class Contract(Expected):
             kept = {site: answer for site, answer in kept.items() if site not in refused}
         for site, reason in refused.items():
             fail(site, reason)
-        return Summed(add(kept.values()) if kept else None, tuple(kept)) if self.added else kept
+        return Summed(add(kept.values()) if kept else None, tuple(kept), parts=kept) if self.added else kept
 
     def read(self, reply: Message) -> Any:
         """The answer in a reply; read once."""
@@ -179,8 +187,6 @@ class Session:
         self._arrived: list[Message] = []
         network.introduction = {"configuration": self.configuration()}
 
-    # Who is there, and what they agree on.
-
     def configuration(self) -> str:
         """What sites are sent of the configuration: the keys that differ from their defaults, as JSON."""
         known = defaults([self.options])
@@ -227,7 +233,6 @@ class Session:
         self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
     def _take(self, preparation: Agreement) -> None:
-        """Take columns and scales; every later message names them."""
         self.preparation = preparation
         self.share({})
 
@@ -275,8 +280,6 @@ class Session:
             for warning, sites in self.network.warned.items()
         ]
         return self.preparation.warnings + told + ([] if self.masking is None else self.masking.warnings())
-
-    # Questions.
 
     def ask(self, question: Question) -> Any:
         """The answer of the sites to a question of an algorithm."""
@@ -366,8 +369,6 @@ class Session:
         sizes, added = self.preparation.sizes(question.sizes), isinstance(question, Total)
         described = {site: enrolment.described(self.preparation, site) for site in requests}
         return Contract(question.answer, sizes, described, requests, not self.began, added)
-
-    # Questions that nobody waits for.
 
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send what is new, and wait for the first answer of all that are outstanding."""

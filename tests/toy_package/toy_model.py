@@ -3,7 +3,7 @@
 import torch
 
 from fedgp_flower.methods.sfvi.rows import ModelRow
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, PredictiveMoments, ReportTable
+from fedgp_flower.methods.sfvi.structured import ReportTable, StructuredModel
 from fedgp_flower.options import Positive
 from fedgp_flower.options import Section as Keys
 
@@ -15,7 +15,7 @@ class ToyKeys(Keys):
     """``toy-linear``: noise variance σ², of the standardised target."""
 
 
-class ToyLinear(ClosedFormModel):
+class ToyLinear(StructuredModel):
     """No parameters θ and no latents of a site."""
 
     def __init__(self, num_inputs, noise):
@@ -29,17 +29,17 @@ class ToyLinear(ClosedFormModel):
     def local_width(self, site):
         return 0
 
-    def latent(self, site, q_global, q_local):
-        design = torch.nn.functional.pad(site.features, (1, 0), value=1.0)
+    def latent(self, features, q_global):
+        design = torch.nn.functional.pad(features, (1, 0), value=1.0)
         return design @ q_global.mean, q_global.mixed(design).square().sum(-1)
 
-    def expected_log_local(self, site, q_global, q_local):
-        mean, variance = self.latent(site, q_global, q_local)
+    def site_term(self, site, q_global, q_local, noise):
+        mean, variance = self.latent(site.features, q_global)
         return -0.5 * ((site.targets - mean).square() + variance).sum() / self.noise
 
-    def predict(self, site, q_global, q_local):
-        mean, variance = self.latent(site, q_global, q_local)
-        return PredictiveMoments(mean.detach(), variance.detach() + self.noise)
+    def moments(self, site, q_global, q_local, rows, link):
+        mean, variance = self.latent(rows.features, q_global)
+        return mean.detach(), variance.detach() + self.noise * (not link)
 
     def sections(self, q_global, names):
         rows = list(zip(["intercept", *names], q_global.mean.tolist(), strict=True))

@@ -142,14 +142,11 @@ def sums_of(heads: Heads) -> list[HeadSums]:
     return [HeadSums(*part) for part in zip(*parts, strict=True)]
 
 
-def dense(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
-    """Two rectified layers."""
-    first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, options.features)
-    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
-
-
-def convolutional(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
-    """For square images row by row: twice 3 × 3 filters at every second pixel, then a layer, all rectified."""
+def network(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
+    """Two rectified layers; for square images row by row twice 3 × 3 filters at every second pixel, then a layer."""
+    if options.network == "dense":
+        first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, options.features)
+        return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
     side, channels = math.isqrt(inputs), (8, 16)
     if side**2 != inputs or not inputs:
         raise DataError(f"`deep.network` = 'convolutional' needs square images; a row has {inputs} inputs")
@@ -215,7 +212,7 @@ class DeepKernel(nn.Module):
         binary = section.likelihood == "bernoulli"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.network = (dense if options.network == "dense" else convolutional)(inputs, options)
+            self.network = network(inputs, options)
         classes = 2 if binary else options.classes
         self.observed: Numbers | Classes = Classes(classes, binary=binary) if classes else Numbers(section.noise)
         self.double()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, buil
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.gp.models import whitened
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, ascend, maximise
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp import unit
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
@@ -173,8 +175,8 @@ def fit_pooled(
     gains = np.stack([p.amplitudes * latents.amplitudes for p in phi])
     learned = [torch.tensor(values, requires_grad=True) for values in (*start, gains)]
 
-    def sums() -> tuple[Tensor, Tensor, Tensor]:
-        """Factor of P = I + Σ AᵀA/σ², Σ Aᵀy/σ², and the rest of the bound, with rows A = [s_i L_i⁻¹c_i]ᵀ."""
+    def bound() -> Tensor:
+        """½ bᵀP⁻¹b − ½ log|P| and the rest, P = I + Σ AᵀA/σ² and b = Σ Aᵀy/σ² with rows A = [s_i L_i⁻¹c_i]ᵀ."""
         log_s, log_r, log_noise, amplitudes = learned
         scales, none = log_s.exp(), torch.zeros_like(log_s)
         latent = smoothed_covariance(W, W, scales, none, none)
@@ -187,20 +189,15 @@ def fit_pooled(
             unexplained = len(y) * s.square().sum() - A.square().sum()
             fit = len(y) * (math.log(2 * math.pi) + log_variance) + weight * (y @ y + unexplained)
             P, b, local = P + weight * A @ A.mT, b + weight * A @ y, local - 0.5 * fit
-        return cholesky(P, of="precision of q(u)"), b, local
-
-    def bound() -> Tensor:
-        factor, b, local = sums()
+        factor = cholesky(P, of="precision of q(u)")
         z = torch.linalg.solve_triangular(factor, b[:, None], upper=False)
         return torch.as_tensor(local + 0.5 * z.square().sum() - factor.diagonal().log().sum())
 
     bounds = [LOGARITHM, LOGARITHM, LOGARITHM, FREE]
     value = maximise(bound, learned, max_evaluations=max_evaluations, bounds=bounds).value
-    with torch.no_grad():
-        factor, b, _ = sums()
-        V = torch.cholesky_inverse(factor)  # the inverse is the answer here
-        q = LatentPosterior((V @ b).numpy(), V.numpy())
-        scales, smoothing, noise = (values.exp().numpy() for values in learned[:3])
-        fitted = LatentFunctions(latents.inducing, scales, np.ones(len(scales)), latents.jitter)
-        parts = zip(smoothing, learned[3].numpy(), noise.tolist(), strict=True)
-        return fitted, q, [UnitParameters(*part) for part in parts], value
+    scales, smoothing, noise = (values.detach().exp().numpy() for values in learned[:3])
+    fitted = replace(latents, scales=scales, amplitudes=np.ones(len(scales)))
+    parts = zip(smoothing, learned[3].detach().numpy(), noise.tolist(), strict=True)
+    data, best = [UnitData.build(x, y, latents.inducing) for x, y in units], [UnitParameters(*part) for part in parts]
+    total = add([unit.statistics(seen, fitted, each) for seen, each in zip(data, best, strict=True)])
+    return fitted, posterior(total), best, value

@@ -75,19 +75,6 @@ def possible_start(statistics: UnitStatistics, count: int) -> bool:
     return bool(within and _length(statistics.precision, statistics.shift) <= most)
 
 
-def possible(statistics: UnitStatistics, asked: LatentPosterior, count: int) -> bool:
-    """Whether any ``count`` rows could have produced this answer to q(u) = N(m, V) at the first trial move.
-
-    A unit that took its M-step has E_q‖y − f‖²/σ² = N, and yᵀy/σ² ≥ bᵀG⁺b. Hence G is positive semi-definite and
-    (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N, whatever q was; a scaled or flipped answer breaks it.
-    """
-    if not semidefinite(statistics, count):
-        return False
-    G, b = statistics.precision, statistics.shift
-    misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * statistics.slack.sum()
-    return bool(misfit <= count * (1 + _SLACK))
-
-
 @np.errstate(over="ignore")
 def _length(G: Array, vector: Array) -> float:
     """vᵀ(G + εI)⁻¹v ≤ vᵀG⁺v for v in the range of G, and large for any other: ε is the rounding of the spectrum."""
@@ -99,16 +86,17 @@ def _length(G: Array, vector: Array) -> float:
 def consistent(answers: Sequence[UnitStatistics], moves: Sequence[Move], asked: LatentPosterior, count: int) -> bool:
     """Whether ``count`` rows could have produced the answers at all trial moves, the first of which is to stay.
 
-    Evidence e = −N/2 log 2πσ² − a/2 with a = yᵀy/σ² depends on the noise alone, and that on a move's stretch alone: at
-    equal stretch it is equal. At the first move E_q‖y − f‖² = Nσ² gives a_0 = N + 2bᵀm − tr(G E uuᵀ) + 2 Σ slack. As
-    yᵀy is the same throughout and a ≥ κ = bᵀG⁺b, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
+    A unit that took its M-step has E_q‖y − f‖² = Nσ² at the first move, hence a_0 = N + 2bᵀm − tr(G E uuᵀ) + 2 Σ slack
+    with a = yᵀy/σ² ≥ κ = bᵀG⁺b, and (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N; a scaled or flipped answer breaks it.
+    Evidence e = −N/2 log 2πσ² − a/2 depends on the noise alone, and that on a move's stretch alone: at equal stretch it
+    is equal. As yᵀy is the same throughout, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
     """
-    first = answers[0]
-    if not possible(first, asked, count):
+    if not all(semidefinite(part, count) for part in answers):
         return False
-    fitted = 2 * first.shift @ asked.mean - np.vdot(first.precision, asked.second_moment())
-    power = count + fitted + 2 * first.slack.sum()
-    if not all(semidefinite(part, count) for part in answers) or power < count * (1 - _SLACK):
+    first, G, b = answers[0], answers[0].precision, answers[0].shift
+    misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * first.slack.sum()
+    power = count + 2 * b @ asked.mean - np.vdot(G, asked.second_moment()) + 2 * first.slack.sum()
+    if misfit > count * (1 + _SLACK) or power < count * (1 - _SLACK):
         return False
     claimed: dict[float, float] = {}
     for part, move in zip(answers, moves, strict=True):

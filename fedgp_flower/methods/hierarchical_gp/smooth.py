@@ -39,7 +39,6 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
     share_of,
 )
 from fedgp_flower.methods.sfvi.gp import AMPLITUDE, LENGTHSCALE, NOISE, HierarchicalModel, farthest_points
-from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, Rows, Scalar, Targets
 
@@ -52,8 +51,8 @@ SETTLED, MODE_STEPS = 1e-12, 100
 """A Newton step that promises so few nats is the last one to the mode of z_k; and the most steps to it."""
 ROUNDING = 1e-9
 """Nats by which equal sums may differ."""
-NODES = {0: 1, 1: 7, 2: 5, 3: 3}
-"""Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
+NODES = 3
+"""Of the Gauss–Hermite rule along each entry of z_k."""
 VARIANCES = ("outputscale", "variance", "noise")
 EQUATION = (
     "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
@@ -117,16 +116,13 @@ class SmoothDeviation:
 
     def __init__(self, model: HierarchicalModel, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
-        self.dense, self.width = len(features) <= DENSE_ROWS, len(model.varied)
+        self.dense, self.width = len(features) <= DENSE_ROWS, len(model.log_width)
         self.anchors = features if self.dense else farthest_points(features, DENSE_ROWS)
         """Inputs that the deviation of a large site rests on."""
 
     def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
         """What noise, amplitude and lengthscale are multiplied by at a z_k."""
-        whole = offset.new_zeros(3)
-        if self.width:
-            whole = whole.index_add(0, torch.tensor(self.model.varied), self.model.log_width.exp() * offset)
-        return whole.exp()
+        return (self.model.log_width.exp() * offset).exp()
 
     def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
         """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows."""
@@ -162,8 +158,6 @@ class SmoothDeviation:
             return float(value.detach()), slope.detach(), rows_of_jacobian(slope, [offset])
 
         offset, radius = self.targets.new_zeros(self.width), 1.0
-        if not self.width:
-            return offset, offset.new_zeros(0, 0)
         value, slope, curvature = expanded(offset)
         for _ in range(MODE_STEPS):
             step, rise = newton_step(slope, curvature, radius)
@@ -192,7 +186,7 @@ class SmoothDeviation:
         return share_of(sums, total, curvature, offset.detach(), 1 - variance, len(self.targets))
 
     @torch.no_grad()
-    def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
+    def predict(self, features: Rows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of a noisy observation, averaged over z_k.
 
         With A = R⁻¹k_*, w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
@@ -223,7 +217,7 @@ class SmoothDeviation:
         """
         with torch.enable_grad():
             mode, precision = self.mode(q_global)
-        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES[self.width])
+        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
         grid = torch.tensor([*product(nodes, repeat=self.width)], dtype=torch.float64)
         log_weight = torch.tensor([*product(np.log(weights), repeat=self.width)], dtype=torch.float64).sum(-1)
         scale = cholesky(precision, of="curvature of a site's shape")

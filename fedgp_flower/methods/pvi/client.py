@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import cast
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,19 +37,22 @@ from fedgp_flower.methods.pvi.updates import (
     whitened_rows,
 )
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
-from fedgp_flower.methods.sgpr.messages import (
-    Anchors,
-    Expectations,
-    PooledPosterior,
-    Sketch,
-    SparseStatistics,
-    TrialAdjoints,
-    TrialGradients,
-    TrialSums,
-)
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, gaussian_scores
-from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
+
+C = TypeVar("C", SGPRClient, SVGPClient)
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+def agreed(client: type[C], handler: Callable[[C, Q], A]) -> Callable[[SiteClient, Q], A]:
+    """A handler of sums at Z and β that all sites share."""
+
+    @wraps(handler)
+    def answer(site: SiteClient, request: Q) -> A:
+        return handler(client(site.setting), request)
+
+    return answer
 
 
 class PVIClient(SiteClient):
@@ -69,20 +73,10 @@ class PVIClient(SiteClient):
         """The site's standardised training rows."""
         return Data(*self.tensors)
 
-    @cached_property
-    def sgpr(self) -> SGPRClient:
-        """Answers with sums at Z and β that all sites share, with Gaussian noise."""
-        return SGPRClient(self.setting)
-
-    @cached_property
-    def svgp(self) -> SVGPClient:
-        """The same, with any other likelihood."""
-        return SVGPClient(self.setting)
-
     @property
     def at_agreed(self) -> SGPRClient | SVGPClient:
         """Predicts from a posterior at Z and β that all sites share."""
-        return self.sgpr if self.config.model.likelihood == "gaussian" else self.svgp
+        return (SGPRClient if self.config.model.likelihood == "gaussian" else SVGPClient)(self.setting)
 
     def start(self, num_inputs: int) -> NamedArrays:
         """β at the initial values of the configuration."""
@@ -97,7 +91,7 @@ class PVIClient(SiteClient):
         if self.options.linear:
             return self._train_whitened(request)
         assert request.q is not None
-        options, data, tied = self.options, self.data, self.options.tied
+        options, data, tied = self.options, self.data, self.options.factor == "tied"
         if request.before is None:
             before = first_factor(self.model, data, request.q, options.factor)
         else:
@@ -127,7 +121,7 @@ class PVIClient(SiteClient):
         rows = whitened_rows(self.model, self.data, request.q)
         context, step, evaluations = request.context["whitened"].gaussian, self.options.learning_rate or 1.0, 1
         before = request.before.whitened if request.before else None
-        start = before.gaussian if before else context.flat()
+        start = before.gaussian if before else context**0.0
         if self.options.local_update == "analytic":
             factor = rows.expansion(context)[1]  # with Gaussian noise the same anywhere
         elif self.options.local_update == "gradient":
@@ -137,27 +131,9 @@ class PVIClient(SiteClient):
         objective = float(rows.free_energy(context * factor, context)) / len(self.data)
         return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 
-    # Sums at Z and β that all sites share.
-
-    def sketch(self, request: Anchors) -> Sketch:
-        """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
-        return self.sgpr.sketch(request)
-
-    def statistics(self, request: Parameters) -> SparseStatistics:
-        """The sums of this site's rows: its exact factor, with Gaussian noise."""
-        return self.sgpr.statistics(request)
-
-    def trials(self, request: Parameters) -> TrialSums:
-        """The sums at each of several parameters."""
-        return self.sgpr.trials(request)
-
-    def gradients(self, request: TrialAdjoints) -> TrialGradients:
-        """The parts of several gradients that need this site's rows."""
-        return self.sgpr.gradients(request)
-
-    def expectations(self, request: PooledPosterior) -> Expectations:
-        """The expected log likelihood of this site's rows, and its derivatives: a natural gradient."""
-        return self.svgp.expectations(request)
+    sketch, statistics = agreed(SGPRClient, SGPRClient.sketch), agreed(SGPRClient, SGPRClient.statistics)
+    trials, gradients = agreed(SGPRClient, SGPRClient.trials), agreed(SGPRClient, SGPRClient.gradients)
+    expectations = agreed(SVGPClient, SVGPClient.expectations)
 
     # What is asked at the posterior of all.
 
@@ -170,7 +146,7 @@ class PVIClient(SiteClient):
     def _product(self, request: Predictive) -> tuple[Draws, list[Factor]]:
         assert request.q is not None
         draws = prediction_draws(request.q, self.model, self.config.seed)
-        return draws, factors_of(request.factors, tied=self.options.tied)
+        return draws, factors_of(request.factors, tied=self.options.factor == "tied")
 
     def predict(self, request: Predictive, inputs: Array) -> Prediction:
         """Mean and variance of the mixture; for classes, of the label."""

@@ -1,8 +1,4 @@
-"""What server and sites of PVI say to each other: what the others know and the site's factor down, its new factor up.
-
-The server keeps every factor and returns a site's factor to it with each visit: a site needs no memory, and a restart
-can neither lose nor double its share.
-"""
+"""What server and sites of PVI say to each other; the server keeps every factor, so that a site needs no memory."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class NaturalParameters:
     @staticmethod
     def of(gaussian: Gaussian) -> NaturalParameters:
         """Of a full or a diagonal Gaussian."""
-        return NaturalParameters(**gaussian.to_arrays())
+        return NaturalParameters(*(part.detach().double().numpy() for part in (gaussian.eta1, gaussian.eta2)))
 
     @property
     def size(self) -> int:
@@ -52,14 +48,10 @@ class NaturalParameters:
     def gaussian(self) -> Gaussian:
         """As tensors."""
         kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
-        return kind.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
+        return kind(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
 
     def refusal(self, name: str, _: int) -> str | None:
-        """Why this is no factor, or None: of weights it may be diagonal, of v its precision may be negative.
-
-        The merge checks whether prior and factors of v are a density together. The prior of u depends on Z and β: no
-        negative precision of u is safe.
-        """
+        """Why this is no factor, or None; the precision of v may be negative, since the merge checks the product."""
         shapes = [2 * self.eta1.shape] + [self.eta1.shape] * (name == "weights")
         if not self.size or self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
@@ -85,7 +77,8 @@ class Marginal:
     @staticmethod
     def of(gaussian: Gaussian) -> Marginal:
         """Of a diagonal Gaussian."""
-        return Marginal(**gaussian.to_arrays())
+        factor = NaturalParameters.of(gaussian)
+        return Marginal(factor.eta1, factor.eta2)
 
     @property
     def size(self) -> int:

@@ -105,15 +105,11 @@ class Draws:
         """k(x, x)."""
         return self.model.kernel.diagonal(self.kernel_hyper, inputs)
 
-    def prior(self) -> WhitenedGaussian:
-        """N(0, I) of v."""
+    def product(self, factors: Sequence[Factor]) -> WhitenedGaussian:
+        """The prior N(0, I) of v times factors."""
         samples, size = self.inducing.shape[:2]
         eye = torch.eye(size, dtype=self.chol.dtype)
-        return WhitenedGaussian(eye.expand(samples, size, size), self.chol.new_zeros(samples, size))
-
-    def product(self, factors: Sequence[Factor]) -> WhitenedGaussian:
-        """The prior times factors."""
-        q = self.prior()
+        q = WhitenedGaussian(eye.expand(samples, size, size), self.chol.new_zeros(samples, size))
         for factor in factors:
             q = q * factor.whitened(self)
         return q
@@ -301,10 +297,7 @@ def expected_fit(draws: Draws, q: WhitenedGaussian, data: Data) -> Float[Tensor,
 def local_free_energy(
     draws: Draws, others: Sequence[Factor], factor: Factor, data: Data, *, weight: float = 1.0
 ) -> Float[Tensor, " S"]:
-    r"""Eq. 7 less its last KL: E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats.
-
-    ``weight`` is N_k over the rows of ``data``; the product of ``others`` with the prior is the cavity.
-    """
+    r"""Eq. 7 less its last KL: E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)); ``weight`` is N_k over rows."""
     cavity = draws.product(others)
     posterior = cavity * factor.whitened(draws)
     return weight * expected_fit(draws, posterior, data) - posterior.kl(cavity)

@@ -120,11 +120,6 @@ class PVIOptions(MethodOptions):
         return self.agrees or self.local_update in LINEAR
 
     @property
-    def tied(self) -> bool:
-        """Whether the noise of pseudo-observations scales with σ²."""
-        return self.factor == "tied"
-
-    @property
     def averages(self) -> bool:
         """Whether Z is a point that the server averages."""
         return not self.linear and self.inducing == "average"
@@ -144,10 +139,7 @@ class PVIOptions(MethodOptions):
     def check(self, core: CoreConfig) -> None:
         """Combinations that have a meaning."""
         update = f"`pvi.local-update` = {self.local_update!r}"
-        if self.agrees:
-            self._check_sums(core, update)
-        else:
-            self._check_local(core, update)
+        (self._check_sums if self.agrees else self._check_local)(core, update)
 
     def _check_local(self, core: CoreConfig, update: str) -> None:
         plan, points = self.plan(), self.function == "points"

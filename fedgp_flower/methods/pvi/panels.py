@@ -26,20 +26,28 @@ from fedgp_flower.run.summary import cell, number, show, title_of
 from fedgp_flower.typing import Array, NamedArrays
 
 STRENGTHS = {
-    "rows": ("training rows", ""),
-    "points": ("pseudo-observations", ""),
-    "weight": ("weight", " Weight: summed precision of its pseudo-observations, {units}."),
-    "directions": (
-        "directions of v",
-        " Directions: of those of v, the whitened inducing values, how many the factor alone determines.",
-    ),
-    "values": ("precision of u", " Precision of u: mean over the inducing values."),
-    "weights": ("mean precision", " Mean over weights of the precision that it adds; the prior has 1."),
-    "inducing": ("precision of Z", ""),
-    "hyper": ("precision of β", " Precisions of Z and β: mean of the site's factor; the prior has 1."),
+    "rows": "training rows",
+    "points": "pseudo-observations",
+    "weight": "their summed precision",
+    "directions": "directions of v",
+    "values": "precision of u",
+    "weights": "mean precision",
+    "inducing": "precision of Z",
+    "hyper": "precision of β",
 }
-"""Column of the table of factors → its title, and what to say of it."""
-
+"""Column of the table of factors → its title."""
+PARTS = {
+    "fit": "expected log likelihood of all training rows",
+    "kl_function": "KL of q(u) from its prior",
+    "kl_inducing": f"KL of q(Z) from its prior, which counts {ALPHA:g} times",
+    "kl_hyper": "KL of q(β) from its prior",
+    "kl_weights": "KL of q(θ) from its prior",
+    "total": "free energy",
+}
+STRENGTHS_CAPTION = (
+    "How much each site's factor says: the precision of tied pseudo-observations in rows of noise σ², how many"
+    " directions of v, the whitened inducing values, the factor alone determines, and mean precisions; a prior has 1."
+)
 HYPER_CAPTION = (
     "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the"
     " standardised target."
@@ -54,8 +62,12 @@ def panels(run: Run) -> list[Panel]:
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
         section = ModelSection.model_validate({n: run.saved.model[n] for n in ("kernel", "ard", "likelihood")})
-        figure = hyperparameters(arrays, called(SparseModel(section, len(run.saved.inputs)).names, run.saved.inputs))
-        sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
+        inputs = run.saved.inputs
+        names = [
+            re.sub(r"(?<=lengthscale )(\d+)$", lambda found: f"of {inputs[int(found[0]) - 1]}", name)
+            for name in SparseModel(section, len(inputs)).names
+        ]
+        sections.append(Panel("Posterior of the hyperparameters", hyperparameters(arrays, names), HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
     return [*sections, *product_panels(run)]
@@ -64,20 +76,15 @@ def panels(run: Run) -> list[Panel]:
 def product_panels(run: Run) -> list[Panel]:
     """What each factor says, and the free energy."""
     details = run.metrics.method_details
-    units = "in rows of noise σ²" if run.config.get("pvi.factor") == "tied" else "over the standardised target"
-    there = {name for each in details["factors"].values() for name in each}
-    words = "".join(text for name, (_, text) in STRENGTHS.items() if name in there)
-    caption = f"How much each site's factor says.{words.format(units=units)}"
-    sections = [Panel("What each factor says", strength_table(details, run.metrics.labels), caption)]
-    if not details.get("free_energy"):
-        return sections
-    return [*sections, Panel("Free energy", *free_energy_table(details["free_energy"]))]
-
-
-def called(names: Sequence[str], inputs: Sequence[str]) -> list[str]:
-    """Names of the entries of β, lengthscales by the name of their input instead of its number."""
-    parts = [re.fullmatch(r"(.*lengthscale) (\d+)", name) for name in names]
-    return [f"{p[1]} of {inputs[int(p[2]) - 1]}" if p else name for name, p in zip(names, parts, strict=True)]
+    sections = [Panel("What each factor says", strength_table(details, run.metrics.labels), STRENGTHS_CAPTION)]
+    if parts := details.get("free_energy"):
+        caption = "The expected log likelihood less the divergences, in nats, estimates the log evidence"
+        caption += (
+            "; with α below 1 it is no lower bound." if "kl_inducing" in parts else " and is a lower bound of it."
+        )
+        rows = [(words, show(parts[name])) for name, words in PARTS.items() if name in parts]
+        sections.append(Panel("Free energy", html_table(("part", "nats"), rows), caption))
+    return sections
 
 
 def intervals(low: Array, centre: Array, high: Array, names: Sequence[str], label: str) -> Figure:
@@ -117,25 +124,7 @@ def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str
         )
         for site, each in sorted(strengths.items(), key=lambda item: place.get(item[0], len(place)))
     ]
-    return html_table(("site", "visits", *(STRENGTHS[name][0] for name in shown)), rows)
-
-
-def free_energy_table(parts: Mapping[str, float]) -> tuple[str, str]:
-    """The free energy and its parts in nats, as HTML, and what to read in them."""
-    alpha = ALPHA if "kl_inducing" in parts else 1.0
-    names = {
-        "kl_function": "− KL of q(u) from its prior",
-        "kl_inducing": f"− {alpha:g} × KL of q(Z) from its prior",
-        "kl_hyper": "− KL of q(β) from its prior",
-        "kl_weights": "− KL of q(θ) from its prior",
-    }
-    rows = [("expected log likelihood of all training rows", show(parts["fit"]))]
-    for name, words in names.items():
-        if name in parts:
-            rows.append((words, show(-parts[name] * (alpha if name == "kl_inducing" else 1.0))))
-    caption = "An estimate of the log evidence of the standardised training rows"
-    caption += ", and a lower bound of it." if alpha >= 1 else "; with α below 1 it is no lower bound of it."
-    return html_table(("part", "nats"), [*rows, ("free energy", show(parts["total"]))]), caption
+    return html_table(("site", "visits", *(STRENGTHS[name] for name in shown)), rows)
 
 
 # ---- What forgetting a site changed ---------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Prediction from a saved partitioned posterior.
-
-A prediction is a mixture over draws of (Z, β), the same draws wherever it is made.
-"""
+"""Prediction from a saved partitioned posterior: a mixture over draws of (Z, β), the same wherever it is made."""
 
 from __future__ import annotations
 

@@ -72,20 +72,16 @@ class LocalProblem:
 
 @dataclass(frozen=True, slots=True)
 class LocalUpdate:
-    """The end of a local update."""
+    """The end of a local update; its free energy is the late mean of Adam's steps, or that at the end of L-BFGS."""
 
     factor: Factor
     latents: Mapping[str, TrainableLatent]
     free_energy: float
-    """Nats. Adam: mean objective over the last tenth of the steps; L-BFGS: the objective at what is returned."""
     trace: Trace
 
 
 class TrainableLatent:
-    """A latent being learned: mean free, precision = cavity + positive, so every cavity stays proper.
-
-    Without a cavity it is a point, which moves only where it is learned.
-    """
+    """A latent being learned: mean free, precision = cavity + positive; without a cavity it is a point."""
 
     def __init__(self, cavity: Gaussian | None, mean: Tensor, variance: Tensor, *, learned: bool = True) -> None:
         self.cavity = cavity
@@ -183,10 +179,7 @@ def _update(
 def first_factor(
     model: SparseModel, data: Data, start: Marginals, form: Form, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
 ) -> Factor:
-    """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
-
-    At most ``most`` pseudo-observations, each the average of at least ``least`` rows; with ``cpo`` Titsias' optimum.
-    """
+    """Averages of rows as pseudo-observations, or Titsias' optimum for ``cpo``, at the means of q(Z) and q(β)."""
     with torch.no_grad():
         draws = model.at_means(start)
         points = PseudoObservations(data.inputs, data.targets, torch.ones_like(data.targets))

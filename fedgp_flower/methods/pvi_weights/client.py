@@ -39,11 +39,6 @@ from fedgp_flower.typing import Array
 class GLMClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
-    @property
-    def options(self) -> GLMOptions:
-        """The table ``glm.*``."""
-        return cast(GLMOptions, self.config.options)
-
     @cached_property
     def linear(self) -> LinearRows:
         """The site's rows, with a constant."""
@@ -74,7 +69,7 @@ class GLMClient(SiteClient):
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of the same model of these rows alone."""
         del pooled
-        prior = prior_of(self.options, data.x.shape[1]).gaussian
+        prior = prior_of(cast(GLMOptions, self.config.options), data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
         return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
 
@@ -122,14 +117,14 @@ class BNNClient(SiteClient):
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores of the classes' probabilities."""
-        return scores_of(self._probabilities(request.gaussian, self.rows.x_test), self.rows.y_test)
+        return self._scored(request.gaussian, self.rows)
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of the same network of these rows alone."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
-        return scores_of(self._probabilities(q, data.x_test), data.y_test)
+        return self._scored(q, data)
 
     def _classes(self, data: SiteData) -> Data:
         return class_rows(data.x, data.y, self.options.classes)
@@ -148,7 +143,7 @@ class BNNClient(SiteClient):
         binary = self.config.model.likelihood == "bernoulli"
         return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
 
-
-def scores_of(probability: Array, label: Array) -> Scores:
-    """Scores of two classes by the second one's probability [N], or of all [N, C]."""
-    return bernoulli_scores(probability, label) if probability.ndim == 1 else class_scores(probability, label)
+    def _scored(self, q: Gaussian, data: SiteData) -> Scores:
+        probability = self._probabilities(q, data.x_test)
+        score = bernoulli_scores if probability.ndim == 1 else class_scores
+        return score(probability, data.y_test)

@@ -232,10 +232,7 @@ def refined(
     settings: VisitSettings,
     generator: Generator,
 ) -> tuple[Gaussian, float, Trace]:
-    """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam over means and precisions that exceed the context's.
-
-    Returns q, the mean objective over the last tenth of the steps in nats, and what Adam did.
-    """
+    """The q at which Adam ends on E_q log p(y | θ) − KL(q ‖ context), the late mean of that in nats, and the trace."""
     latent, count = TrainableLatent(context, *start.moments()), len(rows)
     size = min(BATCH_SIZE, count)
 

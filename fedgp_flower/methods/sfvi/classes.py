@@ -14,25 +14,59 @@ Z_G = (W row by row, b); there are no local latents, so a site is one unit of wi
 Z_G = (μ, z) with σ = F⁻¹(Φ(z)), F the distribution function of N₊(0, 1), so that p(Z_G) = N(0, I); Z_L = (ε, W⁽²ʲ⁾).
 ``fedpop``: the fully Bayesian form of FedPop (Kotelevskii et al. 2022): W⁽¹⁾ ~ N(0, 1) is the same everywhere,
 Z_G = W⁽¹⁾ and Z_L = W⁽²ʲ⁾. A site is one unit, and matrices are flattened row by row.
+
+``vae`` and ``prodlda``, models of rows by latents that one network, shared by all sites, reads off the row itself:
+
+    z_n ~ N(0, τ² I) [W],   h_n = (code(z_n), 1) [H + 1],   o_n = Z_G h_n [V + C],   entries of Z_G ~ N(0, 1)
+
+The V features of row n depend on the first entries of o_n, its class on the others, P(y_n = c) ∝ exp(o_n,V+c). The
+posterior q(z_n | x_n) = N(m, diag s²), (m, log s) = encoder(x_n), has parameters that all sites share: they are
+part of θ and trained like all else, by the sum of the sites' gradients. With z = m + s ε the bound of a row is
+
+    E_ε [log p(x_n, y_n | z_n, Z_G)] − KL(q(z_n | x_n) ‖ N(0, τ² I)),
+
+so that what the family calls local latents is ε, of which q is N(0, I) and nothing is learned: a site keeps nothing,
+and a new row, at any site, has a posterior. The class is not an input of the encoder.
+
+``vae``: features are Bernoulli, code(z) a rectified layer, τ = 1 (Kingma and Welling 2014). ``prodlda``: features are
+counts of words, multinomial with log odds o_n, so that Z_G holds topics, a background and the words of both; code(z) =
+softmax(z), and τ² = (1 − 1/W)/α stands in for Dirichlet(α) (Srivastava and Sutton 2017; Hassan et al. 2023).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedgp_flower.methods.family import LocalPosterior
+from fedgp_flower.errors import DataError
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import SampledModel, Shared, SiteRows, SoftmaxClasses, Units
+from fedgp_flower.methods.sfvi.structured import (
+    IndexVector,
+    ModelInputs,
+    ReportTable,
+    SampledModel,
+    Shared,
+    SiteRows,
+    SoftmaxClasses,
+    Units,
+)
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Rows
+from fedgp_flower.typing import Rows, Targets
 
 START = 0
-"""Seed of the mean that the last layer starts at, the same at all sites: hidden units are then alike from the start."""
+"""Seed of the first weights of networks: hidden units are then alike at all sites from the start."""
+APART, LENGTH = 30.0, 3.0
+"""``prodlda``: factor of the encoder's last layer at the start, and the length of what its first one sees."""
+CONCENTRATION = 0.1
+"""``prodlda``: α of the Dirichlet prior of a document's topics, as in ``simulations/results/amortised_prodlda.md``."""
+SHOWN = 10
+"""Words of a topic in a report."""
 
 
 class Multinomial(SampledModel):
@@ -106,3 +140,100 @@ class PersonalNetwork(SampledModel):
 def half_normal(z: Tensor) -> Tensor:
     """σ = F⁻¹(Φ(z)) = −Φ⁻¹(Φ(−z) / 2), which is |N(0, 1)| where z is N(0, 1)."""
     return -torch.special.ndtri(0.5 * torch.special.ndtr(-z))
+
+
+class AmortisedModel(SampledModel):
+    """V features, ``counts`` of words or between 0 and 1; W latents, H entries of the code, C classes."""
+
+    def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool) -> None:
+        counts = options.model == "prodlda"
+        width = options.latents if counts else options.hidden
+        self.layers = num_inputs + options.classes, width + 1
+        super().__init__(torch.zeros(math.prod(self.layers), dtype=torch.float64))
+        self.observed, self.binary, self.counts = SoftmaxClasses(binary), binary, counts
+        self.num_inputs, self.latents = num_inputs, options.latents
+        self.prior_variance = (1 - 1 / self.latents) / CONCENTRATION if counts else 1.0
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(START)
+            first, last = nn.Linear(num_inputs, options.hidden), nn.Linear(options.hidden, 2 * self.latents)
+            self.encoder = nn.Sequential(first, nn.Softplus(), last)
+            if not counts:
+                self.decoder = nn.Linear(self.latents, width)
+        if counts:  # documents start far apart, each in few topics: in the middle topics would stay alike
+            with torch.no_grad():
+                last.weight[: self.latents] *= APART
+                last.bias[self.latents :] -= 1.0
+        self.double()
+
+    @classmethod
+    def configured(
+        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
+    ) -> AmortisedModel:
+        """A code of as many entries as there are hidden units, or topics."""
+        return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
+
+    def seen(self, features: Rows) -> Rows:
+        """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""
+        if not bool((features >= 0).all()) or not (self.counts or bool((features <= 1).all())):
+            name, words = ("prodlda", "counts of words") if self.counts else ("vae", "features between 0 and 1")
+            raise DataError(f"`sfvi.model` = {name!r} takes {words} as they are: set `standardise` false")
+        return LENGTH * nn.functional.normalize(features.log1p(), dim=-1) if self.counts else features
+
+    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
+        """Every row is a unit."""
+        self.seen(features)
+        site, each = super().prepare(features, targets, groups, key=key), torch.arange(len(features))
+        return replace(site, unit=each, keys=key + each)
+
+    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
+        """New rows, whose q the encoder makes."""
+        count = len(rows.features)
+        yield torch.arange(count), self.prepare(rows.features, rows.features.new_zeros(count)), False
+
+    def local_width(self, site: SiteRows) -> int:
+        """That of ε."""
+        return self.latents
+
+    def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
+        """N(0, I), now and later."""
+        zero = torch.zeros(len(site.keys), self.latents, dtype=torch.float64)
+        return LocalPosterior(zero, zero, None, None, fixed=True)
+
+    def log_local(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
+        """The row's bound given ε and Z_G, + log N(ε | 0, I), which q takes away again."""
+        return self.bound(site, z_global, z_local) + super().log_local(site, z_global, z_local)
+
+    def bound(self, site: SiteRows, z_global: Shared, noise: Units) -> Float[Tensor, "*S N"]:
+        """The bound log p(x_n | z_n, Z_G) − KL of the features alone; counts lack the multinomial coefficient."""
+        mean, log_scale = self.encoder(self.seen(site.features)).chunk(2, -1)
+        outputs = self._outputs(site, z_global, noise)[..., : self.num_inputs]
+        squares = ((2 * log_scale).exp() + mean.square()) / self.prior_variance
+        divergence = 0.5 * (squares - 1 + math.log(self.prior_variance)).sum(-1) - log_scale.sum(-1)
+        if self.counts:
+            return (site.features * outputs.log_softmax(-1)).sum(-1) - divergence
+        return (site.features * outputs - nn.functional.softplus(outputs)).sum(-1) - divergence
+
+    def function(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S N C"]:
+        """Logits of the classes."""
+        return self._outputs(site, z_global, z_local)[..., self.num_inputs :]
+
+    def _outputs(self, site: SiteRows, z_global: Tensor, noise: Tensor) -> Tensor:
+        """The outputs o [*S, N, V + C]: Z_G as a matrix [V + C, H + 1] times the code of z and a constant."""
+        mean, log_scale = self.encoder(self.seen(site.features)).chunk(2, -1)
+        z, weights = mean + log_scale.exp() * noise, z_global.unflatten(-1, self.layers)
+        code = z.softmax(-1) if self.counts else torch.relu(self.decoder(z))
+        return code @ weights[..., :-1].mT + weights[..., None, :, -1]
+
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
+        """The first words of every topic."""
+        if not self.counts:
+            return []
+        count = min(SHOWN, len(names))
+        caption = f"The {count} words that each topic makes likeliest, beyond what the background does."
+        rows = [(str(k + 1), ", ".join(words[:count])) for k, words in enumerate(self.topics(q_global.mean, names))]
+        return [ReportTable("Topics", ("topic", "words"), [*rows], caption)]
+
+    def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
+        """All words by how much each topic makes them likelier than the background does, most first."""
+        weights = mean.unflatten(-1, self.layers)[: self.num_inputs, :-1]
+        return [[names[int(v)] for v in column.argsort(descending=True)] for column in weights.mT]

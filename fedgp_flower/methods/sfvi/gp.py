@@ -28,7 +28,7 @@ from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gau
 from fedgp_flower.gp.models import whitened
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, PredictiveMoments, SiteRows
+from fedgp_flower.methods.sfvi.structured import Draws, IndexVector, ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
@@ -46,11 +46,11 @@ NOISE, AMPLITUDE, LENGTHSCALE = range(3)
 """What sites of ``hierarchical-gp`` differ in."""
 
 
-class HierarchicalModel(ClosedFormModel, GP):
+class HierarchicalModel(StructuredModel, GP):
     """Shared trend + site deviation, with closed-form or quadrature expectations; ``model(x)`` is f at a new site.
 
     ``noise_spread`` = 0 gives all sites the same noise. With ``widths``, the first w of noise, amplitude and
-    lengthscale, sites differ in the shape of their deviation, as in ``hierarchical-gp``, but not where one is 0.
+    lengthscale, sites differ in the shape of their deviation, as in ``hierarchical-gp``.
     """
 
     inputs: Tensor
@@ -74,10 +74,8 @@ class HierarchicalModel(ClosedFormModel, GP):
         if self.gaussian:
             self.log_noise = nn.Parameter(torch.tensor(math.log(section.noise), dtype=torch.float64))
         self.shaped = len(widths) > 0
-        given = {which: width for which, width in enumerate(widths) if width > 0}
-        self.varied = list(given)
-        if given:
-            self.log_width = nn.Parameter(inputs.new_tensor(list(given.values())).log())
+        if widths:
+            self.log_width = nn.Parameter(inputs.new_tensor(widths).log())
 
     @classmethod
     def configured(
@@ -98,7 +96,7 @@ class HierarchicalModel(ClosedFormModel, GP):
 
     def width(self, which: int) -> float:
         """A w, 0 where sites do not differ."""
-        return float(self.log_width.detach()[self.varied.index(which)].exp()) if which in self.varied else 0.0
+        return float(self.log_width.detach()[which].exp()) if self.shaped else 0.0
 
     @property
     def noise_spread(self) -> float:
@@ -114,26 +112,23 @@ class HierarchicalModel(ClosedFormModel, GP):
         """Whitened inducing values, intercept and slopes, noise offset."""
         return len(site.anchors) + site.features.shape[1] + 1 + self.offsets
 
-    def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
-        """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
-        mean, variance, noise = self._moments(site, q_global, q_local)
-        rows = self.observed.expected_with(site.targets, mean, variance, noise)
+    def site_term(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
+    ) -> Scalar:
+        """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I) + H(q); the first by quadrature for Bernoulli."""
+        rows = self.observed.expected_with(site.targets, *self._moments(site, q_global, q_local))
         second = q_local.mean.square().sum() + q_local.factor().square().sum()
         if q_local.coupling is not None:
             second = second + q_global.mixed(q_local.coupling).square().sum()
-        return rows.sum() - 0.5 * second - 0.5 * q_local.mean.numel() * math.log(2 * math.pi)
+        return rows.sum() - 0.5 * second - 0.5 * q_local.mean.numel() * math.log(2 * math.pi) + q_local.entropy()
 
     @torch.no_grad()
-    def latent(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
-    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Mean and variance of f at ``site.features``; without ``q_local``, of g plus a deviation from its prior."""
-        return self._moments(site, q_global, q_local)[:2]
-
-    @torch.no_grad()
-    def predict(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> PredictiveMoments:
-        """Mean and variance of a noisy observation, with the offset ζ integrated out."""
-        return PredictiveMoments(*self.observed.moments_with(*self._moments(site, q_global, q_local)))
+    def moments(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of f where ``link`` is set; else of a noisy observation, with the offset ζ integrated out."""
+        mean, variance, noise = self._moments(site.at(rows.features), q_global, q_local)
+        return (mean, variance) if link else self.observed.moments_with(mean, variance, noise)
 
     def _moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None

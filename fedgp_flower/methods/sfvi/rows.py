@@ -34,7 +34,7 @@ class ModelRow:
     mean_field: bool = False
     """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
     known_expectations: bool = False
-    """Whether it is a :class:`~fedgp_flower.methods.sfvi.structured.ClosedFormModel`, so that no draws travel."""
+    """Whether a site's term of the bound is known without draws, so that none travel."""
     inducing: bool = False
     """Whether it has shared inducing inputs."""
 
@@ -61,7 +61,7 @@ _NETWORK = replace(
 )
 _AMORTISED = replace(
     _NETWORK,
-    model=f"{_HERE}.amortised:AmortisedModel",
+    model=f"{_HERE}.classes:AmortisedModel",
     summary="an autoencoder, one encoder for all sites",
     reads=("classes", "hidden", "latents"),
 )

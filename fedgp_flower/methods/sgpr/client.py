@@ -77,7 +77,7 @@ class SparseClient(SiteClient):
         if key not in _whiteners:
             if len(_whiteners) == LATEST:
                 del _whiteners[next(iter(_whiteners))]
-            _whiteners[key] = Whitener(model, room=0)
+            _whiteners[key] = Whitener(model, kept=0)
         return _whiteners[key]
 
     def statistics(self, request: Parameters) -> SparseStatistics:
@@ -190,10 +190,7 @@ def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tenso
 
 
 class PrivateSGPRClient(SparseClient):
-    """SGPR with differential privacy: noisy sums, as often as the budget lets it.
-
-    The latest release, and how many there were, stand in the site's state.
-    """
+    """SGPR with differential privacy: noisy sums; the latest, and how many there were, stand in the site's state."""
 
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """As usual, of few kinds."""
@@ -216,26 +213,18 @@ class PrivateSGPRClient(SparseClient):
         if request.sharing < 1:
             raise ProtocolError("`sharing` is a number of sites")
         whitener, (inputs, targets) = self.whitener(request.values), self.tensors
+        simulated = [self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()]
+        generator = np.random.default_rng(simulated if self.site.simulated else None)  # else from the operating system
         sums = pooled_sums(self.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
-        released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, self._rng())
+        released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, generator)
         self.state.replace({**encode(released), ASKED: asked})
         return released
-
-    def _rng(self) -> np.random.Generator:
-        """From the operating system; in a simulation from the seed, where nothing is secret anyway."""
-        if not self.site.simulated:
-            return np.random.default_rng()
-        return np.random.default_rng([self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()])
-
-
-# A site's estimate of the hyperparameters, with its curvature: several sites add theirs to one start for all.
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
     """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
 
-    θ are the logarithms of kernel and noise, in the order of :meth:`WiredModel.wire_parameters`. The sum over sites is
-    that of independent Gaussians, whose mode is (Σ H)⁻¹ Σ Hθ. H is by central differences of the gradient.
+    θ are the logarithms of kernel and noise; the mode of all sites is (Σ H)⁻¹ Σ Hθ. H is by central differences.
     """
     chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())

@@ -3,11 +3,7 @@
 With L Lᵀ = K_zz, W = L⁻¹ K_zx and v = L⁻¹(u − c) ~ N(0, I), the optimal q(v) = N(μ, S) of any factorising likelihood is
 that of pseudo-observations: S = (I + B)⁻¹, μ = S b with B = W diag(β) Wᵀ and b = B μ + W α. Here α = ∂/∂m and
 β = −2 ∂/∂s of E log p(y | f), f ~ N(m, s), so that (B, b) and the bound are sums over rows, and a step of the natural
-gradient is (B, b) ← (1 − ρ)(B, b) + ρ (B̄, B̄ μ + W α). With Gaussian noise and ρ = 1 that is Titsias' posterior.
-
-References:
-    Khan and Lin, Conjugate-computation variational inference (AISTATS 2017).
-    Adam et al., Dual parameterization of sparse variational Gaussian processes (NeurIPS 2021).
+gradient is (B, b) ← (1 − ρ)(B, b) + ρ (B̄, B̄ μ + W α), after Khan and Lin (2017) and Adam et al. (2021).
 """
 
 from __future__ import annotations
@@ -59,8 +55,7 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
     """The same pseudo-observations of f at the old Z, under new parameters; differentiable by these.
 
     f(Z₀) = c + k(Z₀, Z) L⁻ᵀ v at its conditional mean, so that v₀ = R v + δ with R = L₀⁻¹ k(Z₀, Z) L⁻ᵀ and
-    δ = L₀⁻¹ 1 (c − c₀): B = Rᵀ B₀ R, b = Rᵀ (b₀ − B₀ δ). Nothing changes where the parameters do not.
-    ``duals`` are (B₀, b₀) at ``old``, and ``factor`` is L of ``new``.
+    δ = L₀⁻¹ 1 (c − c₀): B = Rᵀ B₀ R, b = Rᵀ (b₀ − B₀ δ). ``factor`` is L of ``new``.
     """
     points = old.inducing_points.detach()
     with torch.no_grad():

@@ -33,10 +33,8 @@ class SparseStatistics(SparseSums):
     def refusal(self, described: Described) -> str | None:
         """Why sums cannot come from these rows, or None: necessary conditions that every honest site meets.
 
-        A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain more than
-        the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y. Where they hold there are such W and y. A summand is only
-        checked in O(M²), by |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v. What passes there may be no
-        sums of so many rows; if its total passes too, that is a total that as many rows as all sites have can give.
+        A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x), and bᵀ A⁻¹ b ≤ yᵀ y. A summand is only checked in O(M²):
+        |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v.
         """
         size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # units first: a liar's numbers may be huge
         if reason := described.unlike("target_squares", self.target_squares, described.target_square):
@@ -191,9 +189,6 @@ class PooledPosterior:
         return WhitenedPosterior(torch.as_tensor(self.mean), torch.as_tensor(self.covariance))
 
 
-# Labels, counts and outliers: expectations at a posterior.
-
-
 @message("train.expectations", summand=True, counts="values")
 class Expectations:
     """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
@@ -221,9 +216,6 @@ class Expectations:
         least = -SINGLE_SLACK * abs(float(np.trace(self.curvature)))
         bends = along(self.curvature)[1] if described.added else np.linalg.eigvalsh(self.curvature)[:1]
         return None if (bends >= least).all() else "`curvature` is not that of concave terms"
-
-
-# With differential privacy.
 
 
 @message()

@@ -16,9 +16,7 @@ by w, w + τ/√w, is never negative, hence w = 1; 4 + 2τ − 2τ² is largest 
 
 and noise of standard deviation Δ/μ in these units, in coordinates of the symmetric matrix that keep lengths (an
 off-diagonal entry stands for two), makes a release that :mod:`fedgp_flower.privacy.noise` accounts for.
-What noise a sum of K sites needs, each adds by 1/√K of its standard deviation where only the total is seen.
-
-Noise is discrete (:mod:`fedgp_flower.privacy.noise`): sums are rounded to a grid whose step is the share
+Where only the total of K sites is seen, each adds 1/√K of it. Sums are rounded to a grid whose step is the share
 :data:`GRID` of the noise, and integers are added. Rounding moves each of the M² + M + 1 coordinates of neighbours apart
 by a step at most, which counts:
 
@@ -101,8 +99,7 @@ def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tup
 
     The largest eigenvalue of the noise in the gram matrix is about ν κ √(2M) (Wigner); what is not above it is set to
     zero, with what the projection says there. What residuals would be left, s − bᵀA⁻¹b, is at least its standard
-    deviation under the noise, which for u = A⁻¹b has the variance ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴). This looks at nothing
-    but the release.
+    deviation under the noise, which for u = A⁻¹b has the variance ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴).
     """
     spectrum, vectors = np.linalg.eigh(told.gram)
     kept: Array = vectors[:, spectrum > noise * amplitude * math.sqrt(2 * len(spectrum))]
