@@ -122,7 +122,6 @@ class Run:
 
     path: Path
     config: dict[str, Value]
-    """Every key with its value."""
     history: pd.DataFrame
     metrics: RunMetrics
     saved: Posterior | None

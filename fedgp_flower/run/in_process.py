@@ -21,8 +21,7 @@ from fedgp_flower.outcome import Progress, silent
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Node
 
-NODE_OFFSET = 1000
-"""Node ids of in-process sites start here: they differ from site ids, as they do in Flower."""
+NODE_OFFSET = 1000  # node ids differ from site ids, as they do in Flower
 
 
 def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:

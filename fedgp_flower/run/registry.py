@@ -202,7 +202,6 @@ GROUPS: dict[str, list[str]] = {
     "Average parameters": ["fsgp", "fgpr", "deep-kernel"],
     "Baselines": ["local-only", "pooled"],
 }
-"""Methods by what they are for."""
 
 load = pkgutil.resolve_name
 """The object a ``module:attribute`` reference names."""
