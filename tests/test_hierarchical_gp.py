@@ -174,10 +174,10 @@ def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
     for unit in units:
         unit.dense = dense
     with torch.no_grad():
-        found = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
+        found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
         mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(found.variance, variance, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found, mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(spread, variance, rtol=1e-7, atol=1e-7)
 
 
 def test_a_prediction_is_the_mixture_over_shapes() -> None:
@@ -185,7 +185,7 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
     model, states, units = trajectory((4,), 2)
     model.load_theta(states[-1].parameters)
     q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
-    found = units[0].predict(new, q_global)
+    found, variance = units[0].predict(new, q_global)
     offsets, shares = units[0].mixture(q_global)
     means, variances = [], []
     plain = shaped_gp(inputs=POINTS, widths=ALIKE)
@@ -197,12 +197,12 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
         theta["theta.deviation.log_lengthscale"] += stretch
         plain.load_theta({**theta, WIDTHS: plain.log_width.detach()})
         own = SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global)
-        means.append(own.mean)
-        variances.append(own.variance)
+        means.append(own[0])
+        variances.append(own[1])
     mean = shares @ torch.stack(means)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, mean, rtol=1e-9, atol=1e-9)
     spread = shares @ (torch.stack(means) - mean).square()
-    torch.testing.assert_close(found.variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
 
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_new_child_is_predicted_by_integrating_its_intercept(generator):
     point = GlobalPosterior(torch.tensor([0.3, -0.5, 0.8, -0.4]).double(), torch.full((4,), -40.0).double(), None)
     noise = torch.tensor(special.ndtri((np.arange(20000) + 0.5) / 20000))[:, None, None]
     nothing = torch.zeros(20000, 4, dtype=torch.float64)
-    found = model.mixture(site, point, None, (nothing, noise))
+    mean, variance = model.mixture(site, point, None, (nothing, noise))
     for row in range(3):
         fixed = 0.3 + float(features[row] @ point.mean[1:3])
 
@@ -248,8 +248,8 @@ def test_new_child_is_predicted_by_integrating_its_intercept(generator):
             return special.expit(fixed + b) * stats.norm.pdf(b, scale=math.exp(0.4))
 
         expected, _ = integrate.quad(density, -15, 15, epsabs=1e-12)
-        assert float(found.mean[row]) == pytest.approx(expected, abs=1e-6)  # midpoint rule in the quantile
-        assert float(found.variance[row]) == pytest.approx(expected * (1 - expected), abs=1e-6)
+        assert float(mean[row]) == pytest.approx(expected, abs=1e-6)  # midpoint rule in the quantile
+        assert float(variance[row]) == pytest.approx(expected * (1 - expected), abs=1e-6)
 
 
 def test_multinomial_density_and_its_learned_prior(generator):
@@ -337,9 +337,9 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
         mean, variance = model.moments(site, q_global, q, rows, link=True)
         torch.testing.assert_close(mean, answers[index][0], rtol=1e-5, atol=1e-5)  # jitter against cond(K_zz)
         torch.testing.assert_close(variance, answers[index][1], rtol=1e-5, atol=1e-5)
-        noisy = model.moments(site, q_global, q, rows, link=False)
-        torch.testing.assert_close(noisy.mean, mean)
-        torch.testing.assert_close(noisy.variance, variance + 0.2)
+        noisy, spread = model.moments(site, q_global, q, rows, link=False)
+        torch.testing.assert_close(noisy, mean)
+        torch.testing.assert_close(spread, variance + 0.2)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -351,18 +351,18 @@ def test_gp_prediction_agrees_with_draws(generator, known):
     q_global, (q_local,) = problems.start_posteriors(model, [site], generator)
     q = q_local if known else None
     rows = ModelInputs(inputs, torch.zeros(3, dtype=torch.int64))
-    closed = model.moments(site, q_global, q, rows, link=False)
+    closed, width = model.moments(site, q_global, q, rows, link=False)
     noise = torch.randn(40000, model.global_size, generator=generator, dtype=torch.float64)
     own = unit_noise(3, 0, site.keys, (40000,), model.local_width(site))
-    drawn = SampledModel.mixture(model, site, q_global, q, (noise, own))
-    torch.testing.assert_close(drawn.mean, closed.mean, rtol=0, atol=0.04)  # five errors of a mean over 40 000
-    torch.testing.assert_close(drawn.variance, closed.variance, rtol=0.05, atol=0)
+    drawn, scatter = SampledModel.mixture(model, site, q_global, q, (noise, own))
+    torch.testing.assert_close(drawn, closed, rtol=0, atol=0.04)  # five errors of a mean over 40 000
+    torch.testing.assert_close(scatter, width, rtol=0.05, atol=0)
     _, variance = model.moments(site, q_global, q, rows, link=True)
     mean_offset = 0.3 * float(q_local.mean[0, -1]) if known else 0.0
     coupled = (q_local.coupling[0, -1] @ q_global.factor()).square().sum() + q_local.factor()[0, -1].square().sum()
     spread = 0.09 * float(coupled) if known else 0.09
     expected = 0.2 * math.exp(2 * mean_offset + 2 * spread)  # σ² E e^{2ζ}
-    torch.testing.assert_close(closed.variance - variance, torch.full((3,), expected, dtype=torch.float64))
+    torch.testing.assert_close(width - variance, torch.full((3,), expected, dtype=torch.float64))
 
 
 def test_local_steps_are_those_of_torchs_adam(generator):

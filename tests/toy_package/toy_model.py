@@ -3,7 +3,7 @@
 import torch
 
 from fedgp_flower.methods.sfvi.rows import ModelRow
-from fedgp_flower.methods.sfvi.structured import PredictiveMoments, ReportTable, StructuredModel
+from fedgp_flower.methods.sfvi.structured import ReportTable, StructuredModel
 from fedgp_flower.options import Positive
 from fedgp_flower.options import Section as Keys
 
@@ -39,7 +39,7 @@ class ToyLinear(StructuredModel):
 
     def moments(self, site, q_global, q_local, rows, link):
         mean, variance = self.latent(rows.features, q_global)
-        return PredictiveMoments(mean.detach(), variance.detach() + self.noise * (not link))
+        return mean.detach(), variance.detach() + self.noise * (not link)
 
     def sections(self, q_global, names):
         rows = list(zip(["intercept", *names], q_global.mean.tolist(), strict=True))

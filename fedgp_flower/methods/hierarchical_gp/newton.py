@@ -20,7 +20,6 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
-from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.typing import Scalar, Square, Vector
 
 
@@ -160,7 +159,7 @@ def share_of(
     return ExpansionShare(*(part.detach().numpy() for part in parts))
 
 
-def averaged(shares: Vector, means: Float[Tensor, "J n"], variances: Float[Tensor, "J n"]) -> PredictiveMoments:
+def averaged(shares: Vector, means: Float[Tensor, "J n"], variances: Float[Tensor, "J n"]) -> tuple[Tensor, Tensor]:
     """Mean and variance of a mixture."""
     centre = shares @ means
-    return PredictiveMoments(centre, shares @ (variances + (means - centre).square()))
+    return centre, shares @ (variances + (means - centre).square())

@@ -46,7 +46,6 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
     second_order,
     share_of,
 )
-from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.typing import Array, Square, Targets, Vector
 
 Theta: TypeAlias = Mapping[str, Tensor]
@@ -207,7 +206,7 @@ class RoughDeviation:
         return share_of(sums, *second_order(sums, value, leaves), none, none, len(self.y))
 
     @torch.no_grad()
-    def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> PredictiveMoments:
+    def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation, mixed over the roughness.
 
         With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².

@@ -39,7 +39,6 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
     share_of,
 )
 from fedgp_flower.methods.sfvi.gp import AMPLITUDE, LENGTHSCALE, NOISE, HierarchicalModel, farthest_points
-from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, Rows, Scalar, Targets
 
@@ -187,7 +186,7 @@ class SmoothDeviation:
         return share_of(sums, total, curvature, offset.detach(), 1 - variance, len(self.targets))
 
     @torch.no_grad()
-    def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
+    def predict(self, features: Rows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of a noisy observation, averaged over z_k.
 
         With A = R⁻¹k_*, w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².

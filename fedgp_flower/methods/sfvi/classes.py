@@ -55,7 +55,6 @@ from fedgp_flower.methods.sfvi.structured import (
     SiteRows,
     SoftmaxClasses,
     Units,
-    standard_normal,
 )
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
@@ -202,8 +201,7 @@ class AmortisedModel(SampledModel):
 
     def log_local(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
         """The row's bound given ε and Z_G, + log N(ε | 0, I), which q takes away again."""
-        bound = self.bound(site, z_global, z_local) + self.log_likelihood(site, z_global, z_local)
-        return bound + standard_normal(z_local)
+        return self.bound(site, z_global, z_local) + super().log_local(site, z_global, z_local)
 
     def bound(self, site: SiteRows, z_global: Shared, noise: Units) -> Float[Tensor, "*S N"]:
         """The bound log p(x_n | z_n, Z_G) − KL of the features alone; counts lack the multinomial coefficient."""

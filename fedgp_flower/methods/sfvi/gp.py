@@ -28,14 +28,7 @@ from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gau
 from fedgp_flower.gp.models import whitened
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import (
-    Draws,
-    IndexVector,
-    ModelInputs,
-    PredictiveMoments,
-    SiteRows,
-    StructuredModel,
-)
+from fedgp_flower.methods.sfvi.structured import Draws, IndexVector, ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
@@ -132,10 +125,10 @@ class HierarchicalModel(StructuredModel, GP):
     @torch.no_grad()
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
-    ) -> PredictiveMoments:
+    ) -> tuple[Tensor, Tensor]:
         """Of f where ``link`` is set; else of a noisy observation, with the offset ζ integrated out."""
-        found = self._moments(site.at(rows.features), q_global, q_local)
-        return PredictiveMoments(*(found[:2] if link else self.observed.moments_with(*found)))
+        mean, variance, noise = self._moments(site.at(rows.features), q_global, q_local)
+        return (mean, variance) if link else self.observed.moments_with(mean, variance, noise)
 
     def _moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None

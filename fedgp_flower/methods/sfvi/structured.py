@@ -68,13 +68,6 @@ class ModelInputs:
     groups: IndexVector
 
 
-class PredictiveMoments(NamedTuple):
-    """Mean and variance of a noisy observation, [N]; of indicators of the classes, [N, C], for a classifier."""
-
-    mean: Tensor
-    variance: Tensor
-
-
 class ReportTable(NamedTuple):
     """A table that a model adds to a report."""
 
@@ -141,8 +134,11 @@ class StructuredModel(nn.Module, ABC):
     @abstractmethod
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
-    ) -> PredictiveMoments:
-        """Prediction at rows of a site, new without ``q_local``; with ``link`` where trend and deviation add up."""
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of an observation, [N], or of indicators of classes, [N, C], at rows of a site.
+
+        The site is new without ``q_local``; with ``link`` they are those where trend and deviation add up.
+        """
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
@@ -214,7 +210,8 @@ class SampledModel(StructuredModel):
 
     def log_local(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
         """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit, with Z_L ~ N(0, I)."""
-        return self.log_likelihood(site, z_global, z_local) + standard_normal(z_local)
+        prior = -0.5 * z_local.square().sum(-1) - 0.5 * z_local.shape[-1] * math.log(2 * math.pi)
+        return self.log_likelihood(site, z_global, z_local) + prior
 
     def observation(self, site: SiteRows, z_global: Shared, z_local: Units) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
@@ -242,7 +239,7 @@ class SampledModel(StructuredModel):
 
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
-    ) -> PredictiveMoments:
+    ) -> tuple[Tensor, Tensor]:
         """Over draws; a unit that the site has no rows of has its latents from the prior."""
         draw, places, parts = np.random.default_rng(PREDICTION_SEED), [], []
         noise = torch.from_numpy(draw.standard_normal((PREDICTION_DRAWS, self.global_size)))
@@ -251,9 +248,10 @@ class SampledModel(StructuredModel):
             places.append(chosen)
             parts.append(self.mixture(data, q_global, q_local if known else None, (noise, of_units), link))
         if not parts:
-            return PredictiveMoments(*rows.features.new_empty(2, 0))
+            return rows.features.new_empty(0), rows.features.new_empty(0)
         order = torch.cat(places).argsort()
-        return PredictiveMoments(*(torch.cat(part)[order] for part in zip(*parts, strict=True)))
+        means, variances = zip(*parts, strict=True)
+        return torch.cat(means)[order], torch.cat(variances)[order]
 
     @torch.no_grad()
     def mixture(
@@ -263,7 +261,7 @@ class SampledModel(StructuredModel):
         q_local: LocalPosterior | None,
         noise: Draws,
         link: bool = False,
-    ) -> PredictiveMoments:
+    ) -> tuple[Tensor, Tensor]:
         """Mean, and variance E var + var E, over standard normal draws; without ``q_local`` latents are N(0, I)."""
         z_global, z_local = q_global.transform(noise[0]), noise[1]
         if q_local is not None:
@@ -271,11 +269,6 @@ class SampledModel(StructuredModel):
         if link:
             values = self.function(site, z_global, z_local)
             values = values[..., 1] - values[..., 0] if self.binary else values  # the log odds of the second class
-            return PredictiveMoments(values.mean(0), values.var(0, correction=0))
+            return values.mean(0), values.var(0, correction=0)
         mean, variance = self.observation(site, z_global, z_local)
-        return PredictiveMoments(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))
-
-
-def standard_normal(z: Units) -> Float[Tensor, "*S U"]:
-    """Log N(z | 0, I) by unit."""
-    return -0.5 * z.square().sum(-1) - 0.5 * z.shape[-1] * math.log(2 * math.pi)
+        return mean.mean(0), variance.mean(0) + mean.var(0, correction=0)
