@@ -4,8 +4,7 @@ Ashman et al., *Partitioned variational inference* (2022), Algorithm 1; for spar
 inputs and hyperparameters, *Federated learning of sparse Gaussian processes*. q(θ) ∝ p(θ) ∏ₖ tₖ(θ); products, cavities
 and the merge are in :mod:`strategies.pvi_state`, what a site is asked in :mod:`strategies.pvi_updates`.
 
-Bayesian committee machines, variational continual learning, streaming VB and global VI are only a choice of
-:data:`~fedgp_flower.methods.pvi.options.PRESETS`. Asynchronous visits follow Section 4 of the paper: an answer is
+Asynchronous visits follow Section 4 of the paper: an answer is
 merged when it arrives, and that site at once gets the newest posterior. How many merges an answer had not seen, its
 staleness, is recorded. A resumed run asks again: only what was under way when it was killed is lost.
 """
@@ -137,7 +136,8 @@ def fold(
         return state, {}
     weights = [state.rows[site] for site in usable]
     figures = {"objective": float(np.average([each.objective for each in usable.values()], weights=weights))}
-    figures |= {"visits": record.communications, "damping": merged.damping, "halvings": merged.halvings}
+    visits = sum(record.visits.values()) + record.forgotten_visits
+    figures |= {"visits": visits, "damping": merged.damping, "halvings": merged.halvings}
     moved = max(merged.size.values())
     return state, figures | {"refused": len(merged.refused)} | ({"moved": moved} if math.isfinite(moved) else {})
 

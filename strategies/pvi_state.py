@@ -79,11 +79,6 @@ class Record:
     forgotten: tuple[str, ...] = ()
     forgotten_visits: int = 0
 
-    @property
-    def communications(self) -> int:
-        """Updates merged so far, those of forgotten sites among them: the abscissa of a history."""
-        return sum(self.visits.values()) + self.forgotten_visits
-
 
 @message()
 class PVIState:
@@ -177,10 +172,8 @@ def merge(
 ) -> tuple[PVIState, MergeRecord]:
     """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for every site that replied, all at once (Algorithm 1, step 3).
 
-    Without deletion t̂ₖ is what the rows add to a posterior that already holds tₖ: tₖ ← tₖ t̂ₖ^ρ. If q or a cavity would
-    be improper, ρ is halved for each site that would make it so alone, then for all of them together, until it is not;
-    the halvings are counted. A site that is improper alone at any ρ is left out and does not hold up the others.
-    Pseudo-observations are replaced undamped: they are proper whatever they are.
+    Without deletion tₖ ← tₖ t̂ₖ^ρ. If q or a cavity would be improper, ρ is halved for each site that would make it so
+    alone, then for all together. A site that is improper alone at any ρ is left out. Pseudo-observations are replaced.
     """
     rates, halvings = dict.fromkeys(replies, damping), 0
     refused: tuple[str, ...] = ()
@@ -268,12 +261,7 @@ def forget(state: PVIState, site: str) -> PVIState:
 
 
 def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
-    """How much each site's factor says, by site and in units that compare sites.
-
-    ``points``: M_k. ``weight``: tr S_k⁻¹, which for tied noise is in units of 1/σ², that is, in rows. ``directions``:
-    tr Λ_k(I + Λ_k)⁻¹, how many of the M directions of v the factor alone would determine. Of other blocks the mean
-    precision; the priors of Z and β have 1.
-    """
+    """By site: ``points`` M_k, ``weight`` tr S_k⁻¹, ``directions`` tr Λ_k(I + Λ_k)⁻¹ of v, else mean precisions."""
     strengths: dict[str, dict[str, float]] = {}
     for site, part in state.sites.items():
         says = {"rows": float(state.rows[site])}

@@ -1,8 +1,4 @@
-"""What server and sites of PVI say to each other: what the others know and the site's factor down, its new factor up.
-
-The server keeps every factor and returns a site's factor to it with each visit: a site needs no memory, and a restart
-can neither lose nor double its share.
-"""
+"""What server and sites of PVI say to each other; the server keeps every factor, so that a site needs no memory."""
 
 from __future__ import annotations
 

@@ -139,10 +139,7 @@ class PVIOptions(MethodOptions):
     def check(self, core: CoreConfig) -> None:
         """Combinations that have a meaning."""
         update = f"`pvi.local-update` = {self.local_update!r}"
-        if self.agrees:
-            self._check_sums(core, update)
-        else:
-            self._check_local(core, update)
+        (self._check_sums if self.agrees else self._check_local)(core, update)
 
     def _check_local(self, core: CoreConfig, update: str) -> None:
         plan, points = self.plan(), self.function == "points"

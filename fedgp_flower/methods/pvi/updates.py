@@ -72,12 +72,11 @@ class LocalProblem:
 
 @dataclass(frozen=True, slots=True)
 class LocalUpdate:
-    """The end of a local update."""
+    """The end of a local update; its free energy is the late mean of Adam's steps, or that at the end of L-BFGS."""
 
     factor: Factor
     latents: Mapping[str, TrainableLatent]
     free_energy: float
-    """Nats. Adam: mean objective over the last tenth of the steps; L-BFGS: the objective at what is returned."""
     trace: Trace
 
 
