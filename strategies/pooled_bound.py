@@ -214,16 +214,16 @@ def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> N
 def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
     """J, in nats: the bound at its best amplitude and noise, with the penalty on lengthscales."""
     away = sum(float(np.square(array - 1).sum()) for array in log_lengthscales(values).values())
-    return profiled(totals)[0] - PENALTY * away
+    return profiled(totals).value - PENALTY * away
 
 
 def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
     """Parameters with the best amplitude and noise for these totals, and the totals there."""
-    _, amplitude, noise = profiled(totals)
+    best = profiled(totals)
     names = amplitude_names(section, values[LOCATIONS].shape[1])
-    louder = {name: np.asarray(values[name] + math.log(amplitude)) for name in names}
-    quiet = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(noise))}
-    return {**values, **louder, **quiet}, scaled(totals, amplitude)
+    louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
+    noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
+    return {**values, **louder, **noise}, scaled(totals, best.amplitude)
 
 
 @torch.no_grad()

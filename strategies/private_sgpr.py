@@ -62,7 +62,7 @@ def evaluated(
 ) -> Tried:
     """What noisy sums of so many rows are worth; ``noise`` is that of the total, in its units."""
     sums, left_out = cleaned(told, rows, 1.0, noise)
-    return Tried(*folded(values, sums, section), profiled(sums)[0], left_out)
+    return Tried(*folded(values, sums, section), profiled(sums).value, left_out)
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):

@@ -202,7 +202,7 @@ def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():
     """J less F from sums is the log prior that the pooled fit adds to its bound; with local steps that is LN(0, 1)."""
     model = SparseGP(ModelSection(lengthscale=0.7), torch.from_numpy(Z))
     values, totals = model.to_arrays(), pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y))
-    expected = objective(values, totals) - profiled(totals)[0]
+    expected = objective(values, totals) - profiled(totals).value
     chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"method": "sgpr"}), ("pvi", {"pvi.local-update": "adam"})]
     options = [parse_config({"method": method, **keys}).options for method, keys in chosen]
     found = [float(PRIORS[own.hyperprior](model).detach()) for own in options]

@@ -71,18 +71,18 @@ def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray
 def test_the_profile_is_the_highest_of_a_fine_grid():
     """No pair (log a, log σ²) around it does better, and it is met by the textbook bound."""
     sums = pooled_sums(SparseGP.from_arrays(ModelSection(), unit_values()), *rows())
-    value, amplitude, noise = profiled(sums)
-    at = lambda a, n: collapsed_bound(scaled(sums, a), n)  # noqa: E731
-    assert at(amplitude, noise) == pytest.approx(value, abs=1e-9)
+    found = profiled(sums)
+    at = lambda a, noise: collapsed_bound(scaled(sums, a), noise)  # noqa: E731
+    assert at(found.amplitude, found.noise) == pytest.approx(found.value, abs=1e-9)
     moves = np.linspace(-4, 4, 21)
-    others = [at(amplitude * np.exp(i), noise * np.exp(j)) for i in moves for j in moves]
-    assert max(others) <= value + 1e-9
+    others = [at(found.amplitude * np.exp(i), found.noise * np.exp(j)) for i in moves for j in moves]
+    assert max(others) <= found.value + 1e-9
     step = 1e-4  # and it is stationary in both: between points of the grid of log a/σ² the slope is about 1
     for i, j in ((1, 0), (0, 1)):
-        ahead, behind = (at(amplitude * np.exp(k * i), noise * np.exp(k * j)) for k in (step, -step))
+        ahead, behind = (at(found.amplitude * np.exp(k * i), found.noise * np.exp(k * j)) for k in (step, -step))
         assert abs(ahead - behind) / (2 * step) < 1e-4
     still = replace(sums, projection=0 * sums.projection, target_squares=np.zeros(()))
-    assert profiled(still)[2] == LEAST_NOISE
+    assert profiled(still).noise == LEAST_NOISE
 
 
 class Site(SGPRClient):
@@ -124,7 +124,7 @@ def height(kernel: str, values: dict[str, np.ndarray]) -> float:
     """J from the rows."""
     sums = pooled_sums(SparseGP.from_arrays(ModelSection(kernel=kernel), values), *rows())
     logs = np.concatenate([a.ravel() for n, a in values.items() if n.endswith("log_lengthscale")])
-    return profiled(sums)[0] - 0.05 * ((logs - 1) ** 2).sum()
+    return profiled(sums).value - 0.05 * ((logs - 1) ** 2).sum()
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])

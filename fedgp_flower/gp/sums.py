@@ -121,8 +121,17 @@ def input_shape(inputs: Array) -> NamedArrays:
     return {"input.histogram": np.stack(counts).astype(np.int64), "input.products": inputs.T @ inputs}
 
 
-def profiled(sums: SparseSums) -> tuple[float, float, float]:
-    """The highest F of the kernel a·k over a and the noise σ², in nats, and this a and σ², from the sums of k.
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The maximum of the bound over amplitude and noise."""
+
+    value: float  # F, nats
+    amplitude: float  # a, factor of the kernel
+    noise: float  # σ²
+
+
+def profiled(sums: SparseSums) -> Profile:
+    """Where the bound of the kernel a·k is highest over a and the noise σ², from the sums of k.
 
     With A = UΛUᵀ, β = (Uᵀb)² and r = a/σ², F = −½ [N log 2πσ² + Σ log(1 + rλ) + (s − Σ rβ/(1 + rλ))/σ² + r (c − Σ λ)],
     so σ²(r) = (s − Σ rβ/(1 + rλ))/N, and one number is left to search. By the envelope theorem the gradient of the
@@ -155,7 +164,7 @@ def profiled(sums: SparseSums) -> tuple[float, float, float]:
             low, high = (top, high) if bool(at(top)[2] > 0) else (low, top)
         top = (low + high) / 2
     noise, value, _ = at(top)
-    return float(value), float(noise * top.exp()), float(noise)
+    return Profile(float(value), float(noise * top.exp()), float(noise))
 
 
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
