@@ -294,7 +294,8 @@ def compare_runs(
 @app.command()
 def methods() -> None:
     """The methods that `method = …` can name, by what they are for."""
-    for title, names in registry.grouped().items():
+    further = [name for name in registry.METHODS if name not in registry.BUILT_IN]
+    for title, names in [*registry.GROUPS.items(), *([("Further methods", further)] if further else [])]:
         rows = [[name, registry.METHODS[name].summary, registry.METHODS[name].paper] for name in names]
         for section in dict.fromkeys(registry.option_classes()[name] for name in names):
             key = f"  {section.table}.{section.variant_key}"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import pandas as pd
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import Tags, check_consistent_length, column_or_1d
@@ -17,8 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fedgp_flower.clients.app import SiteApp
-from fedgp_flower.config import RunConfig
-from fedgp_flower.data.sites import RawSite, site_of
+from fedgp_flower.data.sites import site_of
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Observer
@@ -29,7 +28,6 @@ from fedgp_flower.run.registry import client_class, parse_config, strategy_class
 from fedgp_flower.typing import Array
 
 TARGET = "y"
-NOWHERE = Path("(fitted in memory)")
 
 
 def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: str) -> Predictor:
@@ -43,17 +41,15 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
         for site, table in tables.items()
     }
 
-    def load(_: RunConfig, context: Context) -> RawSite:
-        return raw[str(context.node_config["site"])]
-
-    grid = InProcessGrid(SiteApp(parse_config, client_class, load), flat, [{"site": site} for site in tables])
+    sites = SiteApp(parse_config, client_class, lambda _, context: raw[str(context.node_config["site"])])
+    grid = InProcessGrid(sites, flat, [{"site": site} for site in tables])
     strategy = strategy_class(config).from_config(config, Observer())
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     posterior = saved_posterior(config, strategy.outcome)
     if posterior is None:
         raise RunError(f"method {config.method!r} saves nothing that predicts new rows; take one that does")
     metrics = RunMetrics(**strategy.outcome.metrics)
-    return Predictor.of(Run(NOWHERE, dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
+    return Predictor.of(Run(Path("(fitted in memory)"), dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
 
 
 class _FederatedGP(BaseEstimator):
@@ -113,10 +109,7 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
-        """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row.
-
-        A ValueError says which rows or key cannot be used.
-        """
+        """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row."""
         x, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._fit(x, targets, groups, "gaussian")
         return self

@@ -26,11 +26,7 @@ NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
-
-
-STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=_dashed, populate_by_name=False)
+STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.replace("_", "-"))
 """No unknown keys, and dashes for underscores."""
 
 
@@ -55,7 +51,6 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
 
 BASIC = "basic"
 """Marks a field that many runs set: help and documentation show these keys first."""
-
 
 KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
@@ -103,8 +98,7 @@ class ModelSection(Section):
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
     jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
-    """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has the value of its
-    run."""
+    """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has its value."""
 
     @field_validator("kernel")
     @classmethod

@@ -187,7 +187,7 @@ def test_the_roc_is_that_of_the_counts():
 
 def test_convergence_draws_baselines_and_frames_the_late_rounds():
     history = pd.DataFrame({"round": range(40), "test_nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
-    (ax,) = figures.convergence(history, [summary.Arm("pooled", {"nll": 0.9}, [])], "m").axes
+    (ax,) = figures.convergence(history, [summary.Arm("pooled", {"nll": 0.9}, 0)], "m").axes
     assert [line.get_ydata()[0] for line in ax.lines if line.get_label() == "pooled"] == [0.9]
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")

@@ -1,8 +1,4 @@
-"""A run from its configuration to its files; the package itself is the function that runs a method on a table.
-
-``fedgp_flower.run(data, …)`` is :func:`fedgp_flower.run.api.run`: a package and a function cannot share a name, so the
-package can be called.
-"""
+"""A run from its configuration to its files; the package can be called, as :func:`fedgp_flower.run.api.run`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The files of a run: what they hold, how they are written while it goes, how they are read afterwards.
-
-Every file is replaced as a whole (see :mod:`fedgp_flower.files`), so what is there is always complete.
-"""
+"""The files of a run: what they hold, how they are written while it goes, how they are read afterwards."""
 
 from __future__ import annotations
 
@@ -127,15 +124,12 @@ class Run:
     config: dict[str, Value]
     """Every key with its value."""
     history: pd.DataFrame
-    """A row per round."""
     metrics: RunMetrics
     saved: Posterior | None
     """What the posterior predicts from."""
     predictions: pd.DataFrame | None
-    """A row per held-out row."""
 
     def __repr__(self) -> str:
-        """No rows, which a notebook would show."""
         return f"<Run {self.path}: {self.metrics.method}>"
 
     @property

@@ -22,9 +22,7 @@ class Checked:
     data: Json
     """As in ``metrics.json``; empty where no table can be used."""
     problems: tuple[str, ...]
-    """Why tables cannot be used, and what to do."""
     suspected: tuple[str, ...] = ()
-    """What may be wrong with tables that can be used."""
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:

@@ -19,8 +19,7 @@ from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
 
 REACH = 2.0
-"""Standard deviations that a number is moved to either side of its mean, at most to the outermost inducing point, where
-no histogram tells the range of the rows."""
+"""Standard deviations that a number is moved to either side of its mean where the range of the rows is not known."""
 STEPS = 41
 MOST = 6
 
@@ -50,7 +49,6 @@ class Relevance:
     low: Array  # [D] of the 95 % interval; NaN where none is known
     high: Array  # [D]
     how: str
-    """Where the intervals come from."""
 
 
 def relevances(run: Run) -> list[Relevance]:

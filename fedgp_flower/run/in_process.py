@@ -1,8 +1,4 @@
-"""An in-process Flower Grid: the same ServerApp and ClientApp, no SuperLink, no Ray, one process.
-
-A pushed message is answered when its reply is pulled, the oldest first, one in a pull: asynchronous methods see replies
-trickle in, in a reproducible order.
-"""
+"""An in-process Flower Grid: the same ServerApp and ClientApp, no SuperLink, no Ray, one process."""
 
 from __future__ import annotations
 
@@ -92,7 +88,7 @@ class InProcessGrid(Grid):
         return list(pushed)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Answer the oldest of the messages asked for."""
+        """Answer the oldest of the messages asked for: replies trickle in, in a reproducible order."""
         waiting = [message_id for message_id in message_ids if message_id in self._pending]
         return [self.answer(self._pending.pop(message_id)) for message_id in waiting[:1]]
 

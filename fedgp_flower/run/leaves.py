@@ -21,17 +21,15 @@ from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.registry import METHODS, load, parse_config, strategy_class
 from fedgp_flower.typing import Facts, Node
 
-SCORES = (
-    "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside intervals, a"
-    " histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted probability"
-)
 WORDS: Mapping[str, str] = {
     "query.keys": "under masks: the site's key of the run, signed; number of the latest question answered",
     "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
     " rows; of each numeric column the sum, its rounding residual and the sum of squares about the mean; which columns"
     " may hold a code for missing cells, and in how many; under masks"
     " names, kinds and levels of columns and the number of rows alone",
-    "evaluate": SCORES,
+    "evaluate": "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside"
+    " intervals, a histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted"
+    " probability",
 }
 """Answers that are no declared messages."""
 

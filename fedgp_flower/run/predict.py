@@ -1,8 +1,4 @@
-"""Prediction from a finished run, without any site: the saved posterior and the equation written beside it.
-
-A method says how its posterior predicts by a :class:`SavedModel`, and by a :class:`SiteModel` how it predicts at a site
-that keeps something; its row in the registry names both. What predicts may also be :class:`Exportable` to GPyTorch.
-"""
+"""Prediction from a finished run, without any site: the saved posterior and the equation written beside it."""
 
 from __future__ import annotations
 
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
 """Mean and standard deviation [N] at standardised inputs [N, D]; of indicators of classes [N, C] for more than two."""
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
-STATE = "site-state.safetensors"
 
 
 @runtime_checkable
@@ -65,8 +60,7 @@ class Exportable(Protocol):
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
 SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
-"""Rebuilds the predictor at one site, from what everybody has and what that site keeps, if anything; None where its
-state is about other rows or another run."""
+"""Rebuilds the predictor at one site, from what that site keeps; None where that is about other rows or another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +75,16 @@ class Predictor:
     """The site that predicts, where one does."""
 
     def __repr__(self) -> str:
-        """One line; what it is made of fills pages."""
         where = f" at {self.site.label}" if self.site else ""
         return f"<Predictor of {self.preparation.target.name}{where} from {self._columns()}; {self.run.path}>"
 
     def _columns(self) -> str:
         return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
+
+    @staticmethod
+    def of_run(run: Path) -> Predictor:
+        """The posterior in a run's folder."""
+        return Predictor.of(read_run(run))
 
     @staticmethod
     def of(run: Run) -> Predictor:
@@ -95,7 +93,7 @@ class Predictor:
         if run.saved is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
         with reading(run.path):
-            preparation = preparation_of(run.saved)
+            preparation = Preparation.from_wire(run.saved.arrays, json.dumps(run.saved.schema))
         model: SavedModel = load(run.method.posterior)
         try:
             standardised = model(run.saved, preparation.names)
@@ -115,7 +113,7 @@ class Predictor:
         """
         read = read_run(run)
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
-        state = (run / "sites" / str(node.get("partition-id")) if state_dir is None else state_dir) / STATE
+        state = (state_dir or run / "sites" / str(node.get("partition-id"))) / "site-state.safetensors"
         try:
             arrays = read_arrays(state)
         except RunError:
@@ -300,13 +298,9 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
         raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
     model: SiteModel = load(reference)
+    agreed = Preparation.from_wire(read.saved.arrays, json.dumps(read.saved.schema))
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.saved, preparation_of(read.saved), standardised, rows)
-
-
-def preparation_of(posterior: Posterior) -> Preparation:
-    """What the sites agreed on."""
-    return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
+    return standardised and Predictor(read, read.saved, agreed, standardised, rows)
 
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:

@@ -1,8 +1,4 @@
-"""The one table of methods: a row ties a Flower Strategy to a NumPyClient, its configuration and what it saves.
-
-Rows are built in, or come from an installed package through the entry-point group ``fedgp_flower.methods``: the name of
-the entry point is the name of the method, its value the ``module:attribute`` of a :class:`Method`.
-"""
+"""The one table of methods: a row ties a Flower Strategy to a NumPyClient, its configuration and what it saves."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
 
 GROUP = "fedgp_flower.methods"
+"""Entry points of packages that bring methods: a name, and the ``module:attribute`` of a :class:`Method`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +239,6 @@ class Registry(Mapping[str, Method]):
 
 
 METHODS = Registry()
-
-
-def grouped() -> dict[str, list[str]]:
-    """Names of methods by what they are for; those of installed packages come last."""
-    further = [name for name in METHODS if name not in BUILT_IN]
-    return {**GROUPS, **({"Further methods": further} if further else {})}
 
 
 @cache

@@ -45,8 +45,6 @@ from fedgp_flower.run.summary import (
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
 
-FAILURE_LIMIT = 100
-
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -129,7 +127,6 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             totals=_totals(metrics),
             extra=panels,
             style=Markup(STYLE),  # noqa: S704
-            failure_limit=FAILURE_LIMIT,
         )
     path = run.path / "report.html"
     write_bytes(path, _with_contents(page).encode())

@@ -84,7 +84,7 @@ TEMPLATE = """<!DOCTYPE html>
 <table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}
 </tbody></table>
 
-<h2>Failures and numerical repairs</h2>
+<h2>Failures and numerical repairs</h2>{% set failure_limit = 100 %}
 {% if metrics.failures %}<div class="wide"><table><thead><tr><th>round</th><th class="text">site</th>
 <th class="text">reason</th></tr></thead><tbody>
 {%- for row in metrics.failures[:failure_limit] %}<tr><td>{{ row.round }}</td><td class="text">{{ row.site }}</td>

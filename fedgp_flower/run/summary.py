@@ -35,14 +35,8 @@ class Arm:
 
     name: str
     figures: Facts
-    per_site: Sequence[Facts]
-    together: int = 0
-    """Held-out rows of all sites, where none has separate figures: under masks."""
-
-    @property
-    def rows(self) -> int:
-        """Held-out rows the figures are means over."""
-        return sum(int(row["num_examples"]) for row in self.per_site) or self.together
+    rows: int
+    """Held-out rows the figures are means over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +78,11 @@ def arms(metrics: RunMetrics) -> list[Arm]:
     federated = metrics.method not in METHODS or METHODS[metrics.method].federated  # or not installed here
     name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
-    together = 0 if metrics.per_site else round(sum(counts))
+    together = 0 if metrics.per_site else round(sum(counts))  # under masks no site has separate figures
+    found = {name: {**metrics.test, "per_site": metrics.per_site}, **rivals(metrics)}
     return [
-        Arm(name, metrics.test, metrics.per_site, together),
-        *(Arm(arm, figures, figures.get("per_site", ()), together) for arm, figures in rivals(metrics).items()),
+        Arm(name, figures, sum(int(row["num_examples"]) for row in figures.get("per_site", ())) or together)
+        for name, figures in found.items()
     ]
 
 
@@ -108,8 +103,7 @@ def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
     """Federated minus baseline mean of the NLL over the sites both scored, weighted by held-out rows.
 
     With w_k the share of rows and d_k the difference at site k, D = Σ w_k d_k and, sites taken as independent,
-    se² = K/(K−1) Σ w_k² (d_k − D)²; the interval is D ± t_{K−1, 0.975} se. Where figures of sites are not known, as
-    under masks, it is the difference of the overall figures.
+    se² = K/(K−1) Σ w_k² (d_k − D)²; the interval is D ± t_{K−1, 0.975} se.
     """
     other = {(str(row["site"]), row["num_examples"]): number(row.get("nll")) for row in rival.get("per_site", ())}
     pairs = [
@@ -149,14 +143,11 @@ def verdict(metrics: RunMetrics) -> str:
     called = {words: ", ".join(_called(name, metrics) for name in names) for words, names in judged.items() if names}
     said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
-    how = {
-        0: "; without figures of sites there is no interval",
-        1: "; 1 site gives no interval",
-        2: "; 2 sites give no interval",
-    }
+    few = ("without figures of sites there is no interval", "1 site gives no interval", "2 sites give no interval")
+    how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = arms(metrics)[0].rows
     where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
-    text = f"{'; '.join(said)}: {metrics.method}{where}, by NLL{how.get(sites, ' and 95 % intervals over sites')}."
+    text = f"{'; '.join(said)}: {metrics.method}{where}, by NLL{how}."
     return text[0].upper() + text[1:]
 
 

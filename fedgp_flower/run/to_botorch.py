@@ -17,8 +17,7 @@ from fedgp_flower.gp.to_gpytorch import Exported
 class FederatedModel(Model):
     """f at encoded inputs in original units, [*B, Q, D] → a posterior over [*B, Q, 1] in units of the target.
 
-    A transformed target is modelled as t = g(y): g is increasing, so what is best of t is best of y. The model does
-    not learn: new observations go to their sites, and another run gives another model.
+    A transformed target is modelled as an increasing g(y), so its best is the best y. The model does not learn.
     """
 
     num_outputs = 1

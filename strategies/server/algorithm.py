@@ -89,8 +89,7 @@ class Algorithm(ABC, Generic[S]):
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
     """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
     anneals: ClassVar[tuple[float, float] | None] = None
-    """Of a rate that falls at the end: the share of the planned rounds in which steps are long enough for the watched
-    figure to say something, and that of all rounds which those before it was flat make up."""
+    """Of a rate that falls at the end: shares of the planned rounds with long steps, and of all rounds until flat."""
     predicts = True
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
@@ -186,8 +185,6 @@ class Algorithm(ABC, Generic[S]):
         facts = {**self.scoring.predicted.details, **self.expected, **asked}
         facts |= {} if line is None else {"rise_per_round": line.slope}
         return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
-
-    # What an algorithm may look at.
 
     def roster(self) -> Roster:
         """The sites as they are now."""

@@ -25,9 +25,6 @@ from fedgp_flower.messages import add, kind_of
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import Facts, Json
 
-PART = re.compile(r"theta\.|kernels\.|\.log_lengthscale$")
-"""What of a parameter's name does not say which part of the model it belongs to."""
-
 A = TypeVar("A")
 S = TypeVar("S")
 
@@ -140,7 +137,7 @@ def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Ma
 def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
     """By part of the model, lengthscales and the standard deviations of their logarithms; ``how`` says where from."""
     return {
-        PART.sub("", name): {
+        re.sub(r"theta\.|kernels\.|\.log_lengthscale$", "", name): {
             "value": np.exp(log).ravel().tolist(),
             "log_sd": None if spread is None else np.ravel(spread[name]).tolist(),
             "how": "" if spread is None else how,

@@ -1,8 +1,7 @@
 """The first parameters of a sparse model: Z from sums of where inputs lie, hyperparameters as configured.
 
-Sites send counts of each standardised input in fixed bins, and XᵀX. Inducing points follow the pooled marginal
-distributions, joined by a Gaussian copula with the pooled correlations: they lie on the few values of a discrete column
-and inside the box of a uniform one. Scrambled Sobol points leave fewer holes than random draws.
+Sites send counts of each standardised input in fixed bins, and XᵀX. Inducing points are scrambled Sobol points that
+follow the pooled marginal distributions, joined by a Gaussian copula with the pooled correlations.
 """
 
 from __future__ import annotations

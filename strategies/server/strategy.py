@@ -45,22 +45,21 @@ NOT_FOR_A_STRATEGY = (
     | {"num_server_rounds", "extra"}  # rounds are an argument of `start`
 )
 
-EvaluateAtServer = Callable[[int, ArrayRecord], MetricRecord | None]
-
 
 class FederatedStrategy(Algorithm[S], Strategy):
     """The base of every Strategy of this project.
 
-    Keyword arguments are the fields of the configuration, see :func:`keys`. Flower's wrappers,
-    such as ``DifferentialPrivacyServerSideFixedClipping(strategy, ...)``, start from arrays that they are given:
-    ``wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid), num_rounds=10)``. They clip what sites send
-    back, so they need a method whose sites send back the run's arrays; others are refused.
+    Keyword arguments are the fields of the configuration. Flower's wrappers start from given arrays, and need a method
+    whose sites send back the run's arrays: ``wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid))``.
     """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.__signature__ = signature(cls.options_class)  # type: ignore[attr-defined]
-        cls.__doc__ = documented(cls.__doc__, cls.options_class)
+        known, kind = keys(cls.options_class), inspect.Parameter.KEYWORD_ONLY
+        shown = [inspect.Parameter(name, kind, default=keyword.default) for name, keyword in known.items()]
+        cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        said = [f"    {name}: {k.meaning} (`{k.key}`, default {k.default!r})" for name, k in known.items()]
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *said])
 
     def __init__(self, **keywords: Value | None) -> None:
         self._set(configured(self.method, self.options_class, keywords), Observer(), None)
@@ -94,24 +93,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateAtServer | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the method on the sites of a Grid.
+        """Run the method on the sites of a Grid, with the arguments of Flower's ``start``.
 
-        Args:
-            grid: Where the sites are.
-            initial_arrays: Public arrays to start from instead of the method's first state.
-            num_rounds: Rounds, those before a resume among them.
-            timeout: Seconds after which a missing reply is its site's failure.
-            train_config: Sent with every training message.
-            evaluate_config: Sent with every evaluation message.
-            evaluate_fn: Called with (round, public arrays) before the first round and after each one.
-
-        Returns:
-            The public arrays at the end and the metrics of every round; :attr:`outcome` holds the full summary.
-
-        Raises:
-            RunError: if fewer than ``min-sites`` sites are usable at any time, or no site ever contributed.
+        ``num_rounds`` counts also rounds before a resume. :attr:`outcome` holds the full summary. A RunError says that
+        fewer than ``min-sites`` sites are usable, or that no site ever contributed.
         """
         self.timeout, self.planned_rounds = timeout, num_rounds
         result = Result()
@@ -141,7 +128,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return result
 
     def initial_arrays(self, grid: Grid) -> ArrayRecord:
-        """The public arrays of the first state, for Flower's wrappers, whose ``start`` wants them."""
+        """The public arrays of the first state, for Flower's wrappers."""
         self.enrol(grid)
         arrays = self.public(self.current)
         if self.trains and not arrays:
@@ -225,8 +212,6 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 f"no answer to training could be used in {self.round} round(s), so nothing was learned."
                 f" {self.network.latest_failures()}"
             )
-
-    # Parts of a run.
 
     def _train_one_round(self, result: Result) -> None:
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
@@ -360,17 +345,3 @@ def configured(method: str, options: type[MethodOptions], given: Mapping[str, Va
         if value is not None:  # None: the default
             flat[known[name].key] = value
     return parse(flat, {method: options})
-
-
-def signature(options: type[MethodOptions]) -> inspect.Signature:
-    """What an editor shows: every keyword with its default."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([inspect.Parameter(n, kind, default=k.default) for n, k in keys(options).items()])
-
-
-def documented(doc: str | None, options: type[MethodOptions]) -> str:
-    """The docstring of a Strategy with a section of its keywords, from the docstrings of the fields they stand for."""
-    lines = [inspect.cleandoc(doc or ""), "", "Args:"]
-    for name, keyword in keys(options).items():
-        lines.append(f"    {name}: {keyword.meaning} (`{keyword.key}`, default {keyword.default!r})")
-    return "\n".join(lines)
