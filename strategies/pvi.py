@@ -57,7 +57,6 @@ from strategies.pvi_updates import (
     local_optimum,
     marginals,
     product,
-    standard_normal,
 )
 from strategies.server.checkpoint import STATE
 from strategies.server.questions import (
@@ -247,10 +246,8 @@ class PVI(FederatedStrategy[PVIState]):
         shape, options = (yield from shape_of_inputs(roster)), self.options
         locations = initial_locations(shape, self.config.model, self.config.seed)
         first = {"inducing": locations, "hyper": shape.start["hyper"]}
-        blocks = {name: DiagonalGaussian.standard(first[name].size) for name in LATENTS if name in options.product}
-        priors = {name: NaturalParameters.of(block) for name, block in blocks.items()}
-        if options.linear:
-            priors["whitened"] = standard_normal(len(locations))
+        sizes = {"inducing": locations.size, "hyper": first["hyper"].size, "whitened": len(locations)}
+        priors = {n: NaturalParameters.standard(sizes[n], full=n == "whitened") for n in options.product}
         points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
         return PVIState(priors, shared=points, first=first, rows=roster.rows)
 

@@ -196,10 +196,8 @@ def merge(
 
 def _halvings(state: PVIState, reply: Mapping[str, Contribution], damping: float, deletion: bool) -> int:
     """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
-    for count in range(MOST_HALVINGS):
-        if is_proper(_merged(state, reply, dict.fromkeys(reply, damping * 0.5**count), deletion)):
-            return count
-    return MOST_HALVINGS
+    tried = (_merged(state, reply, dict.fromkeys(reply, damping * 0.5**n), deletion) for n in range(MOST_HALVINGS))
+    return next((count for count, merged in enumerate(tried) if is_proper(merged)), MOST_HALVINGS)
 
 
 def _merged(

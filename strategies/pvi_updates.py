@@ -158,15 +158,10 @@ def natural_gradient(q: PooledPosterior) -> Update:
     return Update(Expectations, lambda *_: q, read, {"M": len(q.mean)})
 
 
-def standard_normal(size: int) -> NaturalParameters:
-    """N(0, I) of v [M]."""
-    return NaturalParameters(np.zeros(size), -0.5 * np.eye(size))
-
-
 def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
     """The state at a Z [M, D] and β that all sites share: N(0, I) of v, and no factor yet."""
     locations = values[LOCATIONS]
-    prior = {"whitened": standard_normal(len(locations))}
+    prior = {"whitened": NaturalParameters.standard(len(locations), full=True)}
     return replace(state, values=values, prior=prior, first={"inducing": locations})
 
 

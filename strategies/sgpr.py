@@ -136,9 +136,6 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
     return Chain(none, none, np.zeros(2), values, lengthscales(values), totals, height)
 
 
-# The start.
-
-
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     """Two chains, from a sketch of all rows around points that lie where inputs do."""
     section, seed = problem.model, problem.seed
@@ -171,9 +168,6 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
     pieces = np.split(mode, np.cumsum([array.size for array in like.values()])[:-1])
     found = {name: piece.reshape(like[name].shape) for name, piece in zip(like, pieces, strict=True)}
     return found | {name: np.clip(array, *START_RANGE) for name, array in log_lengthscales(found).items()}
-
-
-# A round.
 
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
@@ -292,9 +286,6 @@ def without_totals(state: SGPRState) -> SGPRState:
     logger.warning("sites changed; the optimiser starts anew from where it is")
     chains = tuple(chain_at(chain.values) for chain in state.chains)
     return replace(state, chains=chains, exchanges=state.exchanges + 1)
-
-
-# The end.
 
 
 def finished(problem: Problem, state: SGPRState) -> bool:

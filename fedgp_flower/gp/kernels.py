@@ -154,25 +154,11 @@ def prior_variance(kernel: Kernel, point: Tensor) -> Tensor:
     return kernel(point, diag=True).mean(-1)
 
 
-class _Dense(torch.nn.Module):
-    """The kernel as a module whose ``forward`` is complete: nothing is left to evaluate when it returns."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__()
-        self.kernel = kernel
-
-    def forward(self, left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
-        with settings.lazily_evaluate_kernels(False):
-            values = self.kernel(left, right, diag=True) if diagonal else self.kernel(left, right).to_dense()
-        return cast(Tensor, values)
-
-
 class BatchedKernel:
     """k_β(x, x') for a batch of samples β: logarithms, of a for an outputscale a², so that LN(0, 1) is N(0, I)."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self._module = _Dense(kernel)
-        parameters = dict(self._module.named_parameters())
+        self._kernel, parameters = kernel, dict(kernel.named_parameters())
         self._powers = {name: 2.0 if is_amplitude(name) else 1.0 for name in parameters}  # the kernel keeps log θ
         self._shapes = [parameter.shape for parameter in parameters.values()]
         self.num_hyper = sum(shape.numel() for shape in self._shapes)
@@ -183,14 +169,14 @@ class BatchedKernel:
         """What each entry of β is the logarithm of; variances enter as standard deviations."""
         found: list[str] = []
         for raw, shape in zip(self._powers, self._shapes, strict=True):
-            path = [part for part in raw.split(".") if part not in {"kernel", "kernels", "base_kernel"}]
+            path = [part for part in raw.split(".") if part not in {"kernels", "base_kernel"}]
             name, size = " ".join(path).replace("raw_", "").replace("outputscale", "amplitude"), shape.numel()
             found += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
         return tuple(found)
 
     def initial(self) -> Float[Tensor, " P"]:
         """β at the parameters of the kernel."""
-        return torch.cat([p.detach().flatten() / self._powers[n] for n, p in self._module.named_parameters()])
+        return torch.cat([p.detach().flatten() / self._powers[n] for n, p in self._kernel.named_parameters()])
 
     def matrix(
         self, hyper: Float[Tensor, "S P"], left: Float[Tensor, "S M D"], right: Float[Tensor, "... N D"]
@@ -210,12 +196,13 @@ class BatchedKernel:
 
     def at(self, hyper: Float[Tensor, " P"]) -> Kernel:
         """The kernel of one sample, as an ordinary one of GPyTorch."""
-        module = deepcopy(self._module)
+        kernel = deepcopy(self._kernel)
         for name, value in self.raw(hyper[None]).items():
-            module.get_parameter(name).data.copy_(value[0])
-        return module.kernel
+            kernel.get_parameter(name).data.copy_(value[0])
+        return kernel
 
     def _call(self, hyper: Tensor, *inputs: Tensor, diagonal: bool) -> Tensor:
         batches = (rows.expand(len(hyper), *rows.shape[-2:]) for rows in inputs)
-        values: Tensor = torch.func.functional_call(self._module, self.raw(hyper), (*batches, diagonal))
-        return values
+        with settings.lazily_evaluate_kernels(False):  # nothing is left for when the parameters are back
+            values = torch.func.functional_call(self._kernel, self.raw(hyper), tuple(batches), {"diag": diagonal})
+        return cast(Tensor, values if diagonal else values.to_dense())

@@ -23,8 +23,6 @@ from fedgp_flower.typing import Array
 
 LOG_RANGE = 14.0
 """Optimisers keep logarithms of hyperparameters within ± this, where kernel matrices have a factor in float64."""
-LEAST_CURVATURE = 0.25
-"""Of a log posterior along any direction, that of the widest prior: where rows leave a logarithm open, its sd is 2."""
 
 _repairs: ContextVar[Counter[str] | None] = ContextVar("repairs", default=None)
 
@@ -83,9 +81,3 @@ def laplace_deviations(curvature: Array, *, prior: float) -> Array:
     """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter."""
     values, vectors = np.linalg.eigh(curvature)  # where H is negative only the prior counts
     return np.asarray(np.sqrt((vectors**2 / (np.maximum(values, 0.0) + prior)).sum(1)))
-
-
-def bounded(precision: Array) -> Array:
-    """With eigenvalues of at least :data:`LEAST_CURVATURE`, so that a point that is no maximum has a Gaussian, too."""
-    values, vectors = np.linalg.eigh(precision)
-    return np.asarray((vectors * np.maximum(values, LEAST_CURVATURE)) @ vectors.T)

@@ -39,6 +39,11 @@ class NaturalParameters:
         """Of a full or a diagonal Gaussian."""
         return NaturalParameters(*(part.detach().double().numpy() for part in (gaussian.eta1, gaussian.eta2)))
 
+    @staticmethod
+    def standard(size: int, *, full: bool) -> NaturalParameters:
+        """N(0, I)."""
+        return NaturalParameters(np.zeros(size), -0.5 * (np.eye(size) if full else np.ones(size)))
+
     @property
     def size(self) -> int:
         """Number of entries."""

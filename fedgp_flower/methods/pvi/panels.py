@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
 from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
-from fedgp_flower.methods.pvi.messages import SAVED_LATENTS
+from fedgp_flower.methods.pvi.messages import SAVED_LATENTS, NaturalParameters
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.posterior import read_factors, read_marginal
@@ -146,8 +146,8 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
         moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
         densities["whitened"] = NaturalGaussian.from_moments(*moments)
     elif (whitened := read_factors(arrays)[0].whitened) is not None:
-        eye = torch.eye(whitened.size, dtype=torch.float64)
-        densities["whitened"] = whitened.gaussian * NaturalGaussian(torch.zeros_like(eye[0]), -0.5 * eye)
+        prior = NaturalParameters.standard(whitened.size, full=True)
+        densities["whitened"] = whitened.gaussian * prior.gaussian
     return densities
 
 

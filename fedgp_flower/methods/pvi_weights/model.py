@@ -120,8 +120,7 @@ def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonSte
 
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
     """N(0, I) of the weights, the intercept's too, in the form of q: inputs are standardised."""
-    size = options.num_weights(num_inputs)
-    return NaturalParameters(np.zeros(size), -0.5 * (np.eye(size) if options.full else np.ones(size)))
+    return NaturalParameters.standard(options.num_weights(num_inputs), full=options.full)
 
 
 @dataclass(frozen=True, slots=True)

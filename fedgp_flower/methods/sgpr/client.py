@@ -13,7 +13,6 @@ from torch import Tensor
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
-from fedgp_flower.gp.linalg import bounded
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, scatter
 from fedgp_flower.gp.placement import to_array
@@ -45,6 +44,8 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 ROWS = 250
 """Of a site, at most, that its fit sees: O(n³)."""
 EVALUATIONS = 60
+LEAST_CURVATURE = 0.25
+"""Of a log posterior along any direction, that of the widest prior: where rows leave a logarithm open, its sd is 2."""
 DIFFERENCE = 1e-3
 """Step of a central difference, in logarithms."""
 _whiteners: dict[Hashable, Whitener] = {}
@@ -244,5 +245,6 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
     mode = gather(parameters)
     steps = DIFFERENCE * np.eye(len(mode))
     whole = np.stack([slopes(mode - step) - slopes(mode + step) for step in steps]) / (2 * DIFFERENCE)
-    precision = bounded(whole / 2 + whole.T / 2)
+    bends, axes = np.linalg.eigh(whole / 2 + whole.T / 2)
+    precision = (axes * np.maximum(bends, LEAST_CURVATURE)) @ axes.T
     return precision, precision @ mode
