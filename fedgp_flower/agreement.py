@@ -222,19 +222,13 @@ class Agreement:
     """Feature columns with one value over all accepted sites; they become zero inputs."""
 
     @property
-    def modelled_target(self) -> Mapping[str, float]:
-        """``training_target`` of what is modelled: of the transformed target where there is one."""
-        if not self._transformed:
-            return self.training_target
-        return {"mean": float(self.arrays["target.mean"]), "sd": float(self.arrays["target.scale"])}
-
-    @property
     def target_scale(self) -> float:
         """Units of the target per unit of the standardised target; of a transformed one, its standard deviation."""
-        return self.training_target["sd"] if self._transformed else float(self.arrays["target.scale"])
+        return self.training_target["sd"] if self.transformed else float(self.arrays["target.scale"])
 
     @property
-    def _transformed(self) -> bool:
+    def transformed(self) -> bool:
+        """Whether the target is modelled through a transformation."""
         return "transform" in json.loads(self.schema)["target"]
 
     @property

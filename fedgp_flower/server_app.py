@@ -28,7 +28,11 @@ def main(grid: Grid, context: Context) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("fedgp: %(message)s"))
         logger.addHandler(handler)
-    folder = execute(grid, context.run_config, log_progress)
+
+    def progress(row: Facts, total: int) -> None:
+        logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))
+
+    folder = execute(grid, context.run_config, progress)
     logger.info("results: %s", folder.resolve())
 
 
@@ -72,8 +76,3 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
     folder.write_metrics(RunMetrics(**summary.metrics))
     folder.seal()
     write_report(folder.path)
-
-
-def log_progress(row: Facts, total: int) -> None:
-    """A line per round, with the figures that are there."""
-    logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))

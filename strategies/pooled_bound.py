@@ -180,9 +180,14 @@ def sums_at(
 
 @torch.no_grad()
 def contradictions(
-    values: Mapping[str, ndarray], number: int, parts: Mapping[str, TrialSums], section: ModelSection
+    found: Sequence[tuple[NamedArrays, SparseSums, float]],
+    totals: Sequence[SparseSums],
+    parts: Mapping[str, TrialSums],
+    section: ModelSection,
 ) -> dict[str, Array]:
-    """Sites whose sums at these parameters, those of this number, contradict the others'; under masks none is seen."""
+    """Sites whose sums contradict the others' at the best of the candidates found; under masks none is seen."""
+    values, best, _ = max(found, key=lambda at: at[2])
+    number = next(number for number, sums in enumerate(totals) if sums is best)
     factor = Whitener(SparseGP.from_arrays(section, values)).factor
     level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
     return contradicting({site: part.each()[number] for site, part in parts.items()}, level)

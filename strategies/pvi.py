@@ -4,9 +4,8 @@ Ashman et al., *Partitioned variational inference* (2022), Algorithm 1; for spar
 inputs and hyperparameters, *Federated learning of sparse Gaussian processes*. q(θ) ∝ p(θ) ∏ₖ tₖ(θ); products, cavities
 and the merge are in :mod:`strategies.pvi_state`, what a site is asked in :mod:`strategies.pvi_updates`.
 
-Asynchronous visits follow Section 4 of the paper: an answer is
-merged when it arrives, and that site at once gets the newest posterior. How many merges an answer had not seen, its
-staleness, is recorded. A resumed run asks again: only what was under way when it was killed is lost.
+Asynchronous visits follow Section 4 of the paper: an answer is merged when it arrives, and that site at once gets the
+newest posterior. How many merges an answer had not seen, its staleness, is recorded.
 """
 
 from __future__ import annotations

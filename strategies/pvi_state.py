@@ -180,7 +180,11 @@ def merge(
     merged = _merged(state, replies, rates, deletion)
     proper = is_proper(merged)
     if not proper:
-        counts = {site: _halvings(state, {site: replies[site]}, damping, deletion) for site in replies}
+        tried = [damping * 0.5**count for count in range(MOST_HALVINGS)]
+        counts = dict.fromkeys(replies, MOST_HALVINGS)
+        for site, reply in replies.items():
+            each = (_merged(state, {site: reply}, {site: rate}, deletion) for rate in tried)
+            counts[site] = next((count for count, alone in enumerate(each) if is_proper(alone)), MOST_HALVINGS)
         refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
         rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
         halvings = sum(counts[site] for site in rates)
@@ -192,12 +196,6 @@ def merge(
         proper = is_proper(merged)
     least = min(rates.values(), default=0.0)
     return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
-
-
-def _halvings(state: PVIState, reply: Mapping[str, Contribution], damping: float, deletion: bool) -> int:
-    """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
-    tried = (_merged(state, reply, dict.fromkeys(reply, damping * 0.5**n), deletion) for n in range(MOST_HALVINGS))
-    return next((count for count, merged in enumerate(tried) if is_proper(merged)), MOST_HALVINGS)
 
 
 def _merged(

@@ -24,7 +24,7 @@ from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.optimisers import StepMemory, direction, pack, unpack
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch, TrialSums
+from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
@@ -192,25 +192,9 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
-    contrary = contradicted(problem, state, found, totals, summed)
+    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
     return SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points, contrary=contrary)
-
-
-def contradicted(
-    problem: Problem,
-    state: SGPRState,
-    found: Sequence[tuple[NamedArrays, SparseSums, float]],
-    totals: Sequence[SparseSums],
-    summed: Summed[TrialSums],
-) -> NamedArrays:
-    """The sites that contradict the others, with those that the best of the candidates found shows."""
-    values, best, _ = max(found, key=lambda at: at[2])
-    number = next(number for number, sums in enumerate(totals) if sums is best)
-    new = pooled_bound.contradictions(values, number, summed.parts, problem.model)
-    for site in new.keys() - state.contrary.keys():
-        logger.warning("site %s contradicts the others", site)
-    return {**state.contrary, **new}
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -245,7 +229,7 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains, found = [], highest(tried, totals, len(STEPS))
-    contrary = contradicted(problem, state, found, totals, summed)
+    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
     for (chain, _), (values, sums, height) in zip(aimed, found, strict=True):
         if height > chain.height:
             chains.append(replace(chain, values=values, totals=sums, height=height, shrunk=1.0))

@@ -1,9 +1,5 @@
 """The folders of a coordinator and of a site: everything that a SuperLink or a SuperNode is started with.
 
-``coordinator/`` holds the server's key, the SuperLink's database and the operator's connection;
-``coordinator-authority/`` the key that signs its certificate, which can lie offline until it is needed again;
-``north/`` the node key, the invitation's certificate, the fingerprint of the approved app and the site's state.
-
 An invitation is a stranger's file: its values are of a few known shapes, and none becomes part of a command.
 """
 

@@ -1,9 +1,6 @@
-"""Flower's programs with what a federation on real machines needs and Flower 1.41 has no option for.
+"""Flower's programs with what a federation on real machines needs and Flower has no option for.
 
-``superlink`` serves operators on the loopback interface and SuperNodes on the public address, and waits less long for
-the next piece of a reply. ``supernode`` accepts the one app that its owner approved of, by the SHA-256 of its bundle.
-``superexec`` has imported the libraries of ClientApps and forks: an app is ready in a fraction of the seconds. A
-SuperNode starts ``flower-superexec`` by name; the folder of a site has a script of that name, first on the PATH.
+A SuperNode starts ``flower-superexec`` by name; the folder of a site has a script of that name, first on the PATH.
 """
 # ruff: noqa: PLC0415
 

@@ -137,7 +137,8 @@ class Scoring:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
-        mean = constant(preparation.modelled_target, rows, inputs, likelihood, scale)
+        moved = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
+        mean = constant(moved, rows, inputs, likelihood, scale)
         line = session.run(linear_fit(session.roster().everyone, likelihood, inputs))
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
