@@ -198,59 +198,63 @@ def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanin
     return Posterior(arrays, known, coordinates, equation, model)
 
 
+def first_state(strategy: SFVI | SFVIAvg, roster: Roster) -> Asking[SFVIState]:
+    """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
+    options, section, shared = strategy.options, strategy.config.model, dict[str, ndarray]()
+    if options.row.inducing:
+        shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, strategy.config.seed)
+    points = torch.from_numpy(shared[SHARED]) if shared else None
+    model = configured(options, section, len(options.columns(strategy.preparation.names)), points)
+    q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=options.structure == "full")
+    prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
+    return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
+
+
+def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Asking[Predicted]:
+    """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
+    yield from ()
+    section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
+    model = {"family": "structured", "model": section, "structure": structure}
+    posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
+    facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+    facts |= {"bound": state.bound} if state.bound is not None else {}
+    facts |= {"fresh_starts": state.fresh} if state.fresh else {}
+    return Predicted(Parameters(state.parameters), posterior, facts)
+
+
+def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
+    """The shared inducing inputs."""
+    return dict(state.shared)
+
+
+def rate(strategy: SFVI | SFVIAvg, roster: Roster) -> float:
+    """The learning rate of a round."""
+    return strategy.options.rate(roster.round - 1, strategy.horizon(), flat=strategy.course.flat_from is not None)
+
+
 class SFVIAvg(FederatedStrategy[SFVIState]):
     """Rounds of local steps and averages."""
 
-    method = "sfvi-avg"
-    options_class = SFVIOptions
-    state_class = SFVIState
-    watched, anneals = "site_estimate", (CONSTANT_SHARE, FLAT_SHARE)
+    method, watched = "sfvi-avg", "site_estimate"
+    options_class, state_class, anneals = SFVIOptions, SFVIState, (CONSTANT_SHARE, FLAT_SHARE)
     options: SFVIOptions
-
-    def initialise(self, roster: Roster) -> Asking[SFVIState]:
-        """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
-        options, section, shared = self.options, self.config.model, dict[str, ndarray]()
-        if options.row.inducing:
-            shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, self.config.seed)
-        points = torch.from_numpy(shared[SHARED]) if shared else None
-        model = configured(options, section, len(options.columns(self.preparation.names)), points)
-        q_global = initial_global(
-            model.global_size, scale=options.initial_scale, triangular=options.structure == "full"
-        )
-        prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
-        return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
-
-    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
-        """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
-        yield from ()
-        section, structure = (part.model_dump(by_alias=True) for part in (self.config.model, self.options))
-        model = {"family": "structured", "model": section, "structure": structure}
-        posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
-        facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
-        facts |= {"bound": state.bound} if state.bound is not None else {}
-        facts |= {"fresh_starts": state.fresh} if state.fresh else {}
-        return Predicted(Parameters(state.parameters), posterior, facts)
-
-    def constants(self, state: SFVIState) -> NamedArrays:
-        """The shared inducing inputs."""
-        return dict(state.shared)
-
-    def rate(self, roster: Roster) -> float:
-        """The learning rate of a round."""
-        return self.options.rate(roster.round - 1, self.horizon(), flat=self.course.flat_from is not None)
+    initialise, predictive, constants = first_state, predicted, shared_inputs
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
-        return (yield from averaging_round(state, roster, self.options, self.rate(roster)))
+        return (yield from averaging_round(state, roster, self.options, rate(self, roster)))
 
 
-class SFVI(SFVIAvg):
+class SFVI(FederatedStrategy[SFVIState]):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method, watched = "sfvi", "objective"
+    options_class, state_class, anneals = SFVIOptions, SFVIState, (CONSTANT_SHARE, FLAT_SHARE)
+    options: SFVIOptions
+    initialise, predictive, constants = first_state, predicted, shared_inputs
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""
         if roster.round <= self.options.warm_start_rounds:
-            return (yield from super().one_round(state, roster))
-        return (yield from one_round(state, roster, self.options, self.config.seed, self.rate(roster)))
+            return (yield from averaging_round(state, roster, self.options, rate(self, roster)))
+        return (yield from one_round(state, roster, self.options, self.config.seed, rate(self, roster)))

@@ -91,7 +91,6 @@ COPY . /fedgp
 RUN pip install --no-cache-dir --constraint /fedgp/constraints.txt --editable /fedgp
 ENTRYPOINT ["fedgp"]
 """
-"""Built in the root of the project."""
 
 
 def fingerprint_of(file: Path) -> str:

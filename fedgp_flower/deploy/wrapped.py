@@ -22,12 +22,9 @@ if TYPE_CHECKING:
     from flwr.supercore.fab import Fab
     from flwr.supercore.run import Run
 
-HEARTBEAT = 10
-"""Seconds; Flower's are 30, and 10 the fewest that a SuperLink takes."""
-UPLOAD = 30
-"""Seconds; Flower's are 180."""
-LOOK = 0.5
-"""Seconds between looks for a message; Flower's are 3."""
+HEARTBEAT = 10  # seconds; Flower's are 30, and 10 the fewest that a SuperLink takes
+UPLOAD = 30  # seconds; Flower's are 180
+LOOK = 0.5  # seconds between looks for a message; Flower's are 3
 PIN = "FEDGP_APP"
 """Variable with the fingerprint of the approved app, or the word ``any``."""
 CONTROL = "FEDGP_CONTROL"

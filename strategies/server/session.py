@@ -61,8 +61,7 @@ from strategies.server.totals import MEMBERS, MaskedContract, Masking
 
 logger = logging.getLogger("fedgp")
 
-SPARE_BYTES = 1 << 16
-"""Of the arrays of a reply, for their names and shapes."""
+SPARE_BYTES = 1 << 16  # of the arrays of a reply, for their names and shapes
 
 
 class ContradictionError(FedGPError):
