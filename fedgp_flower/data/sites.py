@@ -20,6 +20,7 @@ from fedgp_flower.data.standardisation import Preparation, count_unknown_levels,
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.formula import SITE
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
 from fedgp_flower.typing import Array, Indices
@@ -191,13 +192,15 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     here = np.concatenate([rows, held_out])
     codes = {name: mask for name, mask in table.codes.items() if mask[here].any()}
     node = (str(site), dealt.labels[site], partitions)
-    return _site(node, both, table.target, table.dropped if site == 0 else 0, codes, f"site {site} of {table.file}")
+    dropped = table.dropped if site == 0 else 0
+    return _site(node, both, table.target, table.features, dropped, codes, f"site {site} of {table.file}")
 
 
 def _site(
     node: tuple[str, str, int],
     both: Sequence[pd.DataFrame],
     target: str,
+    features: Sequence[str],
     dropped: int,
     codes: Mapping[str, Mask],
     where: str,
@@ -208,8 +211,7 @@ def _site(
     found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
     words = "a number repeats far from all others and is taken as it is; if it is a code for a missing cell"
     said = f"{found}{', …' * (len(codes) > 5)}: {words} (−999, 9999), empty those cells and set `missing`"
-    features = tuple(str(name) for name in both[0] if name != target)
-    return RawSite(*node, both[0], both[1], features, target, dropped, said if codes else "")
+    return RawSite(*node, both[0], both[1], tuple(features), target, dropped, said if codes else "")
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
@@ -232,6 +234,8 @@ def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> R
 def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
     """A process of a simulation serves many sites and deals once."""
     train, _ = table.rows(config.split)
+    if config.set_aside and config.partitioner == "iid":
+        return partitioning.deal_groups(table.frame[config.set_aside].iloc[train], partitions, config)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
     inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
     return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
@@ -260,10 +264,12 @@ def real_site(
     config: CoreConfig, site: str, label: str, tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
     """A real site from tables with names for errors: rows to train on, and held-out rows if there is a second."""
+    if config.design is not None and SITE in config.design.inputs:  # the site as a fixed effect
+        tables = [(name, table if SITE in table else table.assign(**{SITE: label or site})) for name, table in tables]
     file, raw = tables[0]
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
     frame, target = checked(raw, *columns, config, file).reset_index(drop=True), columns[1]
-    inputs = [str(name) for name in frame if name != target]
+    inputs = [str(name) for name in frame if name not in {target, *config.set_aside}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
@@ -272,4 +278,4 @@ def real_site(
         both = [frame.iloc[part].reset_index(drop=True) for part in _held_out(len(frame), config, site)]
     if problems := identifier_problems(both[0], inputs, config.max_levels):
         raise DataError(f"{file}: {'. '.join(problems)}")
-    return _site((site, label or site, 0), both, target, dropped, codes_in(pd.concat(both)), file)
+    return _site((site, label or site, 0), both, target, inputs, dropped, codes_in(pd.concat(both)), file)
