@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,16 +56,16 @@ def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreCo
     return Deal(tuple(np.sort(part) for part in parts), tuple(str(site) for site in range(num_sites)))
 
 
-def deal_groups(groups: pd.DataFrame, num_sites: int, config: CoreConfig) -> Deal:
-    """Deal whole groups at random: rows that share a value in any of these columns go to the same site."""
-    codes = np.stack([pd.factorize(groups[name])[0] for name in groups])
+def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: int, config: CoreConfig) -> Deal:
+    """Deal whole groups at random: rows that share the values of all columns of a factor go to the same site."""
+    codes = np.stack([frame.groupby(columns).ngroup().to_numpy() for columns in factors])
     starts = np.cumsum([0, *(codes.max(axis=1) + 1)])
     nodes = codes + starts[:-1, None]
     ones = np.ones((len(nodes) - 1) * nodes.shape[1])
     edges = coo_array((ones, (nodes[:-1].ravel(), nodes[1:].ravel())), shape=(starts[-1], starts[-1]))
     count, parts = connected_components(edges, directed=False)
     if count < num_sites:
-        named = ", ".join(f"`{name}`" for name in groups)
+        named = ", ".join(f"`{':'.join(columns)}`" for columns in factors)
         raise DataError(f"the groups of {named} cannot be dealt whole to {num_sites} sites; at most {count}")
     order = generator(derived_seed(config.seed, "partition", config.partitioner), "order").permutation(count)
     site = np.empty(count, dtype=np.int64)

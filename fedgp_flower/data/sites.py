@@ -234,8 +234,10 @@ def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> R
 def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
     """A process of a simulation serves many sites and deals once."""
     train, _ = table.rows(config.split)
-    if config.set_aside and config.partitioner == "iid":
-        return partitioning.deal_groups(table.frame[config.set_aside].iloc[train], partitions, config)
+    terms = () if config.design is None else config.design.random
+    factors = [[name for name in term.group if name not in config.sites_named] for term in terms]
+    if any(factors) and config.partitioner == "iid":
+        return partitioning.deal_groups(table.frame.iloc[train], list(filter(None, factors)), partitions, config)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
     inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
     return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)

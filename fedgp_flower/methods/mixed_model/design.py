@@ -39,24 +39,25 @@ class Columns:
     effect_names: tuple[tuple[str, ...], ...]
 
 
-def columns(formula: Formula, frame: pd.DataFrame, agreed: Preparation) -> Columns:
+def columns(formula: Formula, frame: pd.DataFrame, agreed: Preparation, *, finite: bool = True) -> Columns:
     """The matrices of typed rows; a level that no site had counts as the first."""
     levels = {c.name: list(c.levels) for c in agreed.columns if c.levels}
     coded = {c: pd.Categorical(frame[c].where(frame[c].isin(known), known[0]), known) for c, known in levels.items()}
     table = frame.assign(**coded)
-    fixed, names = _matrix(formula.fixed, table)
-    offset = _matrix(f"0 + I({formula.offset})", table)[0][:, 0] if formula.offset else np.zeros(len(frame))
-    found = [_matrix(term.effects, table) for term in formula.random]
+    fixed, names = _matrix(formula.fixed, table, finite)
+    offset = _matrix(f"0 + I({formula.offset})", table, finite)[0][:, 0] if formula.offset else np.zeros(len(frame))
+    found = [_matrix(term.effects, table, finite) for term in formula.random]
     return Columns(fixed, names, offset, tuple(m for m, _ in found), tuple(called for _, called in found))
 
 
-def _matrix(part: str, table: pd.DataFrame) -> tuple[Array, tuple[str, ...]]:
+def _matrix(part: str, table: pd.DataFrame, finite: bool) -> tuple[Array, tuple[str, ...]]:
     try:
-        matrix = formulaic.model_matrix(part, table, na_action="ignore")
+        with np.errstate(invalid="ignore", divide="ignore"):
+            matrix = formulaic.model_matrix(part, table, na_action="ignore")
     except Exception as error:
         raise DataError(f"`formula`: {part!r} cannot be read ({type(error).__name__}: {error})") from None
     values = matrix.to_numpy(dtype=np.float64)
-    if not np.isfinite(values).all():
+    if finite and not np.isfinite(values).all():
         odd = [
             str(name) for name, column in zip(matrix.columns, values.T, strict=True) if not np.isfinite(column).all()
         ]
@@ -70,7 +71,8 @@ def reference(formula: Formula, agreed: Preparation) -> Columns:
     for column in agreed.columns:
         mean, scale = agreed.input_mean[start], agreed.input_scale[start]
         number: Array = mean + scale * np.array([REACH, REACH / 2, 0.0, -REACH / 2, -REACH])
-        number = np.where(number > 0, number, abs(mean) + scale) if number[2] > 0 else number  # logarithms are taken
+        if mean > 0:  # logarithms may be taken
+            number = np.where(number > 0, number, mean)
         rows[column.name] = [column.levels[-1], column.levels[0]] * 2 + [column.levels[-1]] if column.levels else number
         start += len(column.names)
     return columns(formula, pd.DataFrame(rows, index=range(5)), agreed)
@@ -84,12 +86,11 @@ def sizes(matrix: Array) -> Array:
 
 def whitening(gram: Array, names: Sequence[str], size: Array) -> Array:
     """D R with RᵀR the mean cross-products [q, q]; DataError naming columns that others make up."""
-    factor, kept = np.zeros_like(gram), gram / np.sqrt(np.outer(gram.diagonal(), gram.diagonal()) + 1e-300)
+    kept = gram / np.sqrt(np.outer(gram.diagonal(), gram.diagonal()) + 1e-300)
     left = np.array([_unexplained(kept, column) for column in range(len(kept))])
     if odd := [name for name, share in zip(names, left, strict=True) if not share > 1e-9]:
         raise DataError(f"`formula`: {odd[0]} is constant or follows from the columns before it; leave it out")
-    factor = np.linalg.cholesky(gram).T
-    return np.asarray(factor * size)
+    return np.asarray(np.linalg.cholesky(gram).T * size)
 
 
 def _unexplained(correlation: Array, column: int) -> float:
@@ -117,7 +118,7 @@ def design(formula: Formula, frame: pd.DataFrame, agreed: Preparation, arrays: N
     """The whitened matrices of typed rows."""
     found = columns(formula, frame, agreed)
     effects = (whitened(matrix, arrays[f"{TERM}{k}"]) for k, matrix in enumerate(found.effects))
-    return Design(whitened(found.fixed, arrays[FIXED]), torch.from_numpy(found.offset), tuple(effects))
+    return Design(whitened(found.fixed, arrays[FIXED]), torch.tensor(found.offset), tuple(effects))
 
 
 def decoded(inputs: Array, agreed: Preparation) -> pd.DataFrame:

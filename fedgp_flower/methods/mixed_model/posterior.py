@@ -31,7 +31,7 @@ class NewGroup:
 
     def latent(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and variance of η [N], in units of the table."""
-        found = columns(self.formula, decoded(inputs, self.agreed), self.agreed)
+        found = columns(self.formula, decoded(inputs, self.agreed), self.agreed, finite=False)
         variance = np.einsum("ne,ef,nf->n", found.fixed, self.covariance, found.fixed)
         for z, covariance in zip(found.effects, self.random, strict=True):
             variance += np.einsum("ne,ef,nf->n", z, covariance, z)
