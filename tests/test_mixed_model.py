@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.stats import multivariate_normal, poisson
 
 import fedgp_flower as fg
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.formula import parse
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
@@ -157,10 +157,10 @@ def fitted(name: str, folder: object, **more: object) -> fg.Run:
     return fg.run(make(), sites=sites, options=keys)
 
 
-LONG = ("slopes", "independent slopes", "crossed", "counts")
+LONG = ("nested", "slopes", "independent slopes", "crossed", "counts")
 
 
-@pytest.mark.parametrize("name", ["nested", "counts, nested", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
+@pytest.mark.parametrize("name", ["counts, nested", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
 def test_estimates_are_those_of_lme4(name, tmp_path):
     as_lme4(name, fitted(name, tmp_path))
 
@@ -188,6 +188,7 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     assert new["sd"][0] == pytest.approx(math.hypot(first, residual, shown.loc[0, "se"]), rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_site_is_a_group(tmp_path):
     keys = {**mixed_models.keys("nested"), "formula": "score ~ kind * hours + (1 | site) + (1 | school:room)"}
     run = fg.run(mixed_models.schools(), site="school", options={**keys, **ALONE, "output-dir": str(tmp_path)})
@@ -230,7 +231,7 @@ def test_formulas_are_taken_apart_and_call_little():
 
 
 def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
-    with pytest.raises(DataError, match="at most 1"):
+    with pytest.raises(RunError, match="at most 1"):
         fg.run(
             mixed_models.crossed(),
             sites=3,
