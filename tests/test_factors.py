@@ -57,7 +57,7 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
     )
 
 
-@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic"])
+@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic", "rbf + l1"])
 def test_batched_kernel_is_the_gpytorch_kernel_of_every_sample(expression):
     kernel = build_kernel(ModelSection(kernel=expression), 2)
     batched = BatchedKernel(kernel)
