@@ -1,6 +1,6 @@
 """GPyTorch kernels from an expression, with every positive parameter in log coordinates.
 
-``rbf``, ``matern32``, ``matern52``, ``l1``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``matern52 + linear``, or
+``rbf``, ``matern32``, ``matern52``, ``l1``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``rbf + l1``, or
 ``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have a scale each; a product has one.
 
 Another package brings a kernel under a name, by an entry point of the group ``fedgp_flower.kernels``: a function of
@@ -84,7 +84,7 @@ class Linear(LinearKernel):
     """GPyTorch's kernel as a plain matrix: its low-rank form, once added to another, asks for a root of that one."""
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
-        """v x₁ᵀx₂ [..., N, M], or its diagonal [..., N]."""
+        """Products v x₁ᵀx₂ [..., N, M], or its diagonal [..., N]."""
         variance = self.variance[..., 0] if diag else self.variance
         return variance * ((x1 * x2).sum(-1) if diag else x1 @ x2.mT)
 
