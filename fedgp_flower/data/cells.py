@@ -183,7 +183,8 @@ def is_skewed(target: pd.Series) -> bool:
     """Whether numbers above zero are skewed, and their logarithms far less."""
     if kind_of(target) != "numeric" or len(target) < LEAST_SKEWED or not (target > 0).all():
         return False
-    return bool(abs(np.log(target).skew()) < target.skew() / 2 and target.skew() > 1)
+    plain, logged = (float(values.skew()) for values in (target, np.log(target)))  # type: ignore[arg-type]
+    return plain > 1 and abs(logged) < plain / 2
 
 
 def check_target(target: pd.Series, likelihood: str, transform: str, file: str) -> None:

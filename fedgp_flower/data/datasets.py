@@ -199,7 +199,7 @@ def _from_file(path: Path) -> _Raw:
     if listing.is_file():
         return _Raw(path.name, frame, _read_splits(listing, len(frame)))
     aside = parts_in(frame)
-    test = np.flatnonzero(frame["split"].to_numpy() == "test") if aside else np.empty(0)
+    test = np.flatnonzero(frame["split"].to_numpy() == "test") if aside else np.arange(0)
     return _Raw(path.name, frame, (test,) if 0 < len(test) < len(frame) else (), aside=aside)
 
 
