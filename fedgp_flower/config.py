@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeV
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
+from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
     AveragingSection,
@@ -344,13 +344,15 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     for key in (key for key in given if key not in known):
         close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-        gone = f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}" if key in MOVED_KEYS else ""
+        instead = moved()[1].get(key)
+        gone = instead and f"the configuration key `{key}` is gone: {instead}"
         problems.append(gone or f"unknown configuration key `{key}`; {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
-        words = f"is gone: {MOVED_METHODS[method]}" if method in MOVED_METHODS else "is not a method"
+        instead = moved()[0].get(method)
+        words = f"is gone: {instead}" if instead else "is not a method"
         raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
     # TOML writes 1 for 1.0; everything else keeps its type and is judged strictly.
     numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}

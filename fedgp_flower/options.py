@@ -52,7 +52,7 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
 BASIC = "basic"
 """Marks a field that many runs set: help and documentation show these keys first."""
 
-KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
+KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
@@ -81,8 +81,9 @@ class ModelSection(Section):
     """The Gaussian process."""
 
     kernel: Annotated[str, BASIC] = "rbf"
-    """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic`` or one that an installed package registers in the
-    entry-point group ``fedgp_flower.kernels``, and sums and products: ``matern52 + linear``, ``matern52 * periodic``.
+    """``rbf``, ``matern32``, ``matern52``, ``l1`` (a product of Matérn-1/2 over inputs, for steps), ``linear``,
+    ``periodic`` or one that an installed package registers in the entry-point group ``fedgp_flower.kernels``, and sums
+    and products: ``matern52 + linear``, ``rbf + l1``.
     """
     ard: bool = True
     """A lengthscale for each input."""

@@ -35,26 +35,27 @@ def setting(name):
     """Targets, mean and variance of f, and two samples of the parameters."""
     y = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     mean = torch.tensor([[0.3, -0.5, 0.1, 0.0], [0.1, 0.4, -0.2, 0.2]], dtype=torch.float64)
-    point = build_point_likelihood(name, noise=0.3)
+    point = Logit() if name == "logit" else build_point_likelihood(name, noise=0.3)
     hyper = torch.stack([point.initial, point.initial + 0.2])
     return point, y, mean, 1e-3 * (1 + 2 * mean.abs()), hyper
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "logit"])
 def test_they_are_the_likelihoods_of_gpytorch(name):
     """The variance is small because GPyTorch's log Φ is exact only for |f| < 1."""
     point, y, mean, variance, hyper = setting(name)
+    near = {"rtol": 1e-8 if name == "logit" else 1e-9, "atol": 1e-12}  # ours is a mixture of normal distributions
     for s in range(2):
         theirs = point.to_gpytorch(hyper[s])
         q = MultivariateNormal(mean[s], DiagLinearOperator(variance[s]))
         ours = y, mean[s], variance[s], hyper[s]
-        torch.testing.assert_close(point.expected(*ours), theirs.expected_log_prob(y, q), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(point.log_predictive(*ours), theirs.log_marginal(y, q), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(point.expected(*ours), theirs.expected_log_prob(y, q), **near)
+        torch.testing.assert_close(point.log_predictive(*ours), theirs.log_marginal(y, q), **near)
         conditional = theirs(mean[s]) if name != "gaussian" else theirs(mean[s], noise=theirs.noise)
-        torch.testing.assert_close(point.log_density(y, mean[s], hyper[s]), conditional.log_prob(y), rtol=1e-9, atol=0)
+        torch.testing.assert_close(point.log_density(y, mean[s], hyper[s]), conditional.log_prob(y), **near)
         certain = point.moments(mean[s], torch.zeros_like(mean[s]), hyper[s])
         for mine, other in zip(certain, (conditional.mean, conditional.variance), strict=True):
-            torch.testing.assert_close(mine, other.expand_as(mine), rtol=1e-9, atol=0)
+            torch.testing.assert_close(mine, other.expand_as(mine), **near)
 
 
 @pytest.mark.parametrize("name", KINDS)

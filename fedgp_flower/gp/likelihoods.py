@@ -21,7 +21,7 @@ from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likeli
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Poisson, StudentT
+from torch.distributions import Bernoulli, Poisson, StudentT
 
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.lazy import special
@@ -67,9 +67,9 @@ class PointLikelihood(ABC):
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """The conditional log p(y | f)."""
 
+    @abstractmethod
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
-        """The same model as a likelihood of GPyTorch, which has no logistic one."""
-        raise NotImplementedError
+        """The same model as a likelihood of GPyTorch."""
 
     def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Values of f that targets suggest, and the precision of each: where factors start; here weak."""
@@ -331,6 +331,14 @@ def gaussian_likelihood(noise: float) -> GaussianLikelihood:
     return likelihood
 
 
+class LogisticLabels(_OneDimensionalLikelihood):
+    """Labels with log odds f, as a likelihood of GPyTorch."""
+
+    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Bernoulli:
+        """The distribution of y given f."""
+        return Bernoulli(logits=function_samples)
+
+
 class LogPoisson(_OneDimensionalLikelihood):
     """Counts with rate eᶠ, as a likelihood of GPyTorch."""
 
@@ -441,6 +449,10 @@ class Logit(PointLikelihood):
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log σ((2y − 1) f)."""
         return torch.nn.functional.logsigmoid((2.0 * targets - 1.0) * function)
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """:class:`LogisticLabels`: GPyTorch has none."""
+        return _float64(LogisticLabels(), self)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """−E log(1 + e^{−(2y − 1) f})."""
