@@ -258,8 +258,8 @@ def robust(client: SiteClient, request: RobustScales) -> RobustMoments:
     y = site.train[site.target].to_numpy(dtype=np.float64)
     z = (y - request.centre)[:, None] / request.scales
     weights = 2 / (1 + z**2)
-    sums = (part.sum(axis=0) for part in (weights, weights * z, weights * z**2))
-    return RobustMoments(*sums, np.array(float(len(y))))
+    first, second = (weights * z).sum(axis=0), (weights * z**2).sum(axis=0)
+    return RobustMoments(weights.sum(axis=0), first, second, np.array(float(len(y))))
 
 
 def column_sums(client: SiteClient, request: Nothing) -> ColumnSums:
