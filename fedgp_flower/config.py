@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeV
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
+from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
     AveragingSection,
@@ -139,7 +139,11 @@ class CoreConfig(Section):
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
-    """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
+    """Share of a site's rows that it holds out, where `split` is -1 and no file holds its test rows; 0: nothing is
+    scored."""
+    holdout: Annotated[str, BASIC] = "random"
+    """Which rows these are: any (``random``), whole groups (``group:COLUMN``, such as all rows of a patient), or those
+    later than all others (``time:COLUMN``). That column is no input unless `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
@@ -169,7 +173,7 @@ class CoreConfig(Section):
     """Floating-point type of the sites' computations."""
     threads: PositiveInt = 1
     """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
-    evaluate_every: Annotated[Count, BASIC] = 10
+    evaluate_every: Count = 10
     """Rounds between evaluations; 0 evaluates only after the last round."""
     sites: Count = 0
     """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
@@ -201,6 +205,8 @@ class CoreConfig(Section):
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
             )
+        if self.holdout != "random" and self.split >= 0:
+            raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
         transform, likelihood = self.transform.target, self.model.likelihood
@@ -219,6 +225,18 @@ class CoreConfig(Section):
         if name in {".", ".."} or "/" in name or "\\" in name:
             raise ValueError("expected the name of a folder inside `output-dir`, without a path")
         return name
+
+    @field_validator("holdout")
+    @classmethod
+    def _known_holdout(cls, way: str) -> str:
+        if not re.fullmatch(r"random|(time|group):.+", way):
+            raise ValueError("expected random, time:COLUMN or group:COLUMN")
+        return way
+
+    @property
+    def aside(self) -> set[str]:
+        """Columns that are no inputs unless `features` names them: those of the sites, and of `holdout`."""
+        return {self.partition.column if self.partitioner == "natural" else "", self.holdout.partition(":")[2]} - {""}
 
     @property
     def terms(self) -> Json:
@@ -345,13 +363,15 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     for key in (key for key in given if key not in known):
         close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-        gone = f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}" if key in MOVED_KEYS else ""
+        instead = moved()[1].get(key)
+        gone = instead and f"the configuration key `{key}` is gone: {instead}"
         problems.append(gone or f"unknown configuration key `{key}`; {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
-        words = f"is gone: {MOVED_METHODS[method]}" if method in MOVED_METHODS else "is not a method"
+        instead = moved()[0].get(method)
+        words = f"is gone: {instead}" if instead else "is not a method"
         raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
     # TOML writes 1 for 1.0; everything else keeps its type and is judged strictly.
     numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}

@@ -175,6 +175,7 @@ BUILT_IN: Mapping[str, Method] = {
     "sfvi-avg": replace(
         _SFVI,
         summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
+        options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
         strategy="strategies.sfvi:SFVIAvg",
     ),
     "fedmgp": _FEDMGP,
