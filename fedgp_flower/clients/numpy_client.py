@@ -32,6 +32,7 @@ from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores
 from fedgp_flower.shared_messages import (
+    BoostedScoreSums,
     Centres,
     Coefficients,
     ColumnSquares,
@@ -43,7 +44,10 @@ from fedgp_flower.shared_messages import (
     LogisticSums,
     Moments,
     Nothing,
+    Points,
     PooledScoreSums,
+    RobustMoments,
+    RobustScales,
     ScoreSums,
     Shape,
     Step,
@@ -206,8 +210,13 @@ class SiteClient(NumPyClient):
             arrays["prediction.input"] = self.rows.x_test * agreed.input_scale + agreed.input_mean
         return arrays
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
-        """Scores of a model of these rows alone: those of this site, or in a simulation those of all sites."""
+    def all_rows(self) -> SiteData:
+        """Simulation only: the rows of all sites."""
+        self.require_simulated("does not see the rows of other sites")
+        return baselines.all_rows(self.config, self.site.partitions, self.preparation)
+
+    def alone(self, data: SiteData, pooled: int) -> Scores:
+        """Scores of a model of these rows; of those of all sites with ``pooled`` inducing points, which is else 0."""
         return baselines.scores(data, self.config, self.units, pooled)
 
 
@@ -218,14 +227,17 @@ def score_sums(client: SiteClient, request: Any) -> ScoreSums:
 
 def local_scores(client: SiteClient, request: Nothing) -> LocalScoreSums:
     """Scores of a model of this site's rows."""
-    return LocalScoreSums.of(client.alone(client.rows, pooled=False))
+    return LocalScoreSums.of(client.alone(client.rows, pooled=0))
 
 
-def pooled(client: SiteClient, request: Nothing) -> PooledScoreSums:
+def pooled(client: SiteClient, request: Points) -> PooledScoreSums:
     """Simulation only: scores of one model of the rows of all sites."""
-    client.require_simulated("does not see the rows of other sites")
-    rows = baselines.all_rows(client.config, client.site.partitions, client.preparation)
-    return PooledScoreSums.of(client.alone(rows, pooled=True))
+    return PooledScoreSums.of(client.alone(client.all_rows(), pooled=request.count or client.config.model.num_inducing))
+
+
+def boosted(client: SiteClient, request: Nothing) -> BoostedScoreSums:
+    """Simulation only: scores of gradient boosting of the rows of all sites."""
+    return BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
 
 
 def predictions(client: SiteClient, request: Any) -> HeldOutRows:
@@ -248,6 +260,16 @@ def target(client: SiteClient, request: TargetPowers) -> TargetMoments:
     moved = np.stack([one.forward(y) for one in family]) - request.centres[:, None]
     slopes = np.array([one.log_slope(y).sum() for one in family])
     return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
+
+
+def robust(client: SiteClient, request: RobustScales) -> RobustMoments:
+    """Sums of the training targets for a middle and a spread that outliers do not move."""
+    site = client.site
+    y = site.train[site.target].to_numpy(dtype=np.float64)
+    z = (y - request.centre)[:, None] / request.scales
+    weights = 2 / (1 + z**2)
+    first, second = (weights * z).sum(axis=0), (weights * z**2).sum(axis=0)
+    return RobustMoments(weights.sum(axis=0), first, second, np.array(float(len(y))))
 
 
 def column_sums(client: SiteClient, request: Nothing) -> ColumnSums:
@@ -300,8 +322,8 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     return LinearScoreSums.of(scores)
 
 
-SCORED = (score_sums, local_scores, pooled, linear_scores, predictions)
-SUMS = (weighted, target, column_sums, column_squares, shape, moments, logistic)
+SCORED = (score_sums, local_scores, pooled, boosted, linear_scores, predictions)
+SUMS = (weighted, target, robust, column_sums, column_squares, shape, moments, logistic)
 
 
 @cache
