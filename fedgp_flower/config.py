@@ -138,7 +138,11 @@ class CoreConfig(Section):
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
-    """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
+    """Share of a site's rows that it holds out, where `split` is -1 and no file holds its test rows; 0: nothing is
+    scored."""
+    holdout: Annotated[str, BASIC] = "random"
+    """Which rows these are: any (``random``), whole groups (``group:COLUMN``, such as all rows of a patient), or those
+    later than all others (``time:COLUMN``). That column is no input unless `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
@@ -168,7 +172,7 @@ class CoreConfig(Section):
     """Floating-point type of the sites' computations."""
     threads: PositiveInt = 1
     """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
-    evaluate_every: Annotated[Count, BASIC] = 10
+    evaluate_every: Count = 10
     """Rounds between evaluations; 0 evaluates only after the last round."""
     sites: Count = 0
     """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
@@ -200,6 +204,8 @@ class CoreConfig(Section):
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
             )
+        if self.holdout != "random" and self.split >= 0:
+            raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
         transform, likelihood = self.transform.target, self.model.likelihood
@@ -218,6 +224,18 @@ class CoreConfig(Section):
         if name in {".", ".."} or "/" in name or "\\" in name:
             raise ValueError("expected the name of a folder inside `output-dir`, without a path")
         return name
+
+    @field_validator("holdout")
+    @classmethod
+    def _known_holdout(cls, way: str) -> str:
+        if not re.fullmatch(r"random|(time|group):.+", way):
+            raise ValueError("expected random, time:COLUMN or group:COLUMN")
+        return way
+
+    @property
+    def aside(self) -> set[str]:
+        """Columns that are no inputs unless `features` names them: those of the sites, and of `holdout`."""
+        return {self.partition.column if self.partitioner == "natural" else "", self.holdout.partition(":")[2]} - {""}
 
     @property
     def terms(self) -> Json:

@@ -52,7 +52,7 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
 BASIC = "basic"
 """Marks a field that many runs set: help and documentation show these keys first."""
 
-KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
+KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
@@ -81,8 +81,9 @@ class ModelSection(Section):
     """The Gaussian process."""
 
     kernel: Annotated[str, BASIC] = "rbf"
-    """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic`` or one that an installed package registers in the
-    entry-point group ``fedgp_flower.kernels``, and sums and products: ``matern52 + linear``, ``matern52 * periodic``.
+    """``rbf``, ``matern32``, ``matern52``, ``l1`` (a product of Matérn-1/2 over inputs, for steps), ``linear``,
+    ``periodic`` or one that an installed package registers in the entry-point group ``fedgp_flower.kernels``, and sums
+    and products: ``matern52 + linear``, ``rbf + l1``.
     """
     ard: bool = True
     """A lengthscale for each input."""
@@ -90,7 +91,7 @@ class ModelSection(Section):
     """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t."""
+    Student-t with 4 degrees of freedom."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0

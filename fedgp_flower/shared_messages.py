@@ -88,9 +88,14 @@ def largest(*arrays: ndarray) -> float:
 
 
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
-    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must."""
-    usual = float(np.median(list(variances.values()))) if len(variances) > 2 else np.nan
-    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= 1e-3 * usual]
+    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must.
+
+    A part that is linear spreads them all a little, so a site is odd only beyond ten times the median distance.
+    """
+    entries = np.array(list(variances.values()))
+    usual = float(np.median(entries)) if len(variances) > 2 else np.nan
+    reach = max(1e-3 * usual, 10 * float(np.median(np.abs(entries - usual))))
+    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= reach]
     if len(odd) > (len(variances) - 1) // 2:
         return {}
     return {
@@ -171,6 +176,32 @@ class TargetMoments:
         if (self.second * rows < self.first**2 * (1 - 1e-9)).any():
             return "`second` is less than the square of `first` allows"
         return None
+
+
+@message()
+class RobustScales:
+    """Where the middle of the target may be, and how wide it may spread."""
+
+    centre: float = leaves("centre c")
+    scales: Float[ndarray, " J"] = leaves("scales s to try")
+
+
+@message("query.robust", summand=True, counts="J J J")
+class RobustMoments:
+    """What Cauchy's likelihood of the targets says of their middle and spread: no row adds more than 2 to a sum."""
+
+    weights: Float[ndarray, " J"] = leaves("Σ w, w = 2 / (1 + z²), z = (y − c)/s, for each scale")
+    first: Float[ndarray, " J"] = leaves("Σ w z")
+    second: Float[ndarray, " J"] = leaves("Σ w z²")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None: w (1 + z²) = 2 and |z| ≤ ½ (1 + z²)."""
+        rows, slack = described.rows, 1e-6 * described.rows
+        if float(self.count) != rows:
+            return f"`count` is not {rows} rows"
+        unlike = np.abs(self.weights + self.second - 2 * rows) > slack
+        return "its sums are of no rows" if (unlike | (np.abs(self.first) > rows + slack)).any() else None
 
 
 @message("query.column_sums", summand=True, counts="columns levels")

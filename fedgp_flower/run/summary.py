@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import stdtrit
 from scipy.stats import binom
 
-from fedgp_flower.data.tables import SUFFIXES, table_stem
+from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
 from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
@@ -291,7 +291,9 @@ def target_of(run: Run) -> str:
 
 
 def data_name(dataset: str) -> str:
-    """What a data set is called: of a file its name, without folders and endings."""
+    """What a data set is called: of files their names, without folders and endings."""
+    if paths := tables_in(dataset):
+        return ", ".join(table_stem(path) for path in paths) if len(paths) < 5 else f"{len(paths)} tables"
     return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
 
 
