@@ -254,7 +254,7 @@ def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals()
     state = drive(evaluate(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
     for chain in state.chains:
         assert len(chain.values[LOCATIONS]) == 4
-        anew = drive(pooled(chain.values, tuple(sites)), sites)
+        anew = drive(pooled(chain.values, problem().model, tuple(sites)), sites)
         assert chain.height == pytest.approx(objective(chain.values, anew), abs=1e-6)
 
 
