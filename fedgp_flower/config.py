@@ -69,7 +69,8 @@ class BaselineSection(Section):
     local_only: bool = True
     """Also fit a GP of its rows at every site."""
     pooled: bool = True
-    """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
+    """Simulation only: one process sees the rows of all sites and fits a GP (an exact one up to 3000 rows, else with as
+    many inducing points as the run) and gradient boosting. Ignored where sites are real machines."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
 

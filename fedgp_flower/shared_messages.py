@@ -232,6 +232,13 @@ class ColumnSquares:
 
 
 @message()
+class Points:
+    """How many inducing points the comparison with all rows has."""
+
+    count: int = leaves("that the run ended with; 0 where it has none")
+
+
+@message()
 class Parameters:
     """Named parameters in unconstrained coordinates, such as ``kernel.log_lengthscale`` or ``inducing.locations``."""
 
@@ -364,6 +371,11 @@ class ComparedScoreSums(LocalScoreSums):
 @message("query.pooled", public=True)
 class PooledScoreSums(ScoreSums):
     """Simulation only: scores of one model of the rows of all sites."""
+
+
+@message("query.boosted", public=True)
+class BoostedScoreSums(ScoreSums):
+    """Simulation only: scores of gradient boosting of the rows of all sites."""
 
 
 @message("query.confusion", summand=True)

@@ -33,6 +33,7 @@ from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores, much_better
 from fedgp_flower.shared_messages import (
+    BoostedScoreSums,
     Centres,
     Coefficients,
     ColumnSquares,
@@ -45,6 +46,7 @@ from fedgp_flower.shared_messages import (
     LogisticSums,
     Moments,
     Nothing,
+    Points,
     PooledScoreSums,
     RobustMoments,
     RobustScales,
@@ -212,8 +214,13 @@ class SiteClient(NumPyClient):
             arrays["prediction.input"] = self.rows.x_test * agreed.input_scale + agreed.input_mean
         return arrays
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
-        """Scores of a model of these rows alone: those of this site, or in a simulation those of all sites."""
+    def all_rows(self) -> SiteData:
+        """Simulation only: the rows of all sites."""
+        self.require_simulated("does not see the rows of other sites")
+        return baselines.all_rows(self.config, self.site.partitions, self.preparation)
+
+    def alone(self, data: SiteData, pooled: int) -> Scores:
+        """Scores of a model of these rows; of those of all sites with ``pooled`` inducing points, which is else 0."""
         return baselines.scores(data, self.config, self.units, pooled)
 
 
@@ -224,12 +231,12 @@ def score_sums(client: SiteClient, request: Any) -> ScoreSums:
 
 def local_scores(client: SiteClient, request: Nothing) -> LocalScoreSums:
     """Scores of a model of this site's rows."""
-    return LocalScoreSums.of(client.alone(client.rows, pooled=False))
+    return LocalScoreSums.of(client.alone(client.rows, pooled=0))
 
 
 def compared_scores(client: SiteClient, request: Any) -> ComparedScoreSums:
     """Scores of a model of this site's rows, and whether they are much better than those of the run."""
-    alone, run = (ScoreSums.of(found) for found in (client.alone(client.rows, pooled=False), client.score(request)))
+    alone, run = (ScoreSums.of(found) for found in (client.alone(client.rows, pooled=0), client.score(request)))
     better = much_better(alone.nll, run.nll, run.rows)
     if better:
         words = "the run does not serve this site: NLL %.4g of its held-out rows, %.4g by a model of its rows alone"
@@ -237,11 +244,14 @@ def compared_scores(client: SiteClient, request: Any) -> ComparedScoreSums:
     return ComparedScoreSums(**vars(alone), sites=np.array([float(run.rows > 0), float(better)]))
 
 
-def pooled(client: SiteClient, request: Nothing) -> PooledScoreSums:
+def pooled(client: SiteClient, request: Points) -> PooledScoreSums:
     """Simulation only: scores of one model of the rows of all sites."""
-    client.require_simulated("does not see the rows of other sites")
-    rows = baselines.all_rows(client.config, client.site.partitions, client.preparation)
-    return PooledScoreSums.of(client.alone(rows, pooled=True))
+    return PooledScoreSums.of(client.alone(client.all_rows(), pooled=request.count or client.config.model.num_inducing))
+
+
+def boosted(client: SiteClient, request: Nothing) -> BoostedScoreSums:
+    """Simulation only: scores of gradient boosting of the rows of all sites."""
+    return BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
 
 
 def predictions(client: SiteClient, request: Any) -> HeldOutRows:
@@ -326,7 +336,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     return LinearScoreSums.of(scores)
 
 
-SCORED = (score_sums, local_scores, compared_scores, pooled, linear_scores, predictions)
+SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, predictions)
 SUMS = (weighted, target, robust, column_sums, column_squares, shape, moments, logistic)
 
 

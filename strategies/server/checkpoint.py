@@ -9,7 +9,6 @@ from typing import Any
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.outcome import Snapshot, Summary
-from fedgp_flower.shared_messages import Nothing, PooledScoreSums
 from fedgp_flower.typing import Json
 from strategies.server.algorithm import Algorithm
 from strategies.server.network import Failure, Traffic
@@ -104,14 +103,14 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     predicts = algorithm.predicts and not algorithm.options.numbers_classes(session.config.model)
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
     scoring.local_only = scoring.alone() if wanted.local_only else None
-    pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and preparation.simulated else None
+    pooled, trees = scoring.of_all_rows() if wanted.pooled and preparation.simulated else (None, None)
     first, line = scoring.simple_baselines() if wanted.linear else (None, None)
     if scored_by == 0:
         raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
     details = algorithm.details()
     clock.switch("evaluation")
     evaluation = scoring.evaluation or Evaluation(test={}, test_standardised={}, per_site=[], calibration={})
-    baselines = {"mean": first, "linear": line, "local_only": scoring.local_only, "pooled": pooled}
+    baselines = {"mean": first, "linear": line, "local_only": scoring.local_only, "pooled": pooled, "boosting": trees}
     seconds = {"total": sum(clock.seconds.values()), **clock.seconds, "sites": network.site_seconds}
     labels, rows, mean = preparation.labels, preparation.rows, first or {}
     metrics = {

@@ -23,6 +23,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better
 from fedgp_flower.shared_messages import (
+    BoostedScoreSums,
     Coefficients,
     ComparedScoreSums,
     HeldOutRows,
@@ -32,6 +33,7 @@ from fedgp_flower.shared_messages import (
     LogisticSums,
     Moments,
     Nothing,
+    Points,
     PooledScoreSums,
     ScoreSums,
 )
@@ -95,7 +97,7 @@ class Scoring:
     def _question(self, total: type[ScoreSums], request: object) -> Several:
         """A total under masks, else each site's scores; the first site fits the rows of all."""
         everyone = self.session.roster().everyone
-        if total is PooledScoreSums:
+        if total in (PooledScoreSums, BoostedScoreSums):
             everyone = tuple(self.session.network.healthy()[:1])
         elif self.session.masking is not None:
             return Total(total, request, everyone)
@@ -165,6 +167,11 @@ class Scoring:
         if ALL in scores:
             combined["per_site"] = []
         return combined
+
+    def of_all_rows(self) -> tuple[Json | None, Json | None]:
+        """Simulation only: the scores of a GP of all rows, of the run's size, and of gradient boosting."""
+        points = Points(int(self.predicted.details.get("num_inducing") or 0))
+        return self.baseline(PooledScoreSums, points), self.baseline(BoostedScoreSums, Nothing())
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
         """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""
