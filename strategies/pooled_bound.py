@@ -20,6 +20,7 @@ from fedgp_flower.gp.sparse import Whitener, inducing_gradient
 from fedgp_flower.gp.sums import (
     PENALTY,
     Evidence,
+    Profile,
     SparseSums,
     at_best,
     bound_gradient,
@@ -89,6 +90,10 @@ class Problem:
     """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
     small_sites: str = "warn"
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
+    worth: float = 0.0
+    """Nats a row that a few more exchanges must promise, or training ends."""
+    megabytes: int = 0
+    """Of a message of sums at more inducing points after training; 0: there are none."""
 
 
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
@@ -242,9 +247,11 @@ def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
     return profiled(totals).value - PENALTY * away
 
 
-def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
-    """Parameters with the best amplitude and noise for these totals, and the totals there."""
-    best = profiled(totals)
+def folded(
+    values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection, best: Profile | None = None
+) -> tuple[NamedArrays, SparseSums]:
+    """Parameters with the best amplitude and noise for these totals, searched where not given, and the totals there."""
+    best = best or profiled(totals)
     names = amplitude_names(section, values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}

@@ -302,7 +302,7 @@ def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path):
 
 def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
-    grid = FaultyGrid(configured(**KEYS, num_server_rounds=100), 5)
+    grid = FaultyGrid(configured(**KEYS | {"sgpr__exchanges": 20}, num_server_rounds=100), 5)
     few = run(grid)
     details, count = few.details(), sum(few.preparation.rows.values())
     model = SparseGP.from_arrays(few.config.model, parameters(few))
@@ -319,7 +319,7 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkey
 
 def test_a_finished_run_may_go_on(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
-    flat, whole = configured(**KEYS), Recorder()
+    flat, whole = configured(**KEYS | {"sgpr__exchanges": 20}), Recorder()
     end = run(FaultyGrid(flat, 3), whole)
     longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
     assert longer.digest() == parse_config(flat).digest()

@@ -60,7 +60,11 @@ def collapsed_bound(sums: SparseSums, noise: float) -> float:
 
     F = -N/2 log 2πσ² - ½ log|B| - s/2σ² + bᵀB⁻¹b/2σ⁴ - (c - tr A)/2σ²,  B = I + A/σ²  (Guo et al. Eq. 9 times N).
     """
-    return bound_gradient(sums, math.log(noise)).value
+    factor, projection = sums.factor(noise), torch.as_tensor(sums.projection)
+    explained = float(torch.linalg.solve_triangular(factor, projection[:, None], upper=False).square().sum()) / noise
+    left = float(sums.target_squares - explained + sums.prior_variance - np.trace(sums.gram)) / noise
+    determinant = 2 * float(factor.diagonal().log().sum())
+    return -0.5 * (float(sums.count) * math.log(2 * math.pi * noise) + determinant + left)
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ class Profile:
     amplitude: float  # a, factor of the kernel
     noise: float  # σ²
 
+    @property
+    def log_ratio(self) -> float:
+        """Log a/σ²."""
+        return math.log(self.amplitude / self.noise)
+
 
 def profiled(sums: SparseSums) -> Profile:
     """Where the bound of the kernel a·k is highest over a and the noise σ², from the sums of k.
@@ -166,6 +175,29 @@ def profiled(sums: SparseSums) -> Profile:
         top = (low + high) / 2
     noise, value, _ = at(top)
     return Profile(float(value), float(noise * top.exp()), float(noise))
+
+
+def leading(sums: SparseSums, count: int) -> SparseSums:
+    """The sums of the first ``count`` inducing points: W = L⁻¹ K_zx with L lower triangular has their rows on top."""
+    return replace(sums, gram=sums.gram[:count, :count], projection=sums.projection[:count])
+
+
+def nested(sums: SparseSums, log_ratio: float) -> tuple[Array, Array]:
+    """The best σ² [M] at a given log a/σ², and the bound there in nats [M], at the first m inducing points for every m.
+
+    The Cholesky factor of the first m rows of B = I + rA is the corner of that of all. With c = factor⁻¹ b,
+
+        F_m = −½ [N log 2πσ² + Σ_{i≤m} 2 log factor_ii + (s − r Σ_{i≤m} c_i²)/σ² + r (c − Σ_{i≤m} A_ii)].
+    """
+    ratio, count = math.exp(log_ratio), float(sums.count)
+    factor, projection = sums.factor(1 / ratio), torch.as_tensor(sums.projection)
+    weights = torch.linalg.solve_triangular(factor, projection[:, None], upper=False)[:, 0]
+    residual = float(sums.target_squares) - ratio * weights.square().cumsum(0)
+    noise = (residual / count).clamp(min=LEAST_NOISE)
+    unexplained = float(sums.prior_variance) - torch.as_tensor(sums.gram).diagonal().cumsum(0)
+    determinant = 2 * factor.diagonal().log().cumsum(0)
+    height = -0.5 * (count * (2 * math.pi * noise).log() + residual / noise + determinant + ratio * unexplained)
+    return noise.numpy(), height.numpy()
 
 
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
