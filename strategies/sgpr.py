@@ -144,8 +144,6 @@ class SGPRState:
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
-    contrary: Mapping[str, AnyShape] = field(default_factory=dict)
-    """Sites whose sums contradicted the others' once, and the bound per row with and without them [2]."""
     shape: Shape | None = None
     """Where inputs lie."""
     most: int = 0
@@ -301,9 +299,9 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
-    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
+    yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    anew = SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points, contrary=contrary)
+    anew = SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points)
     return replace(anew, shape=state.shape, most=state.most)
 
 
@@ -339,13 +337,13 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains, found = [], highest(tried, totals, len(STEPS))
-    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
+    yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     for (chain, _), (values, sums, height) in zip(aimed, found, strict=True):
         if height > chain.height:
             chains.append(replace(chain, values=values, totals=sums, height=height, shrunk=1.0))
         else:
             chains.append(replace(chain.forgotten(), shrunk=SHORTER * chain.shrunk))
-    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1, contrary=contrary)
+    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
     climbed = max(new.height - old.height for new, old in zip(chains, state.chains, strict=True)) / state.rows
     flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
@@ -404,7 +402,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     known, sites = state.known(problem.model), state.sites if state.large is None else state.large.sites
     if known is None or set(sites) != set(roster.everyone):
         values = state.best.values if known is None else known[0]
-        totals = yield from pooled_bound.pooled(values, roster.everyone)
+        totals = yield from pooled_bound.pooled(values, problem.model, roster.everyone)
         count = state.points if state.large is None else 0
         known = folded(*pooled_bound.thinned(values, totals, count, problem.model), problem.model)
     return pooled_bound.posterior_at(*known), known[1]
@@ -504,12 +502,6 @@ class SGPR(FederatedStrategy[SGPRState]):
         found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
             found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
-        for site, (every, others) in self.current.contrary.items():
-            found.append(
-                f"site {self.called([site])} contradicts the others: what their rows predict for it runs against its"
-                " sums. These may be false, or another relation holds there. The bound is"
-                f" {every:.3g} nats per row with it and {others:.3g} without it"
-            )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):
             found.append(

@@ -8,8 +8,9 @@ a server can form bound and posterior without a kernel (Titsias 2009; Gal et al.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -205,22 +206,39 @@ def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
     return replace(sums, gram=gram, projection=projection, prior_variance=np.asarray(sums.prior_variance * amplitude))
 
 
-def contradicting(parts: Mapping[str, SparseSums], level: Array) -> dict[str, Array]:
-    """Sites whose sums contradict those of all others, fewer than half: the bound per row with and without each [2].
+Evidence: TypeAlias = Callable[[SparseSums], tuple[float, float]]
+"""The evidence of rows in nats, and λ = σ²/a."""
+
+
+def at_best(sums: SparseSums) -> tuple[float, float]:
+    """The bound at the best amplitude and noise."""
+    best = profiled(sums)
+    return best.value, best.noise / best.amplitude
+
+
+def at_unit_noise(sums: SparseSums) -> tuple[float, float]:
+    """What pseudo-observations with noise 1 of v ~ N(0, I) are worth: ½ bᵀ(I + A)⁻¹b − ½ log|I + A|."""
+    precision = np.eye(len(sums.gram)) + sums.gram
+    explained = float(sums.projection @ np.linalg.solve(precision, sums.projection))
+    return (explained - float(np.linalg.slogdet(precision)[1])) / 2, 1.0
+
+
+def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> dict[str, Array]:
+    """Sites whose sums contradict those of all others, fewer than half: evidence per row with and without each [2].
 
     Of several, the one goes first whose leaving makes two models, of its rows and of the others', likeliest.
     """
     rest, found = dict(parts), dict[str, Array]()
     while len(found) < (len(parts) - 1) // 2:
         total = add(rest.values())
-        best = profiled(total)
-        against = [site for site, part in rest.items() if contradicts(part, total, best.noise / best.amplitude, level)]
+        every, ridge = evidence(total)
+        against = [site for site, part in rest.items() if contradicts(part, total, ridge, level)]
         others = {site: add(part for name, part in rest.items() if name != site) for site in against}
-        values = {site: profiled(sums).value for site, sums in others.items()}
+        values = {site: evidence(sums)[0] for site, sums in others.items()}
         if not values:
             break
-        site = max(values, key=lambda name: values[name] + profiled(rest[name]).value)
-        found[site] = np.array([best.value / float(total.count), values[site] / float(others[site].count)])
+        site = max(values, key=lambda name: values[name] + evidence(rest[name])[0])
+        found[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
         del rest[site]
     return found
 
