@@ -382,7 +382,8 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
     if not core.model.num_inducing:
-        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
+        room = core.model.max_megabytes or chosen.usual_megabytes
+        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing, "max_megabytes": room})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
