@@ -218,7 +218,7 @@ def test_threads_are_those_of_numpy_too():
 def test_predictions_in_blocks_are_those_of_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time, triangular panels, and means without variances."""
     sparse, inputs, targets = problem()
-    q = exact_posterior(pooled_sums(sparse, inputs, targets), float(sparse.noise))
+    q = exact_posterior(pooled_sums(sparse, inputs, targets), float(sparse.noise.detach()))
     w = sparse.project(inputs)
     mean = w.mT @ q.mean
     variance = sparse.kernel(inputs, diag=True) - w.square().sum(0) + (w * (q.covariance @ w)).sum(0)
