@@ -91,6 +91,7 @@ def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> Non
         assert (found.returncode, found.stdout + found.stderr) == (0, "")
     assert "\nUser=fedgp-superlink\n" in (folder / "fedgp-superlink.service").read_text()
     if shutil.which("systemd-sysusers"):
+        (tmp_path / "etc").mkdir()
         words = ["systemd-sysusers", f"--root={tmp_path}", str(folder / "fedgp-superlink.conf")]
         subprocess.run(words, check=True, capture_output=True)
         assert "fedgp-superlink:" in (tmp_path / "etc" / "passwd").read_text()
