@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_valid
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.formula import SITE, Formula
 from fedgp_flower.formula import parse as parse_formula
-from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
+from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
     AveragingSection,
@@ -71,7 +71,8 @@ class BaselineSection(Section):
     local_only: bool = True
     """Also fit a GP of its rows at every site."""
     pooled: bool = True
-    """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
+    """Simulation only: one process sees the rows of all sites and fits a GP (an exact one up to 3000 rows, else with as
+    many inducing points as the run) and gradient boosting. Ignored where sites are real machines."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
 
@@ -143,7 +144,11 @@ class CoreConfig(Section):
     """A mixed model in lme4's notation, such as ``wheeze ~ smoke * age + (1 + age | child)``; it names target, features
     and groups, and runs ``mixed-model``. ``site`` as a group is the site itself. See ``docs/mixed-models.md``."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
-    """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
+    """Share of a site's rows that it holds out, where `split` is -1 and no file holds its test rows; 0: nothing is
+    scored."""
+    holdout: Annotated[str, BASIC] = "random"
+    """Which rows these are: any (``random``), whole groups (``group:COLUMN``, such as all rows of a patient), or those
+    later than all others (``time:COLUMN``). That column is no input unless `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
@@ -173,7 +178,7 @@ class CoreConfig(Section):
     """Floating-point type of the sites' computations."""
     threads: PositiveInt = 1
     """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
-    evaluate_every: Annotated[Count, BASIC] = 10
+    evaluate_every: Count = 10
     """Rounds between evaluations; 0 evaluates only after the last round."""
     sites: Count = 0
     """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
@@ -205,6 +210,8 @@ class CoreConfig(Section):
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
             )
+        if self.holdout != "random" and self.split >= 0:
+            raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
         if self.formula and (self.target or self.features):
@@ -248,6 +255,18 @@ class CoreConfig(Section):
         if name in {".", ".."} or "/" in name or "\\" in name:
             raise ValueError("expected the name of a folder inside `output-dir`, without a path")
         return name
+
+    @field_validator("holdout")
+    @classmethod
+    def _known_holdout(cls, way: str) -> str:
+        if not re.fullmatch(r"random|(time|group):.+", way):
+            raise ValueError("expected random, time:COLUMN or group:COLUMN")
+        return way
+
+    @property
+    def aside(self) -> set[str]:
+        """Columns that are no inputs unless `features` names them: those of the sites, and of `holdout`."""
+        return {self.partition.column if self.partitioner == "natural" else "", self.holdout.partition(":")[2]} - {""}
 
     @property
     def terms(self) -> Json:
@@ -376,13 +395,15 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     for key in (key for key in given if key not in known):
         close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-        gone = f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}" if key in MOVED_KEYS else ""
+        instead = moved()[1].get(key)
+        gone = instead and f"the configuration key `{key}` is gone: {instead}"
         problems.append(gone or f"unknown configuration key `{key}`; {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
-        words = f"is gone: {MOVED_METHODS[method]}" if method in MOVED_METHODS else "is not a method"
+        instead = moved()[0].get(method)
+        words = f"is gone: {instead}" if instead else "is not a method"
         raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
     # TOML writes 1 for 1.0; everything else keeps its type and is judged strictly.
     numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}
@@ -393,7 +414,8 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
     if not core.model.num_inducing:
-        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
+        room = core.model.max_megabytes or chosen.usual_megabytes
+        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing, "max_megabytes": room})
         core = core.model_copy(update={"model": model})
     if core.formula and not chosen.reads_formula:
         raise ConfigError(

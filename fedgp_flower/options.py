@@ -52,7 +52,7 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
 BASIC = "basic"
 """Marks a field that many runs set: help and documentation show these keys first."""
 
-KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
+KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
@@ -81,16 +81,21 @@ class ModelSection(Section):
     """The Gaussian process."""
 
     kernel: Annotated[str, BASIC] = "rbf"
-    """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic`` or one that an installed package registers in the
-    entry-point group ``fedgp_flower.kernels``, and sums and products: ``matern52 + linear``, ``matern52 * periodic``.
+    """``rbf``, ``matern32``, ``matern52``, ``l1`` (a product of Matérn-1/2 over inputs, for steps), ``linear``,
+    ``periodic`` or one that an installed package registers in the entry-point group ``fedgp_flower.kernels``, and sums
+    and products: ``matern52 + linear``, ``rbf + l1``.
     """
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
     """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
+    max_megabytes: Count = 0
+    """``sgpr``: after training the posterior gets as many more inducing points as pay, while a message of sums at them
+    stays below this: 64 holds 4000 points, M² / 2 numbers; under masks it is twice as large. 0 is 64 where
+    ``num-inducing`` is left to the method, and no more points where it is set."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t."""
+    Student-t with 4 degrees of freedom."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
@@ -170,6 +175,11 @@ class MethodOptions(BaseModel):
     def usual_inducing(self) -> int:
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50
+
+    @property
+    def usual_megabytes(self) -> int:
+        """Of a message at more inducing points after training, where keys leave it to the method; 0: there is none."""
+        return 0
 
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether the target holds the numbers of several classes."""

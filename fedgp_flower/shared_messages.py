@@ -88,9 +88,14 @@ def largest(*arrays: ndarray) -> float:
 
 
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
-    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must."""
-    usual = float(np.median(list(variances.values()))) if len(variances) > 2 else np.nan
-    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= 1e-3 * usual]
+    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must.
+
+    A part that is linear spreads them all a little, so a site is odd only beyond ten times the median distance.
+    """
+    entries = np.array(list(variances.values()))
+    usual = float(np.median(entries)) if len(variances) > 2 else np.nan
+    reach = max(1e-3 * usual, 10 * float(np.median(np.abs(entries - usual))))
+    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= reach]
     if len(odd) > (len(variances) - 1) // 2:
         return {}
     return {
@@ -173,6 +178,32 @@ class TargetMoments:
         return None
 
 
+@message()
+class RobustScales:
+    """Where the middle of the target may be, and how wide it may spread."""
+
+    centre: float = leaves("centre c")
+    scales: Float[ndarray, " J"] = leaves("scales s to try")
+
+
+@message("query.robust", summand=True, counts="J J J")
+class RobustMoments:
+    """What Cauchy's likelihood of the targets says of their middle and spread: no row adds more than 2 to a sum."""
+
+    weights: Float[ndarray, " J"] = leaves("Σ w, w = 2 / (1 + z²), z = (y − c)/s, for each scale")
+    first: Float[ndarray, " J"] = leaves("Σ w z")
+    second: Float[ndarray, " J"] = leaves("Σ w z²")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None: w (1 + z²) = 2 and |z| ≤ ½ (1 + z²)."""
+        rows, slack = described.rows, 1e-6 * described.rows
+        if float(self.count) != rows:
+            return f"`count` is not {rows} rows"
+        unlike = np.abs(self.weights + self.second - 2 * rows) > slack
+        return "its sums are of no rows" if (unlike | (np.abs(self.first) > rows + slack)).any() else None
+
+
 @message("query.column_sums", summand=True, counts="columns levels")
 class ColumnSums:
     """What means are made of: under masks in place of the description of a site."""
@@ -198,6 +229,13 @@ class ColumnSquares:
 
     residual: Float[ndarray, " columns"] = leaves("Σ (x − c)/s of each numeric column")
     squares: Float[ndarray, " columns"] = leaves("Σ (x − c)²/s²")
+
+
+@message()
+class Points:
+    """How many inducing points the comparison with all rows has."""
+
+    count: int = leaves("that the run ended with; 0 where it has none")
 
 
 @message()
@@ -269,6 +307,11 @@ class ScoreSums:
         return float(self.regression[0] + self.classification[0])
 
     @property
+    def nll(self) -> float:
+        """Of these rows, in nats."""
+        return float(self.regression[3] + self.classification[2])
+
+    @property
     def histograms(self) -> NamedArrays:
         """Those of the other kind of task are zero."""
         return dict(zip(HISTOGRAM_SHAPES, (self.pit, self.reliability, self.ranks), strict=True))
@@ -318,9 +361,21 @@ class LocalScoreSums(ScoreSums):
     """Scores of a GP of each site's rows alone, on its held-out rows."""
 
 
+@message("query.compared_scores", summand=True)
+class ComparedScoreSums(LocalScoreSums):
+    """The same, and at how many sites; under masks, where the server sees no site's scores."""
+
+    sites: Float[ndarray, " 2"] = leaves("1 where rows are held out, and 1 if that GP predicts them much better")
+
+
 @message("query.pooled", public=True)
 class PooledScoreSums(ScoreSums):
     """Simulation only: scores of one model of the rows of all sites."""
+
+
+@message("query.boosted", public=True)
+class BoostedScoreSums(ScoreSums):
+    """Simulation only: scores of gradient boosting of the rows of all sites."""
 
 
 @message("query.confusion", summand=True)

@@ -18,16 +18,17 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import ndtri
 
-from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, LatentGP
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
+from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
+from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server, pseudo_sums
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, saved, told_by_total
+from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, doubts, level_of, progress, saved, told_by_total
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -39,8 +40,6 @@ MEMORY = 30
 FIRST, LARGEST = 0.1, 1.0
 """Largest entry of a step: of the first one, and of any; logarithms as they are, Z in units of ``UNIT`` ℓ."""
 UNIT = 0.3
-LEAST = 0.3
-"""A step in (B, b) leaves the least eigenvalue of I + B at this share of what it was, or of one."""
 BEFORE = 2
 """Exchanges before training: descriptions, where inputs lie."""
 HALVINGS = 4
@@ -116,6 +115,9 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     objective = (bound + float(new.log_prior().detach())) / rows
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
         return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
+    if HYPER not in found.values:  # Student-t noise is not concave: its rows are no pseudo-observations
+        each = {site: pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()}
+        yield from doubts(each, level_of(new), at_unit_noise)
     if summed.sites != state.sites:
         state = remembering(state, 0)
     local = gradient_at_server(duals, old, new, found)
@@ -141,13 +143,8 @@ def remembering(state: SVGPState, count: int) -> SVGPState:
 
 
 def improved(state: SVGPState) -> Duals:
-    """(B, b) after the natural-gradient step, shorter where I + B would lose its definiteness."""
-    if state.found is None:
-        return state.duals
-    rho, floor = 0.5**state.halvings, LEAST * min(state.duals.least(), 1.0)
-    while (after := state.duals.stepped(state.found, rho)).least() < floor:
-        rho /= 2
-    return after
+    """(B, b) after the natural-gradient step."""
+    return state.duals if state.found is None else state.duals.stepped(state.found, 0.5**state.halvings)
 
 
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:

@@ -2,9 +2,11 @@
 
 import math
 
+import gpytorch
 import numpy as np
 import pytest
 import torch
+from gpytorch.kernels import MaternKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -57,7 +59,32 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
     )
 
 
-@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic"])
+@pytest.mark.parametrize("smooth", ["rbf", "matern52"])
+def test_a_linear_part_adds_to_a_singular_matrix_without_a_root_of_it(smooth):
+    """200 points on a line: GPyTorch's low-rank part of a sum asks for a factor of the other, and repairs or fails."""
+    points = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]
+    both, alone = (
+        build_kernel(ModelSection(kernel=name, lengthscale=3.0), 1)(points).to_dense().detach()
+        for name in (f"{smooth} + linear", smooth)
+    )
+    torch.testing.assert_close(both - alone, points @ points.mT, rtol=0.0, atol=1e-14)
+
+
+def test_l1_is_the_product_of_matern_half_over_inputs():
+    """Against GPyTorch's Matérn of each input alone, also where it is traced."""
+    kernel, left, right = build_kernel(ModelSection(kernel="l1"), 2).base_kernel, rand(6, 2), rand(4, 2, seed=1)
+    kernel.lengthscale = lengths = torch.tensor([[0.7, 2.0]]).double()
+    expected = torch.ones(6, 4).double()
+    for d in range(2):
+        one = MaternKernel(nu=0.5).double()
+        one.lengthscale = lengths[0, d]
+        expected = expected * one(left[:, d], right[:, d]).to_dense()
+    torch.testing.assert_close(kernel(left, right).to_dense(), expected, rtol=1e-7, atol=1e-7)
+    with gpytorch.settings.trace_mode():
+        torch.testing.assert_close(kernel(left, right).to_dense(), expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic", "rbf + l1"])
 def test_batched_kernel_is_the_gpytorch_kernel_of_every_sample(expression):
     kernel = build_kernel(ModelSection(kernel=expression), 2)
     batched = BatchedKernel(kernel)

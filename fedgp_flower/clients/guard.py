@@ -243,7 +243,7 @@ def _summand(question: MaskedQuestion, handler: Callable[[], object]) -> tuple[m
         arrays = encode(found)
         layout = layout_of(arrays) if question.layout is None else question.layout
         return masks.counted(flat(arrays, layout), len(question.members)), layout
-    except Exception:
+    except Exception:  # whatever a method raises: silence would end the total of all, and zeros tell of no row
         if question.layout is None:
             raise
         logger.exception("this site adds nothing to `%s`", question.kind)

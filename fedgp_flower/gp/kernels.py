@@ -1,6 +1,6 @@
 """GPyTorch kernels from an expression, with every positive parameter in log coordinates.
 
-``rbf``, ``matern32``, ``matern52``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``matern52 + linear``, or
+``rbf``, ``matern32``, ``matern52``, ``l1``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``rbf + l1``, or
 ``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have a scale each; a product has one.
 
 Another package brings a kernel under a name, by an entry point of the group ``fedgp_flower.kernels``: a function of
@@ -62,6 +62,33 @@ class Matern(MaternKernel):
         return super().covar_dist(x1, x2, **kind | {"square_dist": True}).clamp_min(1e-30).sqrt()
 
 
+class L1(Kernel):
+    """The product over inputs of Matérn-1/2 kernels, k(x, z) = exp(−Σ_d |x_d − z_d| / ℓ_d): steps along the axes.
+
+    It is the Laplacian kernel of the L1 distance, and the kernel of the Mondrian process (Balog et al. 2016).
+    """
+
+    has_lengthscale = True
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        """Covariances [..., N, M], or the diagonal [..., N]; traced, by operations that have second derivatives."""
+        left, right = x1 / self.lengthscale, x2 / self.lengthscale
+        if diag:
+            return (left - right).abs().sum(-1).neg().exp()
+        if settings.trace_mode.off():
+            return torch.cdist(left, right, p=1).neg().exp()
+        return (left[..., :, None, :] - right[..., None, :, :]).abs().sum(-1).neg().exp()
+
+
+class Linear(LinearKernel):
+    """GPyTorch's kernel as a plain matrix: its low-rank form, once added to another, asks for a root of that one."""
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        """Products v x₁ᵀx₂ [..., N, M], or its diagonal [..., N]."""
+        variance = self.variance[..., 0] if diag else self.variance
+        return variance * ((x1 * x2).sum(-1) if diag else x1 @ x2.mT)
+
+
 def log_positive() -> Positive:
     """The constraint θ = exp(raw): GPyTorch's raw parameter *is* log θ."""
     return Positive(transform=torch.exp, inv_transform=torch.log)
@@ -102,8 +129,9 @@ def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
         "rbf": lambda: RBFKernel(ard_num_dims=dims),
         "matern32": lambda: Matern(1.5, ard_num_dims=dims),
         "matern52": lambda: Matern(2.5, ard_num_dims=dims),
+        "l1": lambda: L1(ard_num_dims=dims),
         "periodic": lambda: PeriodicKernel(ard_num_dims=dims or 1),
-        "linear": LinearKernel,
+        "linear": Linear,
     }
     if name in atoms:
         return _in_logarithms(atoms[name](), name)

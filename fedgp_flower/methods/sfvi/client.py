@@ -177,7 +177,7 @@ class SFVIClient(SiteClient):
             return bernoulli_scores(mean, target)
         return self.units.gaussian_scores(found, target)
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
+    def alone(self, data: SiteData, pooled: int) -> Scores:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
         options, section = self.options, self.config.model
         if options.model == "gp" and section.likelihood == "gaussian":  # a sparse GP is the comparison then
@@ -189,7 +189,7 @@ class SFVIClient(SiteClient):
         q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=full)
         start = (q_global, initial_local(model, learner.site, options), AdamState[torch.Tensor]())
         rounds = self.config.num_server_rounds
-        averaging = rounds if self.config.method == "sfvi-avg" else min(rounds, options.warm_start_rounds)
+        averaging = options.averaging_rounds(rounds)
         steps = [options.local_steps] * averaging + [1] * (rounds - averaging)
         rates = [options.rate(step, rounds) for step, many in enumerate(steps) for _ in range(many)]
         (q_global, q_local, _), _ = learner.local_steps(start, 1.0, first_step=0, rates=rates)

@@ -29,6 +29,8 @@ class CommonKeys(MethodOptions):
     """The keys of the built-in models."""
 
     table: ClassVar[str] = "sfvi"
+    averages: ClassVar[bool] = False
+    """Whether every round is one of local steps and averages."""
     variant_key: ClassVar[str] = "model"
     variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
 
@@ -79,7 +81,7 @@ class CommonKeys(MethodOptions):
             raise ConfigError(f"{unread}: sfvi takes steps of Adam on all rows of a site; see {keys}")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
-        averages = core.method == "sfvi-avg" or self.warm_start_rounds
+        averages = self.averages or self.warm_start_rounds
         if core.privacy.secure_aggregation and averages and self.structure == "full":
             raise ConfigError(
                 "`sfvi.structure` = 'full': the barycentre of full covariances is no sum over sites, so it cannot be"
@@ -97,6 +99,10 @@ class CommonKeys(MethodOptions):
         if self.numbers_classes(core.model) and core.standardise:
             words = "reads class numbers off the target: set `standardise` false"
             raise ConfigError(f"`sfvi.model` = {self.model!r} {words}")
+
+    def averaging_rounds(self, rounds: int) -> int:
+        """How many of so many rounds are of local steps and averages: they come first."""
+        return rounds if self.averages else min(rounds, self.warm_start_rounds)
 
     @property
     def row(self) -> ModelRow:
@@ -138,3 +144,9 @@ class SFVIOptions(*SECTIONS, CommonKeys):  # type: ignore[misc]
     """The table ``sfvi.*``, with the keys of installed models."""
 
     foreign: ClassVar[frozenset[str]] = frozenset(name for section in SECTIONS for name in section.model_fields)
+
+
+class SFVIAvgOptions(SFVIOptions):
+    """The same table as ``sfvi-avg`` reads it."""
+
+    averages: ClassVar[bool] = True

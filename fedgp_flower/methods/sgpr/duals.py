@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array, to_arrays
+from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
-from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
+from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Square, Targets, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,6 @@ class Duals:
         """C with C Cᵀ = I + B."""
         return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
 
-    def least(self) -> float:
-        """The least eigenvalue of I + B."""
-        return 1.0 + float(torch.linalg.eigvalsh(self.precision)[0])
-
     def posterior(self) -> WhitenedPosterior:
         """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
         covariance = torch.cholesky_inverse(self.factor())
@@ -45,8 +43,18 @@ class Duals:
         return 0.5 * (q.covariance.diagonal().sum() + q.mean.square().sum() - len(q.mean) + log_determinant)
 
     def stepped(self, found: Expectations, rho: float) -> Duals:
-        """A natural-gradient step of length ρ from the q(v) at which the expectations were taken."""
-        curvature, slope = torch.from_numpy(found.curvature), torch.from_numpy(found.slope)
+        """A natural-gradient step of length ρ from the q(v) at which the expectations were taken.
+
+        Where log p(y | f) is not concave, as around outliers, B̄ may be indefinite. Of C⁻¹ B̄ C⁻ᵀ, C Cᵀ = I + B, the
+        directions with negative eigenvalues are then left as they are in the prior: the bound rises along the others.
+        """
+        factor, curvature = self.factor(), torch.from_numpy(found.curvature)
+        half = torch.linalg.solve_triangular(factor, curvature, upper=False)
+        roots, vectors = torch.linalg.eigh(symmetric(torch.linalg.solve_triangular(factor, half.mT, upper=False)))
+        if roots[0] < 0:
+            kept = factor @ vectors * roots.clamp(min=0).sqrt()
+            curvature = kept @ kept.mT
+        slope = torch.from_numpy(found.slope)
         shift = curvature @ self.posterior().mean + slope
         return Duals(torch.lerp(self.precision, curvature, rho), torch.lerp(self.shift, shift, rho))
 
@@ -106,6 +114,16 @@ def expectations(
             gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
     return Expectations(values, *to_arrays(fit, slope, symmetric(curvature)))
+
+
+def pseudo_sums(found: Expectations, mean: Array, rows: int) -> SparseSums:
+    """Rows as pseudo-observations m + α/β of f with noise 1/β: A = B̄ and b = B̄ μ + W α, where q(v) has the mean μ.
+
+    Their squares are not known; in their place stand 1 a row, of the noise, and what A and b explain.
+    """
+    shift = found.curvature @ mean + found.slope
+    explained = shift @ np.linalg.solve(np.eye(len(shift)) + found.curvature, shift)
+    return SparseSums(found.curvature, shift, np.asarray(rows + explained), np.zeros(()), np.array(float(rows)))
 
 
 def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expectations) -> NamedArrays:
