@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates
-from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, reference, sizes, whitening
+from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
 from fedgp_flower.methods.mixed_model.effects import Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
 from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials, pieces
@@ -88,18 +87,14 @@ def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
     return np.asarray(step * min(1.0, radius / max(float(np.abs(step).max(initial=0.0)), 1e-300)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
     """What stays the same during a run."""
 
     formula: Formula
     family: str
-    agreed: Preparation
-
-    @cached_property
-    def columns(self) -> Columns:
-        """The columns of the formula, by reference rows."""
-        return reference(self.formula, self.agreed)
+    columns: Columns
+    """The columns of the formula at reference rows."""
 
     @property
     def terms(self) -> Terms:
@@ -220,8 +215,8 @@ class MixedModel(FederatedStrategy[MixedState]):
     @cached_property
     def problem(self) -> Problem:
         """What stays the same during a run."""
-        agreed = Preparation.from_wire(self.preparation.arrays, self.preparation.schema)
-        return Problem(parse(self.config.formula), self.config.model.likelihood, agreed)
+        formula, agreed = parse(self.config.formula), self.preparation
+        return Problem(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
         """Whitened columns, and the first trials."""

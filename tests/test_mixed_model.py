@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.stats import multivariate_normal, poisson
 
 import fedgp_flower as fg
-from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.formula import parse
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
@@ -231,7 +231,7 @@ def test_formulas_are_taken_apart_and_call_little():
 
 
 def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
-    with pytest.raises(RunError, match="at most 1"):
+    with pytest.raises(DataError, match="at most 1"):
         fg.run(
             mixed_models.crossed(),
             sites=3,
