@@ -19,6 +19,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
+    USUAL_KERNEL,
     AveragingSection,
     Count,
     FlatConfig,
@@ -362,9 +363,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
-    if not core.model.num_inducing:
-        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
-        core = core.model_copy(update={"model": model})
+    kernel = chosen.usual_kernel if core.model.kernel == USUAL_KERNEL else core.model.kernel
+    usual = {"kernel": kernel, "num_inducing": core.model.num_inducing or chosen.usual_inducing}
+    core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import explaining
-from fedgp_flower.gp.kernels import amplitude_names
+from fedgp_flower.gp.kernels import amplitude_names, with_kernel_of
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
 from fedgp_flower.gp.models import CONSTANT, SparseGP
 from fedgp_flower.gp.optimisers import outlook, pack, unpack
@@ -211,7 +211,7 @@ def gradients_at(
 
 def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
     """Parameters with amplitudes that add up to 1."""
-    names = amplitude_names(section, values[LOCATIONS].shape[1])
+    names = amplitude_names(with_kernel_of(section, values), values[LOCATIONS].shape[1])
     total = sum(float(np.exp(values[name]).sum()) for name in names)
     return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in names}}
 
@@ -225,7 +225,7 @@ def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
 def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
     """Parameters with the best amplitude and noise for these totals, and the totals there."""
     best = profiled(totals)
-    names = amplitude_names(section, values[LOCATIONS].shape[1])
+    names = amplitude_names(with_kernel_of(section, values), values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
     return {**values, **louder, **noise}, scaled(totals, best.amplitude)
@@ -302,7 +302,12 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant}
     coordinates = dict.fromkeys(arrays, "standardised") | dict.fromkeys(q, "whitened")
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
-    described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
+    described = {
+        "family": "sparse",
+        "kernel": with_kernel_of(model, values).kernel,
+        "ard": model.ard,
+        "jitter": model.jitter,
+    }
     if not constant:
         return Posterior(arrays, meanings, coordinates, GAUSSIAN, described)
     described |= {"likelihood": model.likelihood}

@@ -26,6 +26,7 @@ from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
+from fedgp_flower.options import KERNEL_CHOICES, USUAL_KERNEL
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
@@ -68,9 +69,9 @@ class Chain(StepMemory):
     """At ``values``; None before they are asked for."""
     height: float = 0.0
     """J, in nats."""
-    gradient: Float[ndarray, " G"] = field(default_factory=lambda: np.empty(0))
-    """Of J by the coordinates at ``place``; G = S, or 0 before it is asked for."""
-    place: Float[ndarray, " G"] = field(default_factory=lambda: np.empty(0))
+    gradient: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
+    """Of J by the coordinates at ``place`` [S]; empty before it is asked for."""
+    place: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
     shrunk: float = 1.0
     """Factor of the next line search's steps."""
 
@@ -137,7 +138,7 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
-    """Two chains, from a sketch of all rows around points that lie where inputs do."""
+    """Two chains, of two kernels where data choose, from a sketch of all rows around points where inputs lie."""
     section, seed = problem.model, problem.seed
     shape = yield from shape_of_inputs(roster)
     anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
@@ -152,7 +153,9 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     distinct = len(np.unique(draws, axis=0))
     count = min(pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
     most = min(pooled_bound.candidates(count, roster, problem.small_sites), distinct)
-    expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in model.items()}
+    other = section.model_copy(update={"kernel": KERNEL_CHOICES[1]}) if section.kernel == USUAL_KERNEL else section
+    rough = pooled_bound.empty_model(other, num_inputs)
+    expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in rough.items()}
     chains = []
     for first in (agreed(sketch, model), expected):
         lengths = lengthscales({**first, LOCATIONS: draws})

@@ -65,9 +65,14 @@ class SparseClient(SiteClient):
     """At the parameters of the message; it is one of GPyTorch and predicts by the q(v) that the message carries."""
 
     def load(self, values: Mapping[str, ndarray]) -> SparseGP:
-        """The model at given parameters; it is built once for all parameters of a message."""
-        if "model" in vars(self) and self.model.inducing_points.shape == values[LOCATIONS].shape:
-            self.model.load(values)
+        """The model at given parameters; it is built once for all parameters of a message that are alike."""
+        known = vars(self).get("model")
+        if (
+            known
+            and known.inducing_points.shape == values[LOCATIONS].shape
+            and set(known.wire_parameters()) <= {*values}
+        ):
+            known.load(values)
         else:
             self.model = self.placement.module(sparse_gp(self.config.model, values))
         return self.model

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, MethodOptions, PositiveInt
+from fedgp_flower.options import KERNEL_CHOICES, USUAL_KERNEL, Count, MethodOptions, PositiveInt
 
 STATIONARY = ("rbf", "matern32", "matern52")
 """Kernels of one amplitude with which differential privacy bounds a row."""
@@ -21,6 +21,7 @@ class SGPROptions(MethodOptions):
     """A penalty holds lengthscales that the data leave open."""
     usual_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
+    usual_kernel: ClassVar[str] = USUAL_KERNEL
 
     exchanges: Count = 0
     """Most exchanges with every site in training, those before the first round among them; 0 is 20 for ``sgpr``, whose
@@ -43,6 +44,8 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
+    usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
+
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
         core.require_whole_batches()
@@ -54,6 +57,7 @@ class PrivateSGPROptions(SGPROptions):
     """The same table with a privacy budget."""
 
     accounted: ClassVar[bool] = True
+    usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
 
     def check(self, core: CoreConfig) -> None:
         """A budget, Gaussian noise, and a kernel with the same k(x, x) everywhere."""
