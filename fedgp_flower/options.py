@@ -94,7 +94,7 @@ class ModelSection(Section):
     """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t."""
+    Student-t with 4 degrees of freedom."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0

@@ -72,12 +72,13 @@ def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores
     return mixture_scores(np.asarray(mean)[None], np.asarray(sd)[None], target)
 
 
-def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of mixtures (1/S) Σ_s N(m_s, σ_s²), [S, n], with their mean as point prediction.
+def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike, shares: Array | None = None) -> Scores:
+    """Scores of mixtures Σ_s p_s N(m_s, σ_s²), [S, n], with their mean as point prediction; p_s = 1/S without shares.
 
-    CRPS (Grimit et al. 2006) = mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²), A = E|N(μ, σ²)|.
+    CRPS (Grimit et al. 2006) = Σ_s p_s A(y − m_s, σ_s²) − ½ Σ_{s,t} p_s p_t A(m_s − m_t, σ_s² + σ_t²), A = E|N(μ, σ²)|.
     """
     m, s, y = (np.asarray(values, dtype=np.float64) for values in (means, sds, target))
+    p = np.full(len(m), 1 / len(m)) if shares is None else shares / shares.sum()
     for name, values in (("mean", m), ("sd", s), ("target", y)):
         if not np.isfinite(values).all():
             raise NumericsError(f"`{name}` of a prediction is not finite in {np.sum(~np.isfinite(values))} places")
@@ -85,9 +86,9 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
         raise NumericsError(
             f"`sd` of a prediction is not positive in {np.sum(s <= 0)} places; lower `model.num-inducing`"
         )
-    crps = _mean_absolute(y - m, s).mean(axis=0) - 0.5 * _mean_absolute_difference(m, s)
-    pit = _cumulative(y, m, s)
-    return regression_scores(m.mean(axis=0) - y, -_log_density(y, m, s), crps, pit, pit)
+    crps = p @ _mean_absolute(y - m, s) - 0.5 * _mean_absolute_difference(m, s, p)
+    pit = _cumulative(y, m, s, p)
+    return regression_scores(p @ m - y, -_log_density(y, m, s, p), crps, pit, pit)
 
 
 def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: Array) -> Scores:
@@ -106,19 +107,33 @@ def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: 
     return Scores(sums, {"evaluation.pit": np.diff(left, axis=0).sum(axis=1)})
 
 
-def _log_density(target: Array, means: Array, sds: Array) -> Array:
-    """Log density [n] of even mixtures of Gaussians [S, n]."""
+def mixture_quantiles(means: Array, sds: Array, levels: Sequence[float], shares: Array) -> Array:
+    """Quantiles [levels, n] of mixtures of Gaussians [S, n], by bisection between those of the components."""
+    found = []
+    for level in levels:
+        ends = means + sds * special.ndtri(level)
+        low, high = ends.min(axis=0), ends.max(axis=0)
+        for _ in range(60):
+            middle = (low + high) / 2
+            short = _cumulative(middle, means, sds, shares / shares.sum()) < level
+            low, high = np.where(short, middle, low), np.where(short, high, middle)
+        found.append((low + high) / 2)
+    return np.stack(found)
+
+
+def _log_density(target: Array, means: Array, sds: Array, shares: Array) -> Array:
+    """Log density [n] of mixtures of Gaussians [S, n] with shares [S]."""
     z = (target - means) / sds
     parts = -0.5 * z**2 - np.log(sds) - 0.5 * math.log(2 * math.pi)
-    return np.asarray(special.logsumexp(parts, axis=0)) - math.log(len(parts))
+    return np.asarray(special.logsumexp(parts, axis=0, b=shares[:, None]))
 
 
-def _cumulative(t: Array, means: Array, sds: Array) -> Array:
+def _cumulative(t: Array, means: Array, sds: Array, shares: Array) -> Array:
     """F(t) of the same, for t that broadcasts with [n]."""
     total = np.zeros_like(t)
-    for mean, sd in zip(means, sds, strict=True):
-        total += special.ndtr((t - mean) / sd)
-    return total / len(means)
+    for mean, sd, share in zip(means, sds, shares, strict=True):
+        total += share * special.ndtr((t - mean) / sd)
+    return total
 
 
 def _mean_absolute(mean: Array, sd: Array) -> Array:
@@ -128,12 +143,12 @@ def _mean_absolute(mean: Array, sd: Array) -> Array:
     return np.asarray(2 * sd * density + mean * (2 * special.ndtr(z) - 1))
 
 
-def _mean_absolute_difference(means: Array, sds: Array) -> Array:
+def _mean_absolute_difference(means: Array, sds: Array, shares: Array) -> Array:
     """E|X − X'| of two independent draws from the mixture [n]: the diagonal once, every other pair twice."""
-    total = (2 * sds / math.sqrt(math.pi)).sum(axis=0)
+    total = shares**2 @ (2 * sds / math.sqrt(math.pi))
     for s in range(1, len(means)):
-        total += 2 * _mean_absolute(means[s] - means[:s], np.hypot(sds[s], sds[:s])).sum(axis=0)
-    return np.asarray(total / len(means) ** 2)
+        total += 2 * shares[s] * (shares[:s] @ _mean_absolute(means[s] - means[:s], np.hypot(sds[s], sds[:s])))
+    return np.asarray(total)
 
 
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
@@ -224,7 +239,8 @@ def transformed_scores(means: Array, sds: Array, target: Array, transform: Trans
 
         CRPS = ∫_{t < t₀} F(t)² dy + ∫_{t > t₀} (1 − F(t))² dy.
     """
-    y, cut = transform.inverse(target), _cumulative(np.full(means.shape[1], transform.floor), means, sds)
+    even = np.full(len(means), 1 / len(means))
+    y, cut = transform.inverse(target), _cumulative(np.full(means.shape[1], transform.floor), means, sds, even)
     low = np.maximum((means - REACH * sds).min(axis=0), transform.floor)
     high = (means + REACH * sds).max(axis=0)
     middle = np.clip(target, low, high)
@@ -232,10 +248,10 @@ def transformed_scores(means: Array, sds: Array, target: Array, transform: Trans
     for start, end, above in ((low, middle, 0.0), (middle, high, 1.0)):
         t, weights = _rule(start, end)
         lengths = weights * np.exp(-transform.log_slope(transform.inverse(t)))
-        reached = (_cumulative(t, means, sds) - cut) / (1 - cut)
+        reached = (_cumulative(t, means, sds, even) - cut) / (1 - cut)
         crps = crps + (lengths * (reached - above) ** 2).sum(axis=0)
-    nll = np.log1p(-cut) - _log_density(target, means, sds) - transform.log_slope(y)
-    pit = (_cumulative(target, means, sds) - cut) / (1 - cut)
+    nll = np.log1p(-cut) - _log_density(target, means, sds, even) - transform.log_slope(y)
+    pit = (_cumulative(target, means, sds, even) - cut) / (1 - cut)
     return regression_scores(transformed_moments(means, sds, transform)[0] - y, nll, crps, pit, pit)
 
 
@@ -247,7 +263,8 @@ def transformed_moments(means: Array, sds: Array, transform: Transform) -> tuple
         weights = weights * np.exp(-0.5 * ((t - mean) / sd) ** 2) / (sd * math.sqrt(2 * math.pi))
         y = transform.inverse(t)
         first, second = first + (weights * y).sum(axis=0), second + (weights * y**2).sum(axis=0)
-    share = len(means) * (1 - _cumulative(np.full(means.shape[1], transform.floor), means, sds))
+    even = np.full(len(means), 1 / len(means))
+    share = len(means) * (1 - _cumulative(np.full(means.shape[1], transform.floor), means, sds, even))
     return first / share, np.sqrt(np.maximum(second / share - (first / share) ** 2, 0.0))
 
 
@@ -279,14 +296,18 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
     return regression_scores(np.exp(mean + variance / 2) - target, nll, crps, lower, upper)
 
 
-def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-    """Least k with F(k) ≥ level, [levels, n]; m and v follow from E y = r = exp(m + ½ v), var y = r + r² (e^v − 1)."""
-    spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
-    variance = np.log1p(spread)
-    log_rates, share = _rates(np.log(mean) - variance / 2, variance, RATE_NODES)
+def log_rate_of(mean: Array, sd: Array) -> tuple[Array, Array]:
+    """Mean m and variance v of a log rate, from those of counts: E y = r = exp(m + ½ v), var y = r + r² (e^v − 1)."""
+    variance = np.log1p(np.maximum(sd**2 - mean, 0.0) / mean**2)  # e^v − 1 is below zero by rounding alone
+    return np.log(mean) - variance / 2, variance
+
+
+def count_quantiles(mean: Array, variance: Array, levels: Sequence[float]) -> Array:
+    """Least k with F(k) ≥ level, [levels, n], of y | f ~ Poisson(e^f), f ~ N(m, v)."""
+    log_rates, share = _rates(mean, variance, RATE_NODES)
     found = []
     for level in levels:
-        low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(mean), 1.0)
+        low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(np.exp(mean)), 1.0)
         while (short := _count_distribution(high, log_rates, share) < level).any():
             low[short], high[short] = high[short], 2 * high[short]
         while (high - low > 1).any():

@@ -178,6 +178,32 @@ class TargetMoments:
         return None
 
 
+@message()
+class RobustScales:
+    """Where the middle of the target may be, and how wide it may spread."""
+
+    centre: float = leaves("centre c")
+    scales: Float[ndarray, " J"] = leaves("scales s to try")
+
+
+@message("query.robust", summand=True, counts="J J J")
+class RobustMoments:
+    """What Cauchy's likelihood of the targets says of their middle and spread: no row adds more than 2 to a sum."""
+
+    weights: Float[ndarray, " J"] = leaves("Σ w, w = 2 / (1 + z²), z = (y − c)/s, for each scale")
+    first: Float[ndarray, " J"] = leaves("Σ w z")
+    second: Float[ndarray, " J"] = leaves("Σ w z²")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None: w (1 + z²) = 2 and |z| ≤ ½ (1 + z²)."""
+        rows, slack = described.rows, 1e-6 * described.rows
+        if float(self.count) != rows:
+            return f"`count` is not {rows} rows"
+        unlike = np.abs(self.weights + self.second - 2 * rows) > slack
+        return "its sums are of no rows" if (unlike | (np.abs(self.first) > rows + slack)).any() else None
+
+
 @message("query.column_sums", summand=True, counts="columns levels")
 class ColumnSums:
     """What means are made of: under masks in place of the description of a site."""

@@ -62,7 +62,7 @@ MEANINGS = {
     "kernel.outputscale": "prior variance of f",
     "likelihood.noise": "σ², noise variance of an observation",
     CONSTANT: "c, mean of f",
-    "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2",
+    "likelihood.parameters": "of p(y | f): student-t: scale",
 }
 GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "

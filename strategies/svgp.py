@@ -39,8 +39,6 @@ MEMORY = 30
 FIRST, LARGEST = 0.1, 1.0
 """Largest entry of a step: of the first one, and of any; logarithms as they are, Z in units of ``UNIT`` ℓ."""
 UNIT = 0.3
-LEAST = 0.3
-"""A step in (B, b) leaves the least eigenvalue of I + B at this share of what it was, or of one."""
 BEFORE = 2
 """Exchanges before training: descriptions, where inputs lie."""
 HALVINGS = 4
@@ -141,13 +139,8 @@ def remembering(state: SVGPState, count: int) -> SVGPState:
 
 
 def improved(state: SVGPState) -> Duals:
-    """(B, b) after the natural-gradient step, shorter where I + B would lose its definiteness."""
-    if state.found is None:
-        return state.duals
-    rho, floor = 0.5**state.halvings, LEAST * min(state.duals.least(), 1.0)
-    while (after := state.duals.stepped(state.found, rho)).least() < floor:
-        rho /= 2
-    return after
+    """(B, b) after the natural-gradient step."""
+    return state.duals if state.found is None else state.duals.stepped(state.found, 0.5**state.halvings)
 
 
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:

@@ -15,6 +15,7 @@ from fedgp_flower.scores import (
     count_quantiles,
     count_scores,
     gaussian_scores,
+    log_rate_of,
     mixture_scores,
 )
 from fedgp_flower.shared_messages import ScoreSums
@@ -140,7 +141,7 @@ def test_quantiles_of_counts() -> None:
     """From the two moments of a count alone; they are whole numbers, and none is negative."""
     mean, variance = (np.array(column, dtype=float) for column in zip(*(case[:2] for case in CASES), strict=True))
     rate = np.exp(mean + variance / 2)
-    found = count_quantiles(rate, np.sqrt(rate + rate**2 * np.expm1(variance)), QUANTILES)
+    found = count_quantiles(*log_rate_of(rate, np.sqrt(rate + rate**2 * np.expm1(variance))), QUANTILES)
     for column, case in zip(found.T, CASES, strict=True):
         below = np.cumsum(exact(*case[:2]))
         assert column.tolist() == [float(np.searchsorted(below, level)) for level in QUANTILES]

@@ -44,6 +44,8 @@ from fedgp_flower.shared_messages import (
     Moments,
     Nothing,
     PooledScoreSums,
+    RobustMoments,
+    RobustScales,
     ScoreSums,
     Shape,
     Step,
@@ -250,6 +252,16 @@ def target(client: SiteClient, request: TargetPowers) -> TargetMoments:
     return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
 
 
+def robust(client: SiteClient, request: RobustScales) -> RobustMoments:
+    """Sums of the training targets for a middle and a spread that outliers do not move."""
+    site = client.site
+    y = site.train[site.target].to_numpy(dtype=np.float64)
+    z = (y - request.centre)[:, None] / request.scales
+    weights = 2 / (1 + z**2)
+    first, second = (weights * z).sum(axis=0), (weights * z**2).sum(axis=0)
+    return RobustMoments(weights.sum(axis=0), first, second, np.array(float(len(y))))
+
+
 def column_sums(client: SiteClient, request: Nothing) -> ColumnSums:
     """Sums for the means of columns."""
     sums = standardisation.column_sums(client.site.train, client.preparation)
@@ -301,7 +313,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
 
 
 SCORED = (score_sums, local_scores, pooled, linear_scores, predictions)
-SUMS = (weighted, target, column_sums, column_squares, shape, moments, logistic)
+SUMS = (weighted, target, robust, column_sums, column_squares, shape, moments, logistic)
 
 
 @cache

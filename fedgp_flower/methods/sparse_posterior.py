@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 
-from fedgp_flower.gp.models import SparseGP, WhitenedPosterior, sparse_gp
+from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior, sparse_gp
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
@@ -37,6 +38,17 @@ class SavedSparseGP:
         return [(model, model.likelihood)]
 
 
+class SavedLatentGP(SavedSparseGP):
+    """The same with another likelihood than the Gaussian one."""
+
+    model: LatentGP
+
+    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
+        """Quantiles of an observation [levels, N]."""
+        mean, variance = self.model.latent(torch.from_numpy(inputs), self.whitened)
+        return self.model.observed.quantiles(mean.numpy(), variance.numpy(), self.model.hyper.detach(), levels)
+
+
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
@@ -47,4 +59,5 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
             *path, leaf = name.split(".")
             arrays[".".join([*path, f"log_{leaf}"])] = np.log(array)
     mean, covariance = (torch.as_tensor(arrays[f"inducing.{part}"]).double() for part in ("mean", "covariance"))
-    return SavedSparseGP(sparse_gp(section, arrays), WhitenedPosterior(mean, covariance))
+    model = sparse_gp(section, arrays)
+    return (SavedLatentGP if isinstance(model, LatentGP) else SavedSparseGP)(model, WhitenedPosterior(mean, covariance))

@@ -20,7 +20,7 @@ from scipy.stats import binom
 from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.scores import count_quantiles
+from fedgp_flower.scores import count_quantiles, log_rate_of
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     if "low" in given:
         low, high = given["low"], given["high"]
     elif counts:
-        low, high = count_quantiles(mean, given["sd"], (0.025, 0.975))
+        low, high = count_quantiles(*log_rate_of(mean, given["sd"]), (0.025, 0.975))
     else:
         low, high = mean - Z95 * given["sd"], mean + Z95 * given["sd"]
     inside = (observed >= low) & (observed <= high)

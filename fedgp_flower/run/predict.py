@@ -35,7 +35,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Run, read_run
 from fedgp_flower.run.registry import METHODS, load, parse_config
-from fedgp_flower.scores import TargetUnits, count_quantiles
+from fedgp_flower.scores import TargetUnits, count_quantiles, log_rate_of
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:
@@ -55,6 +55,14 @@ class Exportable(Protocol):
 
     def export(self) -> Sequence[tuple[GP, Likelihood]]:
         """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts."""
+
+
+@runtime_checkable
+class Quantiles(Protocol):
+    """A :data:`Standardised` that knows the quantiles of an observation, which is not normal."""
+
+    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
+        """Quantiles [levels, N], standardised."""
 
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
@@ -153,14 +161,14 @@ class Predictor:
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
-        return self.units.moments(*self._standardised_at(inputs))
+        return self.units.moments(*self.standardised(self._encoded_of(inputs)))
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
-        return self._quantiles(*self._standardised_at(inputs), levels)
+        return self._quantiles(self._encoded_of(inputs), levels)
 
-    def _standardised_at(self, inputs: Array) -> tuple[Array, Array]:
-        return self.standardised((inputs - self.preparation.input_mean) / self.preparation.input_scale)
+    def _encoded_of(self, inputs: Array) -> Array:
+        return (inputs - self.preparation.input_mean) / self.preparation.input_scale
 
     @property
     def units(self) -> TargetUnits:
@@ -168,9 +176,12 @@ class Predictor:
         agreed = self.preparation
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
-    def _quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
+    def _quantiles(self, encoded: Array, levels: Sequence[float]) -> Array:
+        if isinstance(self.standardised, Quantiles):
+            return self.units.values(self.standardised.quantiles(encoded, levels))
+        mean, sd = self.standardised(encoded)
         if self.saved.likelihood == "poisson":
-            return count_quantiles(*self.units.modelled(mean, sd), levels)
+            return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
         return self.units.quantiles(mean, sd, levels)
 
     def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
@@ -195,7 +206,7 @@ class Predictor:
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
-        values = (*self.units.moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
+        values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES))
         return pd.DataFrame(dict(zip(names, values, strict=True)))
 
     def inputs(self, frame: pd.DataFrame) -> Rows:

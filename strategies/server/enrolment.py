@@ -29,6 +29,8 @@ from fedgp_flower.shared_messages import (
     ColumnSums,
     Described,
     Nothing,
+    RobustMoments,
+    RobustScales,
     TargetMoments,
     TargetPowers,
 )
@@ -231,3 +233,36 @@ def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]
         likelihood = np.where(variance > 0, -rows / 2 * np.log(variance) + sums.slopes, -np.inf)
     best = int(np.argmax(likelihood))
     return best, float(centres[best] + offset[best]), float(np.sqrt(max(variance[best], 0.0)))
+
+
+SPREADS = (8.0, 2.0, 1.25, 1.05)
+"""Ratios of neighbouring scales, an exchange each."""
+CANDIDATES = 8
+NORMAL = 0.6120031809624805
+"""Scale of Cauchy's distribution that fits a normal one of sd 1 best: E 1/(1 + z²/s²) = ½."""
+
+
+def centred(met: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
+    """What the sites agreed on, with the target standardised by a middle and spread that outliers do not move.
+
+    They maximise Cauchy's likelihood, whose slopes vanish where Σ w z = 0 and Σ w z² = N (Maronna et al. 2006, §2.7),
+    and are as the mean and sd where targets are normal. Up to half of the rows may lie anywhere.
+    """
+    centre, scale = met.training_target["mean"], met.training_target["sd"]
+    place = CANDIDATES - 1.0
+    """Of the current scale among the candidates."""
+    for ratio in SPREADS:
+        scales = scale * ratio ** (np.arange(CANDIDATES) - place)
+        summed: Summed[RobustMoments] = yield Total(RobustMoments, RobustScales(float(centre), scales), sites)
+        if summed.total is None:
+            raise DataError("no site answered how its target is spread")
+        sums = summed.total
+        excess = sums.second / sums.count - 1.0  # falls as the scale grows
+        if not excess[0] > 0:
+            return met  # most targets are one number
+        position = float(np.interp(0.0, -excess, np.arange(CANDIDATES)))
+        scale = float(np.exp(np.interp(position, np.arange(CANDIDATES), np.log(scales))))
+        centre += float(np.interp(position, np.arange(CANDIDATES), scales * sums.first / sums.weights))
+        place = (CANDIDATES - 1) / 2
+    found = {"target.mean": np.array(centre), "target.scale": np.array(scale / NORMAL)}
+    return replace(met, arrays={**met.arrays, **found})

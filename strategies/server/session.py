@@ -216,6 +216,9 @@ class Session:
                 if transform in TRANSFORMS:
                     self._take(preparation)
                     preparation = self.run(enrolment.transformed(preparation, transform, self.roster().everyone))
+                elif self.config.model.likelihood == "student-t" and self.config.standardise:
+                    self._take(preparation)
+                    preparation = self.run(enrolment.centred(preparation, self.roster().everyone))
                 self._take(adjusted(preparation))
                 return self.run(initialise())
             except ContradictionError as contradiction:

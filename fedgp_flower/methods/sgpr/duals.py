@@ -30,10 +30,6 @@ class Duals:
         """C with C Cᵀ = I + B."""
         return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
 
-    def least(self) -> float:
-        """The least eigenvalue of I + B."""
-        return 1.0 + float(torch.linalg.eigvalsh(self.precision)[0])
-
     def posterior(self) -> WhitenedPosterior:
         """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
         covariance = torch.cholesky_inverse(self.factor())
@@ -45,8 +41,18 @@ class Duals:
         return 0.5 * (q.covariance.diagonal().sum() + q.mean.square().sum() - len(q.mean) + log_determinant)
 
     def stepped(self, found: Expectations, rho: float) -> Duals:
-        """A natural-gradient step of length ρ from the q(v) at which the expectations were taken."""
-        curvature, slope = torch.from_numpy(found.curvature), torch.from_numpy(found.slope)
+        """A natural-gradient step of length ρ from the q(v) at which the expectations were taken.
+
+        Where log p(y | f) is not concave, as around outliers, B̄ may be indefinite. Of C⁻¹ B̄ C⁻ᵀ, C Cᵀ = I + B, the
+        directions with negative eigenvalues are then left as they are in the prior: the bound rises along the others.
+        """
+        factor, curvature = self.factor(), torch.from_numpy(found.curvature)
+        half = torch.linalg.solve_triangular(factor, curvature, upper=False)
+        roots, vectors = torch.linalg.eigh(symmetric(torch.linalg.solve_triangular(factor, half.mT, upper=False)))
+        if roots[0] < 0:
+            kept = factor @ vectors * roots.clamp(min=0).sqrt()
+            curvature = kept @ kept.mT
+        slope = torch.from_numpy(found.slope)
         shift = curvature @ self.posterior().mean + slope
         return Duals(torch.lerp(self.precision, curvature, rho), torch.lerp(self.shift, shift, rho))
 
