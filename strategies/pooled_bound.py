@@ -170,12 +170,12 @@ def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = No
 
 
 def sums_at(
-    tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...]
-) -> Asking[tuple[list[SparseStatistics], Summed[TrialSums]]]:
-    """Totals at several parameters, in one exchange, and what they are of; no totals where nobody answers."""
+    tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...], weight: float = 1.0
+) -> Asking[tuple[list[SparseSums], Summed[TrialSums]]]:
+    """Weighted totals at several parameters, in one exchange, and what they are of; none where nobody answers."""
     sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
     summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
-    return ([] if summed.total is None else summed.total.each()), summed
+    return ([] if summed.total is None else [sums.weighted(weight) for sums in summed.total.each()]), summed
 
 
 @torch.no_grad()
@@ -194,9 +194,12 @@ def contradictions(
 
 
 def gradients_at(
-    points: Sequence[tuple[Mapping[str, ndarray], SparseSums]], sites: tuple[str, ...], section: ModelSection
+    points: Sequence[tuple[Mapping[str, ndarray], SparseSums]],
+    sites: tuple[str, ...],
+    section: ModelSection,
+    weight: float = 1.0,
 ) -> Asking[list[NamedArrays] | None]:
-    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer."""
+    """Gradients of the bound at several parameters with their weighted totals; None unless all sites answer."""
     adjoints = [bound_gradient(totals, float(values[LOG_NOISE][0])) for values, totals in points]
     request = TrialAdjoints.of([values for values, _ in points], adjoints)
     summed: Summed[TrialGradients] = yield Total(TrialGradients, request, sites)
@@ -205,7 +208,7 @@ def gradients_at(
     found = []
     for share, (values, totals), by_sums in zip(apart(summed.total.values), points, adjoints, strict=True):
         through = inducing_gradient(SparseGP.from_arrays(section, values), totals, by_sums)
-        found.append({name: np.asarray(share[name] + slope) for name, slope in through.items()})
+        found.append({name: np.asarray(weight * share[name] + slope) for name, slope in through.items()})
     return found
 
 
@@ -247,7 +250,7 @@ def thinned(
 
 
 def known_lengthscales(
-    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection
+    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection, weight: float = 1.0
 ) -> Asking[NamedArrays | None]:
     """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
 
@@ -259,11 +262,11 @@ def known_lengthscales(
         return None
     centre = pack(logs)
     tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
-    totals, summed = yield from sums_at(tried, sites)
+    totals, summed = yield from sums_at(tried, sites, weight)
     if not totals:
         return None
     points = [folded(*at, section) for at in zip(tried, totals, strict=True)]
-    gradients = yield from gradients_at(points, summed.sites, section)
+    gradients = yield from gradients_at(points, summed.sites, section, weight)
     if gradients is None:
         return None
     slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]

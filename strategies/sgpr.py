@@ -19,7 +19,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.cells import centres_of, drawn
+from fedgp_flower.gp.cells import centres_of, drawn, weight_of
+from fedgp_flower.gp.kernels import with_kernel_of
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.optimisers import StepMemory, direction, pack, unpack
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
@@ -41,6 +42,8 @@ SLOTS = 2048
 """Anchors of the sketch."""
 START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
+CHAINS, TRIED = 2, 3
+"""Chains that go on to the end, and rounds after which a third one is given up: the lower of two with one kernel."""
 WIDER = (-0.5, 0.0, 0.5)
 """What is added to log ℓ in the candidates for a start."""
 STEPS = (0.3, 1.0, 2.5)
@@ -105,6 +108,8 @@ class SGPRState:
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
+    weight: float = 1.0
+    """Of a row where rows are copies: sums of all sites count so much."""
     contrary: Mapping[str, AnyShape] = field(default_factory=dict)
     """Sites whose sums contradicted the others' once, and the bound per row with and without them [2]."""
 
@@ -138,7 +143,7 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
-    """Two chains, of two kernels where data choose, from a sketch of all rows around points where inputs lie."""
+    """Two chains from a sketch of all rows around points where inputs lie, and one more of another kernel to choose."""
     section, seed = problem.model, problem.seed
     shape = yield from shape_of_inputs(roster)
     anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
@@ -153,16 +158,20 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     distinct = len(np.unique(draws, axis=0))
     count = min(pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
     most = min(pooled_bound.candidates(count, roster, problem.small_sites), distinct)
-    other = section.model_copy(update={"kernel": KERNEL_CHOICES[1]}) if section.kernel == USUAL_KERNEL else section
-    rough = pooled_bound.empty_model(other, num_inputs)
-    expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in rough.items()}
+    sections = [section] * 2
+    if section.kernel == USUAL_KERNEL:
+        sections.append(section.model_copy(update={"kernel": KERNEL_CHOICES[1]}))
+    starts = [agreed(sketch, model)]
+    for other in sections[1:]:
+        like = pooled_bound.empty_model(other, num_inputs)
+        starts.append({name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in like.items()})
     chains = []
-    for first in (agreed(sketch, model), expected):
+    for first in starts:
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
         chains.append(chain_at(pooled_bound.of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
     logger.info("%d inducing points; at most %d exchanges for training", count, problem.exchanges)
-    return SGPRState(tuple(chains), (), BEFORE, count)
+    return SGPRState(tuple(chains), (), BEFORE, count, weight=weight_of(sketch.repeats, float(sketch.rows.sum())))
 
 
 def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
@@ -191,13 +200,14 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
     """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
     tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
-    totals, summed = yield from pooled_bound.sums_at(tried, sites)
+    totals, summed = yield from pooled_bound.sums_at(tried, sites, state.weight)
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
     contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    return SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points, contrary=contrary)
+    fresh = {"gains": np.empty(0), "converged": False, "contrary": contrary}
+    return replace(state, chains=tuple(chains), sites=summed.sites, exchanges=state.exchanges + 1, **fresh)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -206,7 +216,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not moved:
         return state
     points = [folded(values, totals, problem.model) for values, totals in moved]
-    gradients = yield from pooled_bound.gradients_at(points, state.sites, problem.model)
+    gradients = yield from pooled_bound.gradients_at(points, state.sites, problem.model, state.weight)
     if gradients is None:
         return without_totals(state)
     each = iter(gradients)
@@ -228,7 +238,7 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """Every chain at the highest of its candidates; where none is higher, where it was, with shorter steps."""
     aimed = [aim(chain) for chain in state.chains]
     tried = [chain.at(chain.coordinates + by * chain.shrunk * way) for chain, way in aimed for by in STEPS]
-    totals, summed = yield from pooled_bound.sums_at(tried, state.sites)
+    totals, summed = yield from pooled_bound.sums_at(tried, state.sites, state.weight)
     if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains, found = [], highest(tried, totals, len(STEPS))
@@ -243,6 +253,9 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
     gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-pooled_bound.SMOOTHED :]
+    if len(chains) > CHAINS and len(gains) >= TRIED:
+        kernels = {tuple(chain.values): chain for chain in sorted(chains, key=lambda chain: chain.height)}
+        after = replace(after, chains=tuple(kernels.values()))
     return replace(after, gains=gains, converged=flat and not shortening)
 
 
@@ -284,7 +297,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     """The exact posterior of all rows at the better chain's point, and the totals it comes from."""
     values, totals = state.best.values, state.best.totals
     if totals is None or set(state.sites) != set(roster.everyone):
-        totals = yield from pooled_bound.pooled(values, roster.everyone)
+        totals = (yield from pooled_bound.pooled(values, roster.everyone)).weighted(state.weight)
         values, totals = pooled_bound.thinned(values, totals, state.points, problem.model)
     values, totals = folded(values, totals, problem.model)
     return pooled_bound.posterior_at(values, totals), totals
@@ -330,6 +343,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         found, totals = yield from posterior(self.problem, state, roster)
         details = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
         details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(state.best.values[LOCATIONS])}
+        details["kernel"] = with_kernel_of(self.config.model, found.values).kernel
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
@@ -346,9 +360,8 @@ class SGPR(FederatedStrategy[SGPRState]):
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Lengthscales, and how well all rows know them."""
-        del state
-        values = self.scoring.predicted.request.values
-        spread = yield from pooled_bound.known_lengthscales(values, roster.sites, self.config.model)
+        values, weight = self.scoring.predicted.request.values, state.weight
+        spread = yield from pooled_bound.known_lengthscales(values, roster.sites, self.config.model, weight)
         return {"relevance": lengthscale_facts(values, spread, pooled_bound.CURVATURE)}
 
     def warnings(self) -> list[str]:
@@ -358,6 +371,11 @@ class SGPR(FederatedStrategy[SGPRState]):
         found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
             found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
+        if self.current.weight < 1:
+            found.append(
+                f"rows are copies of each other, about {1 / self.current.weight:.1f} of each: all sums count"
+                f" {self.current.weight:.2f} times, since a copy says nothing new, not even of the noise"
+            )
         for site, (every, others) in self.current.contrary.items():
             found.append(
                 f"site {self.called([site])} contradicts the others: what their rows predict for it runs against its"

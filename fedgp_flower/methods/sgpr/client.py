@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.cells import LEAST_ROWS, cells
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, repeats
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, scatter
 from fedgp_flower.gp.placement import to_array
@@ -111,7 +111,7 @@ class SGPRClient(SparseClient):
         inputs, targets = self.tensors
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
-        return Sketch(*found, *mode)
+        return Sketch(*found, repeats(self.rows.x, self.rows.y), *mode)
 
     def trials(self, request: Parameters) -> TrialSums:
         """The additive sums of this site's rows at each of several parameters."""
