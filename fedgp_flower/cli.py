@@ -12,7 +12,7 @@ from click import Context, HelpFormatter
 from typer.core import TyperCommand
 
 from fedgp_flower.deploy.commands import add_to, deploy
-from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
+from fedgp_flower.errors import DamagedError, FedGPError, RunError
 from fedgp_flower.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -88,23 +88,22 @@ def run(
 
 
 def _completed(words: Sequence[str] | None, file: Path | None, given: FlatConfig, sites: int) -> tuple[FlatConfig, int]:
-    """The keys of a file and of words, and how many sites: as many as there are tables, where there are several."""
+    """The keys of a file and of words, and how many sites."""
     files, keys = _split(words)
     flat = (user.read_config(file) if file else {}) | keys | dict(given)
     paths = _sites_of(files)
     if len(paths) == 1:
         flat["dataset"] = str(paths[0])
     elif paths:
-        read = {tables.table_stem(path): tables.read_table(path) for path in paths}
-        if len(read) < len(paths):
-            raise ConfigError("every table is a site with the name of its file: two files have the same name")
-        flat, sites = flat | api.together(read, flat), 0
+        flat["dataset"] = ",".join(map(str, paths))
     return user.complete_config(flat, Path.cwd()), sites
 
 
 def _split(words: Sequence[str] | None) -> tuple[list[Path], dict[str, Value]]:
-    """The words that are tables, and the others as keys."""
-    files = [word for word in words or () if word.endswith(tables.SUFFIXES) and "=" not in word]
+    """The words that are tables, or folders, which are refused where they are read; and the others as keys."""
+    files = [
+        word for word in words or () if "=" not in word and (word.endswith(tables.SUFFIXES) or Path(word).is_dir())
+    ]
     others = [word for word in words or () if word not in files]
     return [Path(file) for file in files], user.parse_assignments(others)
 

@@ -70,7 +70,8 @@ class BaselineSection(Section):
     local_only: bool = True
     """Also fit a GP of its rows at every site."""
     pooled: bool = True
-    """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
+    """Simulation only: one process sees the rows of all sites and fits a GP (an exact one up to 3000 rows, else with as
+    many inducing points as the run) and gradient boosting. Ignored where sites are real machines."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
 
@@ -139,7 +140,11 @@ class CoreConfig(Section):
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
-    """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
+    """Share of a site's rows that it holds out, where `split` is -1 and no file holds its test rows; 0: nothing is
+    scored."""
+    holdout: Annotated[str, BASIC] = "random"
+    """Which rows these are: any (``random``), whole groups (``group:COLUMN``, such as all rows of a patient), or those
+    later than all others (``time:COLUMN``). That column is no input unless `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
@@ -169,7 +174,7 @@ class CoreConfig(Section):
     """Floating-point type of the sites' computations."""
     threads: PositiveInt = 1
     """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
-    evaluate_every: Annotated[Count, BASIC] = 10
+    evaluate_every: Count = 10
     """Rounds between evaluations; 0 evaluates only after the last round."""
     sites: Count = 0
     """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
@@ -201,6 +206,8 @@ class CoreConfig(Section):
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
             )
+        if self.holdout != "random" and self.split >= 0:
+            raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
         transform, likelihood = self.transform.target, self.model.likelihood
@@ -219,6 +226,18 @@ class CoreConfig(Section):
         if name in {".", ".."} or "/" in name or "\\" in name:
             raise ValueError("expected the name of a folder inside `output-dir`, without a path")
         return name
+
+    @field_validator("holdout")
+    @classmethod
+    def _known_holdout(cls, way: str) -> str:
+        if not re.fullmatch(r"random|(time|group):.+", way):
+            raise ValueError("expected random, time:COLUMN or group:COLUMN")
+        return way
+
+    @property
+    def aside(self) -> set[str]:
+        """Columns that are no inputs unless `features` names them: those of the sites, and of `holdout`."""
+        return {self.partition.column if self.partitioner == "natural" else "", self.holdout.partition(":")[2]} - {""}
 
     @property
     def terms(self) -> Json:
@@ -363,8 +382,12 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
-    kernel = chosen.usual_kernel if core.model.kernel == USUAL_KERNEL else core.model.kernel
-    usual = {"kernel": kernel, "num_inducing": core.model.num_inducing or chosen.usual_inducing}
+    usual: dict[str, Value] = {}
+    if core.model.kernel == USUAL_KERNEL:
+        usual["kernel"] = chosen.usual_kernel
+    if not core.model.num_inducing:
+        room = core.model.max_megabytes or chosen.usual_megabytes
+        usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
     core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen

@@ -130,10 +130,10 @@ def fit(keys: Keys, sites: int = 10, grid: Callable[..., Any] | None = None) -> 
 def _through(grid: Callable[..., Any], flat: Row, sites: int) -> None:
     """A run over a Grid that is not the ordinary one."""
     from fedgp_flower import client_app, server_app
-    from fedgp_flower.data.sites import natural_sites, simulated_nodes
+    from fedgp_flower.data.sites import count_sites, simulated_nodes
     from fedgp_flower.run.registry import parse_config
 
-    nodes = simulated_nodes(sites or natural_sites(parse_config(flat)))
+    nodes = simulated_nodes(count_sites(parse_config(flat), sites))
     server_app.execute(grid(client_app.app, flat, nodes), flat, lambda row, total: None)
 
 

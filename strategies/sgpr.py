@@ -1,4 +1,4 @@
-"""SGPR in about twenty exchanges: the bound of all rows (Titsias 2009) from sums, from two starts at once.
+"""SGPR in few exchanges: the bound of all rows (Titsias 2009) from sums, from two starts at once.
 
 On real machines a trip costs seconds whatever it carries, so this method saves trips. The server alone maximises the
 bound over the kernel's amplitude and the noise (:mod:`fedgp_flower.gp.sums`). A line search is one trip, because
@@ -6,13 +6,19 @@ its candidates are evaluated together. Two chains share every trip: one starts f
 fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With
 descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as
 many points as are kept, and the server keeps those that explain most (:func:`fedgp_flower.gp.cells.explaining`).
+
+Rounds go on while five more exchanges promise a gain. The last ones are of more inducing points at the parameters
+found (:mod:`strategies.enlarging`): three exchanges for two thousand points, at three common factors of the
+lengthscales, and three more for each doubling that pays.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -22,15 +28,15 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import centres_of, drawn, weight_of
 from fedgp_flower.gp.kernels import with_kernel_of
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.optimisers import StepMemory, direction, pack, unpack
-from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
-from fedgp_flower.messages import encode, message
+from fedgp_flower.gp.optimisers import StepMemory, direction, outlook, pack, unpack
+from fedgp_flower.gp.sums import PENALTY, SparseSums, leading, prior, profiled
+from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
-from fedgp_flower.options import KERNEL_CHOICES, USUAL_KERNEL
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.options import KERNEL_CHOICES, USUAL_KERNEL, ModelSection
+from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies import pooled_bound
+from strategies import enlarging, pooled_bound
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, log_lengthscales, objective
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
@@ -42,8 +48,10 @@ SLOTS = 2048
 """Anchors of the sketch."""
 START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
-CHAINS, TRIED = 2, 3
+CHAINS, TRIED = 2, 4
 """Chains that go on to the end, and rounds after which a third one is given up: the lower of two with one kernel."""
+HOPELESS = 0.5
+"""Nats a row that a kernel may be behind after training and still be tried with more points."""
 WIDER = (-0.5, 0.0, 0.5)
 """What is added to log ℓ in the candidates for a start."""
 STEPS = (0.3, 1.0, 2.5)
@@ -54,8 +62,14 @@ SHORTER, SHORTEST = 0.1, 1e-3
 """Factor of the steps after a line search without success, and where shorter ones are given up."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
-USUAL = 20
-"""Exchanges where the configuration leaves them to the method."""
+USUAL = 60
+"""Exchanges where the configuration leaves them to the method, those of the larger posterior among them."""
+FEW, TOO_LITTLE = 5, 0.002
+"""Training ends where so many more exchanges promise less than this, in nats a row, unless their number is set."""
+FACTORS = (1.0, 0.7, 1.4)
+"""Of the lengthscales, tried with more inducing points."""
+FIRST_SIZE, A_SIZE = 2000, 3
+"""Inducing points at which the factors are tried, and exchanges for each number of them."""
 TOLERANCE = 1e-6
 """The ascent ends where a line search gains less than this per row, relative to the size of the bound."""
 
@@ -96,6 +110,34 @@ class Chain(StepMemory):
 
 
 @message()
+class LargeSums(SparseSums):
+    """Sums at another number of inducing points than the chains'."""
+
+    gram: Float[ndarray, "Q Q"] = leaves("A", symmetric=True)
+    projection: Float[ndarray, " Q"] = leaves("b")
+
+
+@message()
+class Enlarged:
+    """More inducing points at the hyperparameters of the better chain: what predicts."""
+
+    values: Mapping[str, AnyShape]
+    """Parameters, at the best amplitude and noise."""
+    totals: LargeSums
+    """At ``values``."""
+    sites: tuple[str, ...]
+    """Whose rows the totals are of."""
+    asked: int
+    """Points that sums were asked at; the first of them are kept."""
+    factor: float
+    """Of the chain's lengthscales."""
+    promise: float
+    """Nats a row that twice as many points would bring."""
+    curve: Float[ndarray, "V 2"]
+    """Numbers of points, and the bound there in nats a row."""
+
+
+@message()
 class SGPRState:
     """Two chains that share every exchange, and whose rows their totals are of."""
 
@@ -110,8 +152,11 @@ class SGPRState:
     converged: bool = False
     weight: float = 1.0
     """Of a row where rows are copies: sums of all sites count so much."""
-    contrary: Mapping[str, AnyShape] = field(default_factory=dict)
-    """Sites whose sums contradicted the others' once, and the bound per row with and without them [2]."""
+    shape: Shape | None = None
+    """Where inputs lie."""
+    most: int = 0
+    """Inducing points that the posterior may have; where they are no more than the chains', it has these."""
+    large: Enlarged | None = None
 
     @property
     def rows(self) -> float:
@@ -123,6 +168,22 @@ class SGPRState:
     def best(self) -> Chain:
         """The chain with the higher J; the first of them before it is known."""
         return max(self.chains, key=lambda chain: chain.height)
+
+    @property
+    def next_size(self) -> int:
+        """How many inducing points are asked for next after training; 0 where no more of them pay."""
+        trained = len(self.best.values[LOCATIONS])
+        if self.large is None:
+            return min(FIRST_SIZE, self.most) if self.most > trained else 0
+        room = self.most > self.large.asked and self.large.promise >= enlarging.PAYS
+        return min(2 * self.large.asked, self.most) if room else 0
+
+    def known(self, section: ModelSection) -> tuple[NamedArrays, SparseSums] | None:
+        """Parameters at the best amplitude and noise, and the totals there; None before there are any."""
+        if self.large is not None:
+            return dict(self.large.values), self.large.totals
+        totals = self.best.totals
+        return None if totals is None else folded(self.best.values, totals, section)
 
 
 def moving(values: Mapping[str, ndarray]) -> NamedArrays:
@@ -170,8 +231,17 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
         chains.append(chain_at(pooled_bound.of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
-    logger.info("%d inducing points; at most %d exchanges for training", count, problem.exchanges)
-    return SGPRState(tuple(chains), (), BEFORE, count, weight=weight_of(sketch.repeats, float(sketch.rows.sum())))
+    most = largest(problem, roster)
+    logger.info("%d inducing points in training, %d after it at most", count, max(count, most))
+    weight = weight_of(sketch.repeats, float(sketch.rows.sum()))
+    return SGPRState(tuple(chains), (), BEFORE, count, weight=weight, shape=shape, most=most)
+
+
+def largest(problem: Problem, roster: Roster) -> int:
+    """Inducing points that a message has room for, at most the number of rows and what the smallest site bears."""
+    most = min(enlarging.most_points(problem.megabytes), sum(roster.rows.values()))
+    capped = problem.small_sites != "warn" and not roster.totals_only
+    return min(most, min(roster.rows.values()) // pooled_bound.ROWS_PER_POINT) if capped else most
 
 
 def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
@@ -183,18 +253,80 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
 
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
-    """A gradient of every chain that has moved, and a line search of every chain."""
-    if set(state.sites) != set(roster.sites) or not state.rows:
-        state = yield from evaluate(problem, state, roster.sites)
-    if state.rows:
-        state = yield from differentiate(problem, state)
-    if state.rows:
-        state = yield from search(problem, state)
-    if state.best.totals is None:
+    """A gradient of every chain that has moved, and a line search of every chain; after training more points."""
+    if trained(problem, state):
+        state = yield from enlarge(problem, state, roster.sites)
+    else:
+        if set(state.sites) != set(roster.sites) or not state.rows:
+            state = yield from evaluate(problem, state, roster.sites)
+        if state.rows:
+            state = yield from differentiate(problem, state)
+        if state.rows:
+            state = yield from search(problem, state)
+    known = state.known(problem.model)
+    if known is None:
         return state, {}
-    values, totals = folded(state.best.values, state.best.totals, problem.model)
-    bound = pooled_bound.facts(values, totals)["bound"]
-    return state, {"bound": bound, "objective": bound / state.rows, "noise": pooled_bound.noise_of(values)}
+    values, totals = known
+    bound, points = pooled_bound.facts(values, totals)["bound"], len(values[LOCATIONS])
+    figures = {"bound": bound, "objective": bound / float(totals.count), "noise": pooled_bound.noise_of(values)}
+    return state, figures | {"points": float(points)}
+
+
+def enlarge(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
+    """With a posterior at more points, of the kernel that explains most there; with no more where none is better."""
+    size, chains, best = state.next_size, contenders(state), state.best
+    assert state.shape is not None
+    assert best.totals is not None
+    factors: tuple[float, ...] = (1.0,) if state.large is None else (state.large.factor,)
+    if state.large is None and size <= enlarging.most_points(problem.megabytes, len(FACTORS)):
+        factors = FACTORS
+    count = size - len(best.values[LOCATIONS])
+    more = yield from enlarging.placed(state.shape, lengthscales(best.values), count, sites, problem.seed)
+    before = profiled(best.totals).value / state.rows if state.large is None else float(state.large.curve[-1, 1])
+    highest_bound, large = before - enlarging.NEGLIGIBLE, None
+    for chain in chains:
+        bound, found = yield from larger(problem, chain, more, factors, sites, state.weight)
+        if found is not None and bound > highest_bound:
+            highest_bound, large = bound, found
+    state = replace(state, exchanges=state.exchanges + A_SIZE + len(chains) - 1)
+    if large is None:
+        logger.warning("%d inducing points are no better; the posterior has those of before", size)
+        return replace(state, most=0)
+    return replace(state, large=large)
+
+
+def contenders(state: SGPRState) -> list[Chain]:
+    """The highest chain of each kernel that more points may bring to the front; later that of the larger posterior."""
+    kernels = {frozenset(chain.values): chain for chain in sorted(state.chains, key=lambda chain: chain.height)}
+    if state.large is not None:
+        return [kernels[frozenset(state.large.values)]]
+    least = state.best.height - HOPELESS * state.rows
+    return [chain for chain in kernels.values() if chain.height >= least]
+
+
+def larger(
+    problem: Problem, chain: Chain, more: Array, factors: tuple[float, ...], sites: tuple[str, ...], weight: float
+) -> Asking[tuple[float, Enlarged | None]]:
+    """The highest bound a row of a chain with more points, at several factors of its lengthscales, and the fewest."""
+    section, places, usual = problem.model, chain.values[LOCATIONS], chain.totals
+    assert usual is not None
+    values = enlarging.ordered({**chain.values, LOCATIONS: np.concatenate([places, more])}, section)
+    tried = [wider(values, math.log(factor)) for factor in factors]
+    totals, summed = yield from pooled_bound.sums_at(tried, sites, weight)
+    if not totals:
+        return -math.inf, None
+    log_ratio = profiled(usual).log_ratio
+    curves = [enlarging.by_size(sums, log_ratio) for sums in totals]
+    best = max(range(len(curves)), key=lambda number: float(curves[number][0].max()))
+    curve, ratio = curves[best]
+    count = enlarging.fewest(curve)
+    few, sums = {**tried[best], LOCATIONS: values[LOCATIONS][:count]}, leading(totals[best], count)
+    few, sums = folded(few, sums, section, enlarging.profiled_near(sums, ratio))
+    marks = np.unique(np.geomspace(1, len(curve), 24).astype(int))
+    shown, size = np.column_stack([marks, curve[marks - 1]]), len(places) + len(more)
+    logger.info("%d of %d inducing points are kept: %.3f nats a row", count, size, curve[count - 1])
+    promise = enlarging.promised(curve)
+    return float(curve.max()), Enlarged(few, LargeSums(**vars(sums)), summed.sites, size, factors[best], promise, shown)
 
 
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
@@ -204,10 +336,10 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
-    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
+    yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    fresh = {"gains": np.empty(0), "converged": False, "contrary": contrary}
-    return replace(state, chains=tuple(chains), sites=summed.sites, exchanges=state.exchanges + 1, **fresh)
+    anew = SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points)
+    return replace(anew, weight=state.weight, shape=state.shape, most=state.most)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -242,21 +374,23 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains, found = [], highest(tried, totals, len(STEPS))
-    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
+    yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     for (chain, _), (values, sums, height) in zip(aimed, found, strict=True):
         if height > chain.height:
             chains.append(replace(chain, values=values, totals=sums, height=height, shrunk=1.0))
         else:
             chains.append(replace(chain.forgotten(), shrunk=SHORTER * chain.shrunk))
-    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1, contrary=contrary)
+    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
     climbed = max(new.height - old.height for new, old in zip(chains, state.chains, strict=True)) / state.rows
     flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
     gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-pooled_bound.SMOOTHED :]
+    more = outlook(gains, math.ceil(FEW / A_ROUND)) if len(gains) == pooled_bound.SMOOTHED else None
+    little = more is not None and more < problem.worth
     if len(chains) > CHAINS and len(gains) >= TRIED:
-        kernels = {tuple(chain.values): chain for chain in sorted(chains, key=lambda chain: chain.height)}
+        kernels = {frozenset(chain.values): chain for chain in sorted(chains, key=lambda chain: chain.height)}
         after = replace(after, chains=tuple(kernels.values()))
-    return replace(after, gains=gains, converged=flat and not shortening)
+    return replace(after, gains=gains, converged=(flat or little) and not shortening)
 
 
 def aim(chain: Chain) -> tuple[Chain, Array]:
@@ -288,19 +422,30 @@ def without_totals(state: SGPRState) -> SGPRState:
     return replace(state, chains=chains, exchanges=state.exchanges + 1)
 
 
-def finished(problem: Problem, state: SGPRState) -> bool:
+def sizes_of(most: int) -> int:
+    """How many numbers of points are asked for at most: the first one, and doublings up to ``most``."""
+    return math.ceil(math.log2(max(most, FIRST_SIZE) / FIRST_SIZE)) + 1 if most else 0
+
+
+def trained(problem: Problem, state: SGPRState) -> bool:
     """Whether the chains rest, or another round would take more exchanges than are allowed."""
     return state.converged or state.exchanges + A_ROUND > problem.exchanges
 
 
+def finished(problem: Problem, state: SGPRState) -> bool:
+    """Whether training has ended, and no more inducing points pay."""
+    return trained(problem, state) and (not state.rows or not state.next_size)
+
+
 def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, SparseSums]]:
-    """The exact posterior of all rows at the better chain's point, and the totals it comes from."""
-    values, totals = state.best.values, state.best.totals
-    if totals is None or set(state.sites) != set(roster.everyone):
-        totals = (yield from pooled_bound.pooled(values, roster.everyone)).weighted(state.weight)
-        values, totals = pooled_bound.thinned(values, totals, state.points, problem.model)
-    values, totals = folded(values, totals, problem.model)
-    return pooled_bound.posterior_at(values, totals), totals
+    """The exact posterior of all rows at the points that predict, and the totals it comes from."""
+    known, sites = state.known(problem.model), state.sites if state.large is None else state.large.sites
+    if known is None or set(sites) != set(roster.everyone):
+        values = state.best.values if known is None else known[0]
+        totals = (yield from pooled_bound.pooled(values, problem.model, roster.everyone)).weighted(state.weight)
+        count = state.points if state.large is None else 0
+        known = folded(*pooled_bound.thinned(values, totals, count, problem.model), problem.model)
+    return pooled_bound.posterior_at(*known), known[1]
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -315,8 +460,12 @@ class SGPR(FederatedStrategy[SGPRState]):
     @property
     def problem(self) -> Problem:
         """What stays the same during a run."""
-        exchanges = self.options.exchanges or USUAL
-        return Problem(self.config.model, self.config.seed, exchanges, small_sites=self.options.small_sites)
+        section = self.config.model
+        after = A_SIZE * sizes_of(enlarging.most_points(section.max_megabytes))
+        problem = Problem(section, self.config.seed, self.options.exchanges or USUAL - after)
+        worth = 0.0 if self.options.exchanges else TOO_LITTLE
+        small_sites = self.options.small_sites
+        return replace(problem, small_sites=small_sites, megabytes=section.max_megabytes, worth=worth)
 
     def initialise(self, roster: Roster) -> Asking[SGPRState]:
         """Two chains."""
@@ -335,21 +484,24 @@ class SGPR(FederatedStrategy[SGPRState]):
         return state.converged
 
     def exchanges_to_come(self, state: SGPRState) -> int:
-        """As many as are left, if it does not converge before."""
-        return max(0, self.problem.exchanges - state.exchanges)
+        """As many as are left, if it does not converge before, and those for more points."""
+        left = 0 if trained(self.problem, state) else self.problem.exchanges - state.exchanges
+        return left + (A_SIZE * sizes_of(state.most) if state.next_size and state.large is None else 0)
 
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
-        details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(state.best.values[LOCATIONS])}
+        details: dict[str, Any] = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(found.values[LOCATIONS])}
         details["kernel"] = with_kernel_of(self.config.model, found.values).kernel
+        if state.large is not None:
+            details |= {"lengthscale_factor": state.large.factor, "bound_by_points": state.large.curve.tolist()}
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
         """The parameters of the better chain."""
-        values, totals = state.best.values, state.best.totals
-        return encode(Parameters(values if totals is None else folded(values, totals, self.config.model)[0]))
+        known = state.known(self.config.model)
+        return encode(Parameters(state.best.values if known is None else known[0]))
 
     def adopt(self, state: SGPRState, arrays: NamedArrays) -> SGPRState:
         """Start one chain from other parameters; the same ones change nothing."""
@@ -360,14 +512,17 @@ class SGPR(FederatedStrategy[SGPRState]):
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Lengthscales, and how well all rows know them."""
-        values, weight = self.scoring.predicted.request.values, state.weight
-        spread = yield from pooled_bound.known_lengthscales(values, roster.sites, self.config.model, weight)
+        values = self.scoring.predicted.request.values
+        few = values[LOCATIONS][: self.config.model.num_inducing]
+        few = {**values, LOCATIONS: few}
+        spread = yield from pooled_bound.known_lengthscales(few, roster.sites, self.config.model, state.weight)
         return {"relevance": lengthscale_facts(values, spread, pooled_bound.CURVATURE)}
 
     def warnings(self) -> list[str]:
         """Also which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points."""
         count, roster, policy = len(self.current.best.values[LOCATIONS]), self.roster(), self.options.small_sites
-        most = pooled_bound.candidates(count, roster, policy)
+        most, large = pooled_bound.candidates(count, roster, policy), self.current.large
+        most = most if large is None else max(most, large.asked)
         found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
             found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
@@ -375,12 +530,6 @@ class SGPR(FederatedStrategy[SGPRState]):
             found.append(
                 f"rows are copies of each other, about {1 / self.current.weight:.1f} of each: all sums count"
                 f" {self.current.weight:.2f} times, since a copy says nothing new, not even of the noise"
-            )
-        for site, (every, others) in self.current.contrary.items():
-            found.append(
-                f"site {self.called([site])} contradicts the others: what their rows predict for it runs against its"
-                " sums. These may be false, or another relation holds there. The bound is"
-                f" {every:.3g} nats per row with it and {others:.3g} without it"
             )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):

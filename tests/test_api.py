@@ -1,5 +1,6 @@
 """The public Python API: a table in, a finished run out, and the same run read back."""
 
+import dataclasses
 import importlib
 
 import numpy as np
@@ -8,11 +9,10 @@ import pytest
 import torch
 
 import fedgp_flower as fg
-from fedgp_flower.data.datasets import load_table
 from fedgp_flower.errors import ConfigError, DataError, RunError
-from fedgp_flower.run import api
 from fedgp_flower.run.dependence import effects
-from fedgp_flower.run.registry import BUILT_IN, parse_config
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.registry import BUILT_IN
 
 FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
 
@@ -55,11 +55,33 @@ def test_draws_have_the_moments_of_f(run):
     assert (draws == run.posterior.sample(new, 4000, noise=False, seed=3)).all()
 
 
+def test_any_number_of_draws_of_a_mixture(run):
+    """One draw comes from one component alone, so that the others give none."""
+    twice = dataclasses.replace(run.posterior, standardised=Mixture(run.posterior.standardised))
+    new = pd.DataFrame({"x": [-1.0, 0.5]})
+    for count in (1, 2, 5):
+        assert run.posterior.sample(new, count).shape == twice.sample(new, count).shape == (count, 2)
+
+
+class Mixture:
+    """Three times the same component."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __call__(self, inputs):
+        return self.part(inputs)
+
+    def export(self):
+        return [*self.part.export()] * 3
+
+
 def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
     frames = {f"ward {ward}": rows.drop(columns="ward") for ward, rows in table().groupby("ward")}
     again = fg.run(frames, target="outcome", num_rounds=8, options=FEW | {"output-dir": str(tmp_path)})
-    assert again.metrics.test["rmse"] == pytest.approx(run.metrics.test["rmse"], rel=1e-9)
-    with pytest.raises(ConfigError, match="have a column 'x': name another"):
+    assert again.metrics.test["rmse"] == pytest.approx(run.metrics.test["rmse"], rel=1e-3)  # a site with a table
+    # sends coarser histograms than a share of one, so that inducing points begin elsewhere
+    with pytest.raises(ConfigError, match="leave `site` out"):
         fg.run(frames, target="outcome", site="x")
 
 
@@ -71,13 +93,39 @@ def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_
     with pytest.raises(DataError) as caught:
         fg.run(sites, target="outcome", options=options)
     told = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in told] == ["north", "east", "west"]
+    assert [line.split(":")[0] for line in told] == ["north.parquet", "east.parquet", "west.parquet"]
     assert all("`day` holds dates" in line for line in told)
     assert "column `x`: empty or NaN cell in row 5" in told[2]
-    keys = api.together(sites, {"dates": "days", "missing": "drop", "target": "outcome", **options})
-    joined = load_table(parse_config(keys | {"dates": "days", "missing": "drop", "target": "outcome"}))
-    assert (joined.file, joined.frame["x"].dtype, len(joined.frame)) == ("north-east-west.parquet", "float64", 89)
-    assert joined.frame["days(day)"].nunique() == 1
+    keys = {"dates": "days", "missing": "drop", "baselines.local-only": False, "baselines.pooled": False}
+    run = fg.run(sites, target="outcome", num_rounds=1, options=options | keys)
+    assert (run.metrics.data["rows"], run.metrics.data["dropped"]) == (72 - 1, 1)
+    assert set(run.metrics.labels.values()) == set(sites)
+    [day] = [column for column in run.metrics.data["columns"] if column["name"] == "days(day)"]
+    assert day["sd"] == 1.0  # one day, whichever way it is written: constant, said and kept
+
+
+def test_tables_of_sites_give_the_figures_of_real_machines(tmp_path):
+    """With a level of one patient, dates, a column that never varies, and held-out rows beside one of the tables."""
+    day = pd.Timestamp("2024-03-01") + pd.to_timedelta(np.arange(90) % 50, unit="D")
+    whole = table().assign(day=day.strftime("%d.%m.%Y"), ward="common", built=1999)
+    whole.loc[[5, 40], "ward"], whole.loc[::3, "ward"] = "rare", "second"
+    for start, name in enumerate("abc"):
+        whole[30 * start : 30 * start + 24].to_csv(tmp_path / f"{name}.csv", index=False)
+    whole[60:66].to_csv(tmp_path / "c.test.csv", index=False)
+    paths = [tmp_path / f"{name}.csv" for name in "abc"]
+    keys = FEW | {"dates": "season", "target": "outcome", "output-dir": str(tmp_path), "sgpr.exchanges": 4}
+    nodes = [{"data-path": str(path)} for path in paths]
+    real = fg.load_run(run_in_process(keys | {"name": "real", "min-sites": 3}, nodes=nodes))
+    simulated = fg.run(",".join(map(str, paths)), options=keys | {"name": "simulated"})
+    assert real.metrics.test["rmse"] > 0
+    for part in ("test", "mean", "linear"):
+        expected, found = (getattr(run.metrics, part) for run in (real, simulated))
+        for figure in expected.keys() - {"per_site"}:
+            assert found[figure] == pytest.approx(expected[figure], rel=1e-9), (part, figure)
+    levels = {column["name"]: column.get("levels") for column in simulated.saved.schema["features"]}
+    assert levels["ward"] == ["common", "other", "second"]
+    assert [row["num_examples"] for row in simulated.metrics.per_site] == [5, 5, 6]
+    assert (simulated.predictions is not None, real.predictions) == (True, None)
 
 
 def admissions(rows: int = 72) -> pd.DataFrame:

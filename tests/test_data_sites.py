@@ -13,7 +13,7 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, catalogue
 from fedgp_flower.data.datasets import Table, load_table
 from fedgp_flower.data.partitioning import Deal, deal, standard_columns
-from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, write_partition
+from fedgp_flower.data.sites import RawSite, count_sites, load_all_sites, load_site, write_partition
 from fedgp_flower.data.synthetic import convolved_signals, five_blocks, sine
 from fedgp_flower.errors import DataError
 
@@ -96,6 +96,58 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         assert (real.site, real.label, real.partitions) == (path.stem, "ward", 0)
     with pytest.raises(DataError, match=r"site-00\.csv is there already"):
         write_partition(keys, 5, tmp_path / "sites")
+
+
+def visits(patients: int = 12) -> pd.DataFrame:
+    """Visits of patients, in no order of time."""
+    draw = np.random.default_rng(5)
+    rows = 5 * patients
+    days = pd.Timestamp("2024-01-01") + pd.to_timedelta(draw.integers(0, 40, rows), unit="D")
+    frame = pd.DataFrame(
+        {"patient": np.arange(rows) % patients, "day": days.strftime("%Y-%m-%d"), "x": draw.random(rows)}
+    )
+    return frame.assign(y=frame["x"])
+
+
+def test_groups_stay_together_and_the_future_is_held_out(tmp_path):
+    """At a site with a table and in one that is dealt, by the same rule; the column is no input."""
+    for name in "ab":
+        visits().to_csv(tmp_path / f"{name}.csv", index=False)
+    both = f"{tmp_path / 'a.csv'},{tmp_path / 'b.csv'}"
+    held_out = []
+    for way in ("group:patient", "time:day"):
+        keys = {"holdout": way, "test-fraction": 0.25, "features": "x,day,patient", "dates": "days"}
+        real, other = (load_site(config(**keys), {"data-path": str(tmp_path / f"{name}.csv")}) for name in "ab")
+        [dealt] = load_all_sites(config(dataset=str(tmp_path / "a.csv"), **keys), 1)
+        for site in (dealt, *load_all_sites(config(dataset=both, **keys), 2)):
+            assert site.test.equals(real.test)
+        held_out.append((real.train, real.test))
+        assert real.test.equals(other.test)  # a patient who goes to two sites is held out at both
+        usual = load_site(config(**keys | {"features": ""}), {"data-path": str(tmp_path / "a.csv")})
+        assert way.partition(":")[2] not in str(usual.features)
+    (seen, new), (past, future) = held_out
+    assert set(seen["patient"]) & set(new["patient"]) == set()
+    assert new["patient"].nunique() == 3
+    assert past["days(day)"].max() < future["days(day)"].min()
+    assert 9 <= len(future) <= 15
+    with pytest.raises(ValueError, match="needs `split` = -1"):
+        config(holdout="time:day", split=0)
+    with pytest.raises(DataError, match=r"a\.csv: missing column `ward`"):
+        load_site(config(holdout="group:ward", features="x"), {"data-path": str(tmp_path / "a.csv")})
+
+
+def test_tables_of_sites_are_read_alike_in_simulation_and_by_a_node(tmp_path):
+    paths = write_partition(
+        config(dataset="five-blocks", split=0, partitioner="natural", partition={"column": "site"}), 5, tmp_path
+    )
+    paths[4].with_suffix(".test.csv").unlink()
+    keys = config(dataset=",".join(map(str, paths)))
+    for path, site in zip(paths, load_all_sites(keys, count_sites(keys)), strict=True):
+        node = load_site(keys, {"data-path": str(path)})  # what lies beside the table is found
+        assert (site.label, site.simulated, site.dealt, node.simulated) == (path.stem, True, False, False)
+        assert node.train.equals(site.train)
+        assert node.test.equals(site.test)
+        assert len(site.test) == (20 if path != paths[4] else 8)
 
 
 def test_a_real_site_holds_out_rows_by_its_id(tmp_path):

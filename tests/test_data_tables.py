@@ -14,7 +14,7 @@ from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 from fedgp_flower import server_app
 from fedgp_flower.agreement import SiteDescription, agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import identifier_problems, typed
+from fedgp_flower.data.cells import identifier_problems, repeated, suspicions, typed
 from fedgp_flower.data.datasets import checked, load_table
 from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.sites import RawSite, load_site
@@ -221,7 +221,36 @@ def test_held_out_rows_beside_a_table_are_no_site():
     paths = [Path("a/west.csv"), Path("a/west.test.csv"), Path("b/east.test.csv"), Path("b/north.csv")]
     kept, [said] = sites_of(paths)
     assert kept == [paths[0], paths[2], paths[3]]
-    assert said == "west.test.csv: held-out rows of west.csv, not a site; left out"
+    assert said == "west.test.csv: the held-out rows of west.csv, not a site"
+
+
+def test_a_column_that_says_train_and_test_is_no_target(tmp_path):
+    frame = pd.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0) ** 2, "split": ["train"] * 30 + ["val"] * 10})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    site = load_site(CoreConfig(), {"data-path": str(tmp_path / "a.csv")})
+    assert (site.features, site.target) == (("x",), "y")
+    assert site.suspected == ""
+
+
+def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": draw.normal(size=60), "n": draw.integers(0, 3, 60), "days": draw.lognormal(1, 1, 60)})
+    said = suspicions(pd.concat([frame, frame[:7]]), "days", {}, gaussian=True).splitlines()
+    assert [line[:20] for line in said] == ["7 rows repeat anothe", "target `days` is abo"]
+    assert suspicions(frame.assign(days=frame["x"]), "days", {}, gaussian=True) == ""  # symmetric
+    assert suspicions(frame, "days", {}, gaussian=False) == ""
+    assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance
+
+
+def test_a_folder_is_no_table_and_levels_are_counted_over_all_rows(tmp_path):
+    with pytest.raises(DataError, match=r"a folder, not a table; name the tables in it"):
+        read_table(tmp_path)
+    with pytest.raises(DataError, match=r"a folder, not a table"):
+        load_table(CoreConfig(dataset=str(tmp_path)))
+    frame = pd.DataFrame({"id": [f"p{k}" for k in range(100)], "x": range(100), "y": range(100)})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    with pytest.raises(DataError, match="`id` has 100 levels in 100 rows"):
+        load_site(CoreConfig(), {"data-path": str(tmp_path / "a.csv")})
 
 
 def words(levels: int, rows: int) -> pd.DataFrame:

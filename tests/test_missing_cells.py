@@ -165,7 +165,7 @@ def test_a_suspected_code_is_told_before_training_and_never_itself(tmp_path: Pat
     frames["north"].loc[[2, 5, 6], "weight"] = -987.0
     files = [Path(str(node["data-path"])) for node in csv_nodes(tmp_path, frames)]
     [said] = check(files, settings("impute")).suspected
-    assert said.startswith("north: `weight` (3 cells)")
+    assert said.startswith("north.csv: `weight` (3 cells)")
     assert "987" not in said
 
 

@@ -135,8 +135,9 @@ def rules(policy: Policy, **more: Any) -> Rules:
     return Rules("train", policy=policy, file="site.toml", **more)
 
 
-def site_of(frame: pd.DataFrame, partitions: int = 0) -> RawSite:
-    return RawSite("a", "a", partitions, frame, frame.iloc[:2], tuple(frame.columns[:-1]), frame.columns[-1])
+def site_of(frame: pd.DataFrame, dealt: bool = False) -> RawSite:
+    parts = frame, frame.iloc[:2], tuple(frame.columns[:-1]), frame.columns[-1]
+    return RawSite("a", "a", 3 * dealt, *parts, dealt=dealt)
 
 
 def test_rare_levels_become_other_in_rows_held_out_too():
@@ -291,17 +292,17 @@ def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
         guard.released(Outgoing({WORDS: np.zeros(3, np.uint64)}))
 
 
-def test_a_simulation_has_no_policy_unless_one_is_named():
+def test_shares_of_one_table_have_no_policy_unless_one_is_named():
     frame = hospital(0).iloc[:5]
     default = Rules("train")
-    assert default.site(site_of(frame, partitions=3)).train is frame
+    assert default.site(site_of(frame, dealt=True)).train is frame
     real = Rules("train")
     with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy") as caught:
         real.site(site_of(frame))
     assert "5" not in str(caught.value)  # the words that leave hold no count of rows
     assert real.decisions[-1] == Decision("least-rows", 10, "refused", "5 rows")
     with pytest.raises(PolicyError, match=r"in site\.toml"):
-        rules(Policy()).site(site_of(frame, partitions=3))
+        rules(Policy()).site(site_of(frame, dealt=True))
 
 
 @pytest.mark.parametrize(

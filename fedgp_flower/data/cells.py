@@ -30,6 +30,10 @@ OTHERS = 5
 """Fewer other numbers than this do not tell that one is far from them."""
 Mask: TypeAlias = NDArray[np.bool_]
 
+UNIQUE = 0.9
+"""Share of rows with a number that no other row has, from which on whole rows do not repeat by chance."""
+LEAST_SKEWED = 30
+"""Rows below which a skewness says little."""
 EMPTY = "empty or NaN cell"
 LEFT_OUT = "leave it out (`features` = '-{}')"
 """How to train without a column."""
@@ -145,6 +149,42 @@ def _codes(values: NDArray[np.float64]) -> Mask:
         if (gaps > np.ptp(others)).all():
             return np.isin(values, ends)
     return np.zeros(values.shape, dtype=bool)
+
+
+def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaussian: bool) -> str:
+    """What a person should look at in typed rows, a line each; no line says what is in a cell."""
+    said = []
+    if codes:
+        found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
+        said += [
+            f"{found}{', …' * (len(codes) > 5)}: a number repeats far from all others and is taken as it is; if it is"
+            " a code for a missing cell (−999, 9999), empty those cells and set `missing`"
+        ]
+    if twice := repeated(frame):
+        said += [f"{twice:,} rows repeat another row in every column; if they are the same row, leave them out"]
+    if gaussian and is_skewed(frame[target]):
+        said += [
+            f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
+            " and intervals fit better"
+        ]
+    return "\n".join(said)
+
+
+def repeated(frame: pd.DataFrame) -> int:
+    """Rows that repeat an earlier one, where a column of numbers hardly repeats otherwise."""
+    once = frame.drop_duplicates()
+    numbers = once.select_dtypes("number")
+    some = len(once) < len(frame) < 4 * len(once)  # where nearly all do, there are few rows that can be
+    telling = some and any(numbers[name].nunique() >= UNIQUE * len(once) for name in numbers)
+    return len(frame) - len(once) if telling else 0
+
+
+def is_skewed(target: pd.Series) -> bool:
+    """Whether numbers above zero are skewed, and their logarithms far less."""
+    if kind_of(target) != "numeric" or len(target) < LEAST_SKEWED or not (target > 0).all():
+        return False
+    plain, logged = (float(values.skew()) for values in (target, np.log(target)))  # type: ignore[arg-type]
+    return plain > 1 and abs(logged) < plain / 2
 
 
 def check_target(target: pd.Series, likelihood: str, transform: str, file: str) -> None:

@@ -24,19 +24,22 @@ from fedgp_flower.data.cells import (
     typed,
 )
 from fedgp_flower.data.dates import named, with_numbers
+from fedgp_flower.data.holdout import keys_of
 from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
+PARTS = ("train", "validation", "val", "test")
+"""What a column ``split`` may say of a row."""
 
 
 def choose_columns(
     config: CoreConfig, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
 ) -> tuple[list[str], str]:
     """Feature columns and target; those set ``aside`` are neither unless the configuration names them."""
-    spare = {*aside, *([config.partition.column] if config.partitioner == "natural" else [])}
+    spare = {*aside, *config.aside}
     usable = [name for name in names if name not in spare]
     goal = config.target or target or ("y" if "y" in names else usable[-1] if usable else "")
     given = [name.strip() for name in config.features.split(",") if name.strip()]
@@ -71,6 +74,8 @@ class Table:
     """The partition column, row by row; the target where the configuration names none."""
     splits: tuple[Indices, ...]
     """Test rows of each standard split; the training rows are the others."""
+    keys: pd.Series | None
+    """What decides which rows are held out, row by row; None where no column does."""
     dropped: int
     """Rows left out for a missing cell."""
     codes: Mapping[str, Mask]
@@ -108,7 +113,7 @@ def load_table(config: CoreConfig) -> Table:
     files = [] if path is None else [p for p in (path, splits_file(path)) if p.is_file()]
     key = (
         *(config.dataset, path, config.seed if path is None else 0),
-        *(config.target, config.features, config.partition.column, config.partitioner == "natural"),
+        *(config.target, config.features, config.partition.column, config.partitioner == "natural", config.holdout),
         *(config.model.likelihood, config.max_levels, config.missing, config.dates, config.transform.target),
         *((p.stat().st_mtime_ns, p.stat().st_size) for p in files),
     )
@@ -167,8 +172,8 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
-    dropped = len(raw.frame) - len(frame)
-    return Table(raw.file, frame, tuple(features), target, column, splits, dropped, codes_in(frame))
+    dropped, keys = len(raw.frame) - len(frame), keys_of(raw.frame.iloc[kept], config, raw.file)
+    return Table(raw.file, frame, tuple(features), target, column, splits, keys, dropped, codes_in(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
@@ -176,6 +181,8 @@ def _locate(name: str, folder: Path | None) -> Path | None:
     if name.startswith(OPENML):
         return None
     found = (find_file(folder / name) if folder is not None else None) or find_file(Path(name).expanduser().resolve())
+    if found is None and Path(name).expanduser().is_dir():
+        raise DataError(f"{name}: a folder, not a table; name the tables in it, such as {name}/*.csv")
     if found is None:
         here = ", ".join(names_in(folder)) or "none"
         where = f"in {folder}" if folder is not None else "(set `data-dir` or the environment variable FEDGP_DATA)"
@@ -191,10 +198,14 @@ def _from_file(path: Path) -> _Raw:
     listing = splits_file(path)
     if listing.is_file():
         return _Raw(path.name, frame, _read_splits(listing, len(frame)))
-    if "split" in frame and frame["split"].isin(["train", "test"]).all() and frame["split"].nunique() == 2:
-        test = np.flatnonzero(frame["split"].to_numpy() == "test")
-        return _Raw(path.name, frame, (test,), aside=("split",))
-    return _Raw(path.name, frame)
+    aside = parts_in(frame)
+    test = np.flatnonzero(frame["split"].to_numpy() == "test") if aside else np.arange(0)
+    return _Raw(path.name, frame, (test,) if 0 < len(test) < len(frame) else (), aside=aside)
+
+
+def parts_in(frame: pd.DataFrame) -> tuple[str, ...]:
+    """The column ``split`` where it says which rows are for training and which for tests: no input and no target."""
+    return ("split",) if "split" in frame and frame["split"].isin(PARTS).all() else ()
 
 
 def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import Mask, codes_in, identifier_problems, kind_of
-from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
+from fedgp_flower.data.cells import codes_in, identifier_problems, kind_of, suspicions
+from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, parts_in
+from fedgp_flower.data.holdout import divided, keys_of
 from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
-from fedgp_flower.data.tables import read_table, table_stem
+from fedgp_flower.data.tables import held_out_beside, read_table, table_stem, tables_in
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
@@ -72,7 +73,9 @@ class RawSite:
     dropped: int = 0
     """Rows of the table left out for a missing cell. The first site counts those of a shared table."""
     suspected: str = ""
-    """A warning about columns that may hold a code for a missing cell, from the whole of a shared table."""
+    """What a person should look at in these rows, a line each; codes are looked for in the whole of a shared table."""
+    dealt: bool = False
+    """Whether the rows are a share of one table, and not of a table of the site."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """The latest encoding: a process of a simulation answers many messages of a run."""
 
@@ -118,10 +121,8 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "
     """The rows of this node; simulated sites check once a run whether their table's file has changed."""
     if "data-path" in node_config:
         node = {key: str(value) for key, value in node_config.items()}
-        names = [node["data-path"], *filter(None, [node.get("test-path")])]
-        paths = [Path(name).expanduser() for name in names]
-        tables = [(path.name, read_table(path)) for path in paths]
-        return real_site(config, site_id(node), node.get("label", ""), tables)
+        tables = _tables(Path(node["data-path"]), node.get("test-path", ""))
+        return real_site(config, (site_id(node), node.get("label", ""), 0), tables)
     if "partition-id" in node_config and "num-partitions" in node_config:
         share = int(node_config["partition-id"]), int(node_config["num-partitions"])
         return _site_of_run(run, config, *share) if run else _simulated_site(config, *share)
@@ -136,8 +137,10 @@ def load_all_sites(config: CoreConfig, num_partitions: int) -> list[RawSite]:
     return [_simulated_site(config, site, num_partitions) for site in range(num_partitions)]
 
 
-def natural_sites(config: CoreConfig) -> int:
-    """How many sites the natural groups of a data set make: those with ``partition.min-rows`` training rows or more."""
+def count_sites(config: CoreConfig, wanted: int = 0) -> int:
+    """Sites of a simulation: the tables that ``dataset`` names, else as many as ``wanted``, else the natural groups."""
+    if found := len(tables_in(config.dataset)) or wanted:
+        return found
     if config.partitioner != "natural":
         raise ConfigError(
             f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' finds it in the data"
@@ -168,16 +171,18 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
     return paths
 
 
-def _held_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
-    """Positions of a site's training rows and of its held-out rows, the same on every visit."""
-    order = generator(config.seed, "held-out", site).permutation(rows)
-    count = round(config.test_fraction * rows)
-    return np.sort(order[count:]), np.sort(order[:count])
+def _tables(path: Path, test: str = "") -> list[tuple[str, pd.DataFrame]]:
+    """The table of a site and, if there are any, its held-out rows, each with its name for errors."""
+    held_out = Path(test) if test else held_out_beside(path.expanduser())
+    paths = [part.expanduser() for part in (path, held_out) if part]
+    return [(part.name, read_table(part)) for part in paths]
 
 
 def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     if not 0 <= site < partitions:
         raise DataError(f"`partition-id` = {site} is not one of the {partitions} simulated sites")
+    if paths := tables_in(config.dataset):
+        return real_site(config, (str(site), table_stem(paths[site]), partitions), _tables(paths[site]))
     with _ONE_AT_A_TIME:
         table = load_table(config)
         dealt = _dealt(table, config, partitions)
@@ -186,12 +191,20 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     if config.split >= 0:
         held_out = _share(config, table, test, dealt, site)
     else:
-        rows, held_out = (rows[part] for part in _held_out(rows.size, config, str(site)))
+        keys = None if table.keys is None else table.keys.iloc[rows]
+        rows, held_out = (rows[part] for part in divided(rows.size, keys, config, dealt.labels[site]))
     both = [table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out)]
     here = np.concatenate([rows, held_out])
     codes = {name: mask for name, mask in table.codes.items() if mask[here].any()}
     node = (str(site), dealt.labels[site], partitions)
-    return _site(node, both, table.target, table.dropped if site == 0 else 0, codes, f"site {site} of {table.file}")
+    said = suspicions(pd.concat(both), table.target, codes, _wants_normal(config))
+    where = f"site {dealt.labels[site]} of {table.file}"
+    return replace(_site(node, both, table.target, table.dropped if site == 0 else 0, said, where), dealt=True)
+
+
+def _wants_normal(config: CoreConfig) -> bool:
+    """Whether the target is modelled as Gaussian as it is."""
+    return config.model.likelihood == "gaussian" and config.transform.target == "none"
 
 
 def _site(
@@ -199,17 +212,14 @@ def _site(
     both: Sequence[pd.DataFrame],
     target: str,
     dropped: int,
-    codes: Mapping[str, Mask],
+    suspected: str,
     where: str,
 ) -> RawSite:
-    """A site of rows to train on and held-out rows; the warning about codes does not repeat the number, a cell."""
+    """A site of rows to train on and held-out rows."""
     if (count := len(both[0])) < LEAST_ROWS:
         raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")
-    found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
-    words = "a number repeats far from all others and is taken as it is; if it is a code for a missing cell"
-    said = f"{found}{', …' * (len(codes) > 5)}: {words} (−999, 9999), empty those cells and set `missing`"
     features = tuple(str(name) for name in both[0] if name != target)
-    return RawSite(*node, both[0], both[1], features, target, dropped, said if codes else "")
+    return RawSite(*node, both[0], both[1], features, target, dropped, suspected)
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
@@ -228,22 +238,32 @@ def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> R
     return _simulated_site(config, site, partitions)
 
 
+def require_dealable(config: CoreConfig, partitions: int) -> None:
+    """Refuse a data set that cannot be dealt, once and not at every site."""
+    with _ONE_AT_A_TIME:
+        _dealt(load_table(config), config, partitions)
+
+
 @lru_cache(maxsize=2)
 def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
     """A process of a simulation serves many sites and deals once."""
     train, _ = table.rows(config.split)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
     inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
-    return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
+    try:
+        return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
+    except DataError as error:
+        raise DataError(f"{table.file}: {error}") from None
 
 
 def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) -> RawSite:
     """A real site with the rows that the user's loader returned; :data:`Data` says what it may return."""
-    site, label = site_id(node_config), str(node_config.get("label", ""))
+    site = site_id(node_config)
+    node = site, str(node_config.get("label", "")), 0
     if not site:
         raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
     if len(data) == 2 and isinstance(data[0], pd.DataFrame):
-        return real_site(config, site, label, [(LOADED, data[0])], str(data[1]))
+        return real_site(config, node, [(LOADED, data[0])], str(data[1]))
     if len(data) not in (2, 4):
         raise DataError(
             f"{LOADED} returned {len(data)} things, expected (X, y), (X, y, X_test, y_test) or (frame, target)"
@@ -253,23 +273,30 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
         if x.ndim != 2 or y.shape != x.shape[:1]:
             raise DataError(f"{LOADED} returned arrays of shapes {x.shape}, {y.shape}; expected [N, D] and [N]")
         tables.append((LOADED, pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])]).assign(y=y)))
-    return real_site(config, site, label, tables, "y")
+    return real_site(config, node, tables, "y")
 
 
 def real_site(
-    config: CoreConfig, site: str, label: str, tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
+    config: CoreConfig, node: tuple[str, str, int], tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
-    """A real site from tables with names for errors: rows to train on, and held-out rows if there is a second."""
-    file, raw = tables[0]
-    columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
-    frame, target = checked(raw, *columns, config, file).reset_index(drop=True), columns[1]
+    """A site with tables, called as errors name them: rows to train on, and held-out rows if there is a second.
+
+    ``node`` is its id, its label, and of a simulation its number of sites; the label then stands for the id.
+    """
+    (site, label, partitions), (file, raw) = node, tables[0]
+    columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
+    whole, target = checked(raw, *columns, config, file), columns[1]
+    frame = whole.reset_index(drop=True)
     inputs = [str(name) for name in frame if name != target]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
     both = [frame, *tested]
     if not tested:
-        both = [frame.iloc[part].reset_index(drop=True) for part in _held_out(len(frame), config, site)]
-    if problems := identifier_problems(both[0], inputs, config.max_levels):
+        keys, name = keys_of(raw.iloc[whole.index], config, file), label if partitions else site
+        both = [frame.iloc[part].reset_index(drop=True) for part in divided(len(frame), keys, config, name)]
+    if problems := identifier_problems(frame, inputs, config.max_levels):
         raise DataError(f"{file}: {'. '.join(problems)}")
-    return _site((site, label or site, 0), both, target, dropped, codes_in(pd.concat(both)), file)
+    rows = pd.concat(both)
+    said = suspicions(rows, target, codes_in(rows), _wants_normal(config))
+    return _site((site, label or site, partitions), both, target, dropped, said, file)

@@ -31,17 +31,36 @@ def table_stem(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
+def tables_in(dataset: str) -> list[Path]:
+    """The tables that ``dataset`` names, each of them a site; none where it names one data set, which is dealt."""
+    names = [name.strip() for name in dataset.split(",") if name.strip()]
+    if len(names) < 2 or Path(dataset).expanduser().is_file():
+        return []
+    paths = [Path(name).expanduser() for name in names]
+    if len({table_stem(path) for path in paths}) < len(paths):
+        raise DataError("every table is a site with the name of its file: two files have the same name")
+    return paths
+
+
+def held_out_beside(path: Path) -> Path | None:
+    """The held-out rows of a site: ``NAME.test.csv`` beside ``NAME.csv``, in any format; None without such a file."""
+    found = (path.with_name(f"{table_stem(path)}{HELD_OUT}{suffix}") for suffix in SUFFIXES)
+    return next((table for table in found if table.is_file()), None)
+
+
 def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """The tables that are a site each, and in words which are held-out rows, ``NAME.test.csv`` beside ``NAME.csv``."""
     stems = {(path.parent, table_stem(path)): path.name for path in paths}
     owners = {path: stems.get((path.parent, table_stem(path).removesuffix(HELD_OUT))) for path in paths}
     held_out = {path: name for path, name in owners.items() if name and name != path.name}
-    said = [f"{path.name}: held-out rows of {name}, not a site; left out" for path, name in held_out.items()]
+    said = [f"{path.name}: the held-out rows of {name}, not a site" for path, name in held_out.items()]
     return [path for path in paths if path not in held_out], said
 
 
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     """The file's columns; missing cells are NaN. ``as_written`` keeps cells of a CSV as text: ids keep zeros."""
+    if path.is_dir():
+        raise DataError(f"{path}: a folder, not a table; name the tables in it, such as {path}/*.csv")
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")
     if not path.name.endswith(SUFFIXES):

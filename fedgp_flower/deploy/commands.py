@@ -15,12 +15,14 @@ from fedgp_flower.lazy import Lazy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fedgp_flower.data import tables
     from fedgp_flower.deploy import doctor as checks
     from fedgp_flower.deploy import machines, processes, submission
     from fedgp_flower.options import Value
     from fedgp_flower.run import user_config
 else:  # `fedgp --help` imports none of them
     checks, machines = Lazy("fedgp_flower.deploy.doctor"), Lazy("fedgp_flower.deploy.machines")
+    tables = Lazy("fedgp_flower.data.tables")
     processes, submission = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.deploy.submission")
     user_config = Lazy("fedgp_flower.run.user_config")
 
@@ -169,7 +171,7 @@ def join(
     audit_copy: Annotated[str, typer.Option(help="second place of the audit log: `syslog`, or a file")] = "",
 ) -> None:
     """Make the keys, folder and service unit of this site, and check them."""
-    given = {"data": data, "test-path": test, "policy": policy}
+    given = {"data": data, "test-path": test or tables.held_out_beside(data), "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
     place = str(Path(audit_copy).resolve()) if audit_copy not in ("", "syslog") else audit_copy

@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from fedgp_flower.config import nest
-from fedgp_flower.data.sites import natural_sites
+from fedgp_flower.data.sites import count_sites
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import FlatConfig
@@ -196,7 +196,7 @@ class Flower:
 
 def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None:
     """Run the app on Ray, under a SuperLink that ends with it; 0 sites takes every natural group."""
-    sites, (port,) = sites or natural_sites(parse_config(config)), free_ports(1)
+    sites, (port,) = count_sites(parse_config(config), sites), free_ports(1)
     home, logs = installed_home(), str(config["name"])
     with tempfile.TemporaryDirectory(prefix="fedgp-", ignore_cleanup_errors=True) as scratch:
         # Short, as the names of sockets must be, and of this run alone.

@@ -86,9 +86,10 @@ class _Rough:
     def covariance(self, rows: ndarray) -> tuple[ndarray, tuple[Tensor, ...]]:
         """K_zx of rows as [N, M], and X/ℓ, Z/ℓ and d for later."""
         with torch.enable_grad():
-            pair = [part.detach().requires_grad_() for part in (torch.from_numpy(rows) / self.lengths, self.points)]
-            distances = torch.cdist(*pair, p=1)
-        return np.exp(self.most - distances.detach().numpy()), (*pair, distances)
+            left = (torch.from_numpy(rows) / self.lengths).requires_grad_()
+            right = self.points.detach().requires_grad_()
+            distances = torch.cdist(left, right, p=1)
+        return np.exp(self.most - distances.detach().numpy()), (left, right, distances)
 
     def pulled_back(self, kept: tuple[Tensor, ...], adjoint: ndarray, *, both: bool) -> NamedArrays:
         """Derivatives of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and ∂F/∂d = −H."""
@@ -136,7 +137,7 @@ class _Closed:
         self, found: Sequence[tuple[ndarray, Any]], incoming: ndarray, by_variance: float, *, both: bool = False
     ) -> NamedArrays:
         """Derivatives by wire name from the adjoint of k(Z, X), as [N, M], and of k(x, x)."""
-        places, shares = 0.0, {"likelihood.log_noise": np.zeros(1)}
+        places, shares = np.zeros(()), {"likelihood.log_noise": np.zeros(1)}
         for (name, term), (covariance, kept) in zip(self.terms.items(), found, strict=True):
             by_term = term.pulled_back(kept, incoming * covariance, both=both)
             places = places + by_term.pop(LOCATIONS)

@@ -104,7 +104,7 @@ class Rules:
     file: str = DEFAULT
     decisions: list[Decision] = field(default_factory=list)
     active: bool = True
-    """Not in a simulation, unless a file was named: one machine holds all rows there."""
+    """Not where one table is dealt to simulated sites, unless a file was named: one machine holds all rows there."""
     warning: str = ""
     """What the server may know."""
 
@@ -158,7 +158,7 @@ class Rules:
 
     def site(self, raw: RawSite) -> RawSite:
         """The rows as messages may know them."""
-        self.active = self.file != DEFAULT or not raw.simulated
+        self.active = self.file != DEFAULT or not raw.dealt
         if not self.active:
             return raw
         limits, rows = self.policy, len(raw.train)
@@ -179,7 +179,7 @@ class Rules:
                 found = f"{len(counts) - len(kept)} levels of `{name}`"
                 self.decisions.append(Decision("least-cell", limits.least_cell, "merged", found))
                 train[name], test[name] = (frame[name].where(frame[name].isin(kept), OTHER) for frame in (train, test))
-        return replace(raw, train=train, test=test, _encoded={})
+        return replace(raw, train=train, test=test)  # one node has one policy, and encodes nothing but these rows
 
     def answer(self, answer: A, rows: int) -> A:
         """An answer as it may leave."""

@@ -78,6 +78,7 @@ class RunMetrics:
     linear: Facts | None = None
     local_only: Facts | None = None
     pooled: Facts | None = None
+    boosting: Facts | None = None
     """Figures of the baseline and its ``per_site`` rows. ``r2`` and skills compare with ``mean`` on the same rows."""
     converged: bool | None = None
     """Whether training had come to its end by itself; None where the method cannot tell."""

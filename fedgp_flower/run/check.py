@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes
-from fedgp_flower.data.tables import table_stem
-from fedgp_flower.errors import DataError
+from fedgp_flower.data.sites import RawSite, count_sites, load_site, require_dealable, simulated_nodes
+from fedgp_flower.data.tables import table_stem, tables_in
+from fedgp_flower.errors import DataError, PolicyError
+from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.typing import Json
 
 
@@ -27,33 +28,52 @@ class Checked:
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     """Read every file as a site, and agree on columns."""
-    nodes = {table_stem(file): {"data-path": str(file)} for file in files}
-    return agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config)
+    alike = len({table_stem(file) for file in files}) < len(files)
+    nodes = {str(file) if alike else table_stem(file): {"data-path": str(file)} for file in files}
+    called = {name: file.name for name, file in zip(nodes, files, strict=True)}
+    return agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config, called)
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
-    """What a simulated run would train on; 0 sites takes every natural group."""
-    nodes = simulated_nodes(sites or natural_sites(config))
+    """What a simulated run would train on; 0 sites takes those in the data."""
+    if files := tables_in(config.dataset):
+        return check(files, config)
+    nodes = simulated_nodes(count_sites(config, sites))
     return agreed({str(node["partition-id"]): partial(load_site, config, node) for node in nodes}, config)
 
 
-def agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> Checked:
-    """What these sites agree on."""
+def require_usable(config: CoreConfig, sites: int) -> None:
+    """Refuse data that no simulated run can use, in one error and not in one of every site."""
+    if files := tables_in(config.dataset):
+        if problems := check(files, config).problems:
+            raise DataError("\n".join(problems))
+    else:
+        require_dealable(config, sites)
+
+
+def agreed(
+    sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig, called: Mapping[str, str] | None = None
+) -> Checked:
+    """What these sites agree on; ``called`` has the name of a site's file for words about it."""
+    files = {**dict(zip(sites, sites, strict=True)), **(called or {})}
     described, dropped, problems, suspected = {}, 0, [], []
     for name, load in sites.items():
         try:
-            site = load()
+            site = Rules("query.describe").site(load())
+        except PolicyError as error:
+            problems.append(f"{files[name]}: {error}")
+            continue
         except DataError as error:
             problems.append(str(error))
             continue
         described[name] = site.describe()
         dropped += site.dropped
-        suspected += [f"{name}: {site.suspected}"] if site.suspected else []
+        suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
     try:
         agreement = agree(described, **config.terms)
     except DataError as error:
         return Checked({}, (*problems, *([str(error)] if described else [])))
-    problems += [f"{site}: {reason}" for site, reason in agreement.refused.items()]
-    problems += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
+    problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
+    suspected += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
     counted = {"sites": len(agreement.rows), "rows": sum(agreement.rows.values()), "inputs": len(agreement.names)}
     return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems), tuple(suspected))

@@ -14,10 +14,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedgp_flower import client_app, server_app
-from fedgp_flower.data.datasets import load_table
-from fedgp_flower.data.sites import natural_sites, simulated_nodes, site_id
+from fedgp_flower.data.sites import count_sites, simulated_nodes, site_id
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Progress, silent
+from fedgp_flower.run.check import require_usable
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Node
 
@@ -25,12 +25,14 @@ NODE_OFFSET = 1000  # node ids differ from site ids, as they do in Flower
 
 
 def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:
-    """Run over simulated ``sites``, 0 for every natural group, or over these ``nodes``; returns the run's folder."""
+    """Run over simulated ``sites``, 0 for those in the data, or over these ``nodes``; returns the run's folder."""
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
     config = parse_config(flat)
     if not nodes:
-        load_table(config).rows(config.split)  # a data set nobody can use is one error here, not one of every site
-    grid = InProcessGrid(client_app.app, flat, nodes or simulated_nodes(sites or natural_sites(config)))
+        count = count_sites(config, sites)
+        require_usable(config, count)
+        nodes = simulated_nodes(count)
+    grid = InProcessGrid(client_app.app, flat, nodes)
     return server_app.execute(grid, flat, progress, lambda folder: grid.keep_states(folder / "sites"))
 
 

@@ -240,6 +240,8 @@ class Predictor:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)  # GPyTorch's distributions draw from the generator of the process
             for (model, likelihood), share in zip(draws, chosen, strict=True):
+                if not share:  # GPyTorch draws nothing only in error
+                    continue
                 latent = model(inputs).rsample(torch.Size([share]))
                 found.append(likelihood(latent).sample() if noise else latent)
         values = torch.cat(found)[torch.randperm(count, generator=generator)].double().numpy()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from fedgp_flower.config import CoreConfig, assignments, defaults, flatten
+from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import BASIC, FlatConfig, Section, Value, meanings
 from fedgp_flower.run.registry import default_config, option_classes, parse_config
@@ -44,9 +45,10 @@ def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[s
     if data := config.data_dir or os.environ.get("FEDGP_DATA", ""):
         out["data-dir"] = str((folder / data).resolve())
     table = folder / config.dataset
-    if table.is_file():
-        out["dataset"] = str(table.resolve())
-    stem = table.name.partition(".")[0] if table.is_file() else ""
+    paths = [table] if table.is_file() else [folder / path for path in tables_in(config.dataset)]
+    if paths:
+        out["dataset"] = ",".join(str(path.resolve()) for path in paths)
+    stem = "-".join(table_stem(path) for path in paths) if len(paths) < 5 else f"{len(paths)}-sites"
     out["name"] = config.run_name(source or stem)
     return out
 

@@ -64,11 +64,6 @@ def restored(snapshot: Snapshot) -> Agreement:
 def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDescription]) -> Agreement:
     """What sites agree on from what each says of its columns; one that the others cannot agree with is dismissed."""
     found = agree({site: told for site, told in described.items() if site in network.nodes}, **config.terms)
-    if found.constant and not found.simulated:
-        raise DataError(
-            f"constant column {', '.join(f'`{name}`' for name in found.constant)}: one value at all sites;"
-            " leave it out of `features`"
-        )
     for site, reason in found.refused.items():
         network.dismiss(site, reason)
     network.require(config.min_sites)

@@ -363,11 +363,11 @@ class Network:
                 self.repairs[repaired] = self.repairs.get(repaired, 0) + int(np.sum(value))
 
     def _heed(self, site: str, reply: Message) -> None:
-        """The warning of a valid reply, once for each site."""
-        warning = str(_said(reply).get("warning", ""))[:300]
-        if warning and site not in self.warned.setdefault(warning, set()):
-            self.warned[warning].add(site)
-            logger.warning("site %s: %s", site, warning)
+        """The warnings of a valid reply, a line each, once for each site."""
+        for warning in str(_said(reply).get("warning", "")).splitlines()[:5]:
+            if site not in self.warned.setdefault(warning[:300], set()):
+                self.warned[warning[:300]].add(site)
+                logger.warning("site %s: %s", site, warning[:300])
 
 
 def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:
