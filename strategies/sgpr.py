@@ -313,7 +313,8 @@ def larger(
     values = enlarging.ordered({**chain.values, LOCATIONS: np.concatenate([places, more])}, section)
     tried = [wider(values, math.log(factor)) for factor in factors]
     totals, summed = yield from pooled_bound.sums_at(tried, sites, weight)
-    if not totals:
+    if not totals or set(summed.sites) != set(sites):
+        logger.warning("not every site sent sums at %d inducing points", len(values[LOCATIONS]))
         return -math.inf, None
     log_ratio = profiled(usual).log_ratio
     curves = [enlarging.by_size(sums, log_ratio) for sums in totals]
@@ -488,6 +489,19 @@ class SGPR(FederatedStrategy[SGPRState]):
         left = 0 if trained(self.problem, state) else self.problem.exchanges - state.exchanges
         return left + (A_SIZE * sizes_of(state.most) if state.next_size and state.large is None else 0)
 
+    def work_to_come(self, state: SGPRState) -> float:
+        """By the squares of numbers of inducing points that sums are asked at; a gradient is as much as two sums."""
+        points, chains = len(state.best.values[LOCATIONS]), len(state.chains)
+        a_round, roster = chains * (len(STEPS) + 2) * points**2, self.roster()
+        most = pooled_bound.candidates(points, roster, self.options.small_sites)
+        first = chains * len(WIDER) * most**2 + a_round
+        rounds = (self.problem.exchanges - state.exchanges) // A_ROUND
+        size, after = min(FIRST_SIZE, state.most), 0
+        if state.most > points:
+            doubled = [min(size * 2**k, state.most) for k in range(1, sizes_of(state.most))]
+            after = len(FACTORS) * size**2 + sum(number**2 for number in doubled)
+        return (max(rounds, 0) * a_round + after) / first
+
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
@@ -495,7 +509,11 @@ class SGPR(FederatedStrategy[SGPRState]):
         details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(found.values[LOCATIONS])}
         details["kernel"] = with_kernel_of(self.config.model, found.values).kernel
         if state.large is not None:
-            details |= {"lengthscale_factor": state.large.factor, "bound_by_points": state.large.curve.tolist()}
+            details |= {
+                "doubling_promises": state.large.promise,
+                "lengthscale_factor": state.large.factor,
+                "bound_by_points": state.large.curve.tolist(),
+            }
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
