@@ -21,6 +21,7 @@ from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
+    USUAL_KERNEL,
     AveragingSection,
     Count,
     FlatConfig,
@@ -413,10 +414,13 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
+    usual: dict[str, Value] = {}
+    if core.model.kernel == USUAL_KERNEL:
+        usual["kernel"] = chosen.usual_kernel
     if not core.model.num_inducing:
         room = core.model.max_megabytes or chosen.usual_megabytes
-        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing, "max_megabytes": room})
-        core = core.model_copy(update={"model": model})
+        usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
+    core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
     if core.formula and not chosen.reads_formula:
         raise ConfigError(
             f"`formula`: `method` = {method!r} reads none; leave `method` out, which is 'mixed-model' then"
