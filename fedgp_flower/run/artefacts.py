@@ -342,7 +342,8 @@ def read_posterior(path: Path) -> Posterior:
 
 
 def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_of(facts: Facts) -> str:
