@@ -226,6 +226,8 @@ def test_formulas_are_taken_apart_and_call_little():
             parse_config({"formula": text})
     with pytest.raises(ConfigError, match="leave out `target`"):
         parse_config({"formula": "y ~ x", "target": "y"})
+    with pytest.raises(ConfigError, match="not fitted yet"):
+        parse_config({"formula": "y ~ s(x)"})
     with pytest.raises(ConfigError, match="reads none"):
         parse_config({"formula": "y ~ x", "method": "sgpr"})
 

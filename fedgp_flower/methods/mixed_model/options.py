@@ -21,6 +21,9 @@ class MixedOptions(MethodOptions):
         """A formula, a likelihood with a canonical link, and rows as they are."""
         wrong = {
             "`formula` is empty: write one such as 'y ~ x + (1 | group)'": not core.formula,
+            "`formula`: smooth terms s(…) are not fitted yet; leave them out": (
+                core.design is not None and bool(core.design.smooths)
+            ),
             f"`model.likelihood` = {core.model.likelihood!r}: allowed are {', '.join(FAMILIES)}": (
                 core.model.likelihood not in FAMILIES
             ),
