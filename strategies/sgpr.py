@@ -352,9 +352,10 @@ class SGPR(FederatedStrategy[SGPRState]):
         """Also which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points."""
         count, roster, policy = len(self.current.best.values[LOCATIONS]), self.roster(), self.options.small_sites
         most = pooled_bound.candidates(count, roster, policy)
-        found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
-        if not roster.totals_only:
-            found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
+        told = pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
+        if not told and not roster.totals_only:  # what a total tells, the sums of a site tell all the more
+            told = pooled_bound.told_by_sites(most, roster.rows, self.called)
+        found = super().warnings() + told
         for site, (every, others) in self.current.contrary.items():
             found.append(
                 f"site {self.called([site])} contradicts the others: what their rows predict for it runs against its"
