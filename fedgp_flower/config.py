@@ -69,7 +69,8 @@ class BaselineSection(Section):
     local_only: bool = True
     """Also fit a GP of its rows at every site."""
     pooled: bool = True
-    """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
+    """Simulation only: one process sees the rows of all sites and fits a GP (an exact one up to 3000 rows, else with as
+    many inducing points as the run) and gradient boosting. Ignored where sites are real machines."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
 
@@ -381,7 +382,8 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
     if not core.model.num_inducing:
-        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
+        room = core.model.max_megabytes or chosen.usual_megabytes
+        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing, "max_megabytes": room})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen

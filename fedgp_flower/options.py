@@ -89,6 +89,10 @@ class ModelSection(Section):
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
     """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
+    max_megabytes: Count = 0
+    """``sgpr``: after training the posterior gets as many more inducing points as pay, while a message of sums at them
+    stays below this: 64 holds 4000 points, M² / 2 numbers; under masks it is twice as large. 0 is 64 where
+    ``num-inducing`` is left to the method, and no more points where it is set."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
     Student-t with 4 degrees of freedom."""
@@ -169,6 +173,11 @@ class MethodOptions(BaseModel):
     def usual_inducing(self) -> int:
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50
+
+    @property
+    def usual_megabytes(self) -> int:
+        """Of a message at more inducing points after training, where keys leave it to the method; 0: there is none."""
+        return 0
 
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether the target holds the numbers of several classes."""

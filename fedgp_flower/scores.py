@@ -32,6 +32,8 @@ RANK_BINS, RANK_REACH = 80, 8.0
 REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))
 CLASSIFICATION_SUMS = ("count", "correct", "nll", "brier")
 """Names of the sums, by kind of task."""
+MUCH, MUCH_A_ROW = 3.0, 0.05
+"""Nats of held-out rows, in all and a row, that a prediction which is much better gains."""
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(160)
 REACH = 9.0
 """How far integrals over a transformed target go, in standard deviations."""
@@ -65,6 +67,11 @@ class Prediction:
 
     mean: Array
     variance: Array
+
+
+def much_better(nll: float, other: float, rows: float) -> bool:
+    """Whether so many held-out rows with this NLL are predicted much better than with the other one, all in nats."""
+    return other - nll > max(MUCH, MUCH_A_ROW * rows)
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:

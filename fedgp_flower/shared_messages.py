@@ -232,6 +232,13 @@ class ColumnSquares:
 
 
 @message()
+class Points:
+    """How many inducing points the comparison with all rows has."""
+
+    count: int = leaves("that the run ended with; 0 where it has none")
+
+
+@message()
 class Parameters:
     """Named parameters in unconstrained coordinates, such as ``kernel.log_lengthscale`` or ``inducing.locations``."""
 
@@ -300,6 +307,11 @@ class ScoreSums:
         return float(self.regression[0] + self.classification[0])
 
     @property
+    def nll(self) -> float:
+        """Of these rows, in nats."""
+        return float(self.regression[3] + self.classification[2])
+
+    @property
     def histograms(self) -> NamedArrays:
         """Those of the other kind of task are zero."""
         return dict(zip(HISTOGRAM_SHAPES, (self.pit, self.reliability, self.ranks), strict=True))
@@ -349,9 +361,21 @@ class LocalScoreSums(ScoreSums):
     """Scores of a GP of each site's rows alone, on its held-out rows."""
 
 
+@message("query.compared_scores", summand=True)
+class ComparedScoreSums(LocalScoreSums):
+    """The same, and at how many sites; under masks, where the server sees no site's scores."""
+
+    sites: Float[ndarray, " 2"] = leaves("1 where rows are held out, and 1 if that GP predicts them much better")
+
+
 @message("query.pooled", public=True)
 class PooledScoreSums(ScoreSums):
     """Simulation only: scores of one model of the rows of all sites."""
+
+
+@message("query.boosted", public=True)
+class BoostedScoreSums(ScoreSums):
+    """Simulation only: scores of gradient boosting of the rows of all sites."""
 
 
 @message("query.confusion", summand=True)

@@ -37,8 +37,8 @@ class FSGP(FederatedStrategy[AveragingState]):
         return state, figures and {**figures, "noise": noise_of(state.parameters)}
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """Parameters and the exact posterior at them, from one query for sums."""
-        totals = yield from pooled(state.parameters, roster.everyone)
+        """Parameters and the exact posterior at them, from one query for sums; who contradicts the others is named."""
+        totals = yield from pooled(state.parameters, self.config.model, roster.everyone)
         found = posterior_at(state.parameters, totals)
         return Predicted(found, saved(found, self.config.model), facts(state.parameters, totals))
 

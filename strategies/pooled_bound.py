@@ -19,7 +19,10 @@ from fedgp_flower.gp.optimisers import outlook, pack, unpack
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient
 from fedgp_flower.gp.sums import (
     PENALTY,
+    Evidence,
+    Profile,
     SparseSums,
+    at_best,
     bound_gradient,
     collapsed_bound,
     contradicting,
@@ -41,7 +44,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.questions import Asking, Roster, Summed, Total
+from strategies.server.questions import Asking, Doubt, Roster, Summed, Total
 
 LOG_NOISE = "likelihood.log_noise"
 LOCATIONS = "inducing.locations"
@@ -87,6 +90,10 @@ class Problem:
     """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
     small_sites: str = "warn"
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
+    worth: float = 0.0
+    """Nats a row that a few more exchanges must promise, or training ends."""
+    megabytes: int = 0
+    """Of a message of sums at more inducing points after training; 0: there are none."""
 
 
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
@@ -156,12 +163,15 @@ def lengthscales(values: Mapping[str, ndarray]) -> Array:
     return np.broadcast_to(np.exp(first.ravel()), values[LOCATIONS].shape[1]).copy()
 
 
-def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = None) -> Asking[SparseStatistics]:
+def pooled(
+    parameters: Mapping[str, ndarray], section: ModelSection, sites: tuple[str, ...] | None = None
+) -> Asking[SparseStatistics]:
     """The sums of all rows of all sites that answer."""
     sizes = {"M": len(parameters[LOCATIONS])}
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     if summed.total is None:
         raise RunError("no site sent usable sums; see the failures above")
+    yield from doubts(summed.parts, level_of(SparseGP.from_arrays(section, parameters)))
     return summed.total
 
 
@@ -175,18 +185,33 @@ def sums_at(
 
 
 @torch.no_grad()
-def contradictions(
+def level_of(model: SparseGP) -> Array:
+    """The whitened inducing values u [M] of a function that is 1 at all inducing points."""
+    factor = Whitener(model).factor
+    return torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
+
+
+def doubts(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> Asking[None]:
+    """Name the sites whose sums contradict the others'; under masks there are no parts, and nobody is named."""
+    for site, (every, others) in contradicting(parts, level, evidence).items():
+        yield Doubt(
+            site,
+            "what their rows predict for it runs against its sums. These may be false, or another relation holds"
+            f" there. The evidence is {every:.3g} nats per row with it and {others:.3g} without it",
+        )
+
+
+def doubts_at_best(
     found: Sequence[tuple[NamedArrays, SparseSums, float]],
     totals: Sequence[SparseSums],
     parts: Mapping[str, TrialSums],
     section: ModelSection,
-) -> dict[str, Array]:
-    """Sites whose sums contradict the others' at the best of the candidates found; under masks none is seen."""
+) -> Asking[None]:
+    """:func:`doubts` at the best of the candidates found."""
     values, best, _ = max(found, key=lambda at: at[2])
     number = next(number for number, sums in enumerate(totals) if sums is best)
-    factor = Whitener(SparseGP.from_arrays(section, values)).factor
-    level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
-    return contradicting({site: part.each()[number] for site, part in parts.items()}, level)
+    each = {site: part.each()[number] for site, part in parts.items()}
+    yield from doubts(each, level_of(SparseGP.from_arrays(section, values)))
 
 
 def gradients_at(
@@ -218,9 +243,11 @@ def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
     return profiled(totals).value - PENALTY * away
 
 
-def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
-    """Parameters with the best amplitude and noise for these totals, and the totals there."""
-    best = profiled(totals)
+def folded(
+    values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection, best: Profile | None = None
+) -> tuple[NamedArrays, SparseSums]:
+    """Parameters with the best amplitude and noise for these totals, searched where not given, and the totals there."""
+    best = best or profiled(totals)
     names = amplitude_names(section, values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}

@@ -34,7 +34,7 @@ from fedgp_flower.methods.pvi.model import ALPHA, PREDICTION_DRAWS, SparseModel,
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies import sgpr, svgp
+from strategies import svgp
 from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, saved, told_by_total
 from strategies.pvi_state import (
     EQUATION,
@@ -72,6 +72,8 @@ from strategies.server.questions import (
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
+AGREEING = 20
+"""Exchanges with Gaussian noise, where the configuration leaves them to the method."""
 SETTLED_EXACT, SETTLED = 1e-6, 1e-3
 """Nats by which every site's latest update moved q, at most, where more visits change nothing; with natural gradients
 :data:`SETTLED`."""
@@ -234,7 +236,7 @@ class PVI(FederatedStrategy[PVIState]):
         if not self.options.agrees:
             return None
         config, exact = self.config, self.config.model.likelihood == "gaussian"
-        most = self.options.exchanges or (sgpr.USUAL if exact else svgp.USUAL)
+        most = self.options.exchanges or (AGREEING if exact else svgp.USUAL)
         target = self.preparation.training_target
         return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.messages import message
-from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums, ScoreSums
+from fedgp_flower.shared_messages import LocalScoreSums, Nothing, Points, PooledScoreSums, ScoreSums
 from strategies.server.algorithm import Algorithm
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.strategy import FederatedStrategy
@@ -54,7 +54,12 @@ class Pooled(FederatedStrategy[NoState]):
     state_class = NoState
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = PooledScoreSums
-    one_round, predictive = one_round, predictive
+    one_round = one_round
+
+    def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
+        """As many inducing points as configured."""
+        yield from ()
+        return Predicted(Points(0))
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
         """Nothing, where the rows of all sites may be seen."""

@@ -1,4 +1,4 @@
-"""SGPR in about twenty exchanges: the bound of all rows (Titsias 2009) from sums, from two starts at once.
+"""SGPR in few exchanges: the bound of all rows (Titsias 2009) from sums, from two starts at once.
 
 On real machines a trip costs seconds whatever it carries, so this method saves trips. The server alone maximises the
 bound over the kernel's amplitude and the noise (:mod:`fedgp_flower.gp.sums`). A line search is one trip, because
@@ -6,11 +6,16 @@ its candidates are evaluated together. Two chains share every trip: one starts f
 fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With
 descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as
 many points as are kept, and the server keeps those that explain most (:func:`fedgp_flower.gp.cells.explaining`).
+
+Rounds go on while five more exchanges promise a gain. The last ones are of more inducing points at the parameters
+found (:mod:`strategies.enlarging`): three exchanges for two thousand points, at three common factors of the
+lengthscales, and three more for each doubling that pays.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
@@ -21,14 +26,15 @@ from numpy import ndarray
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.optimisers import StepMemory, direction, pack, unpack
-from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
-from fedgp_flower.messages import encode, message
+from fedgp_flower.gp.optimisers import StepMemory, direction, outlook, pack, unpack
+from fedgp_flower.gp.sums import PENALTY, SparseSums, leading, prior, profiled
+from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies import pooled_bound
+from strategies import enlarging, pooled_bound
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, log_lengthscales, objective
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
@@ -50,8 +56,14 @@ SHORTER, SHORTEST = 0.1, 1e-3
 """Factor of the steps after a line search without success, and where shorter ones are given up."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
-USUAL = 20
-"""Exchanges where the configuration leaves them to the method."""
+USUAL = 60
+"""Exchanges where the configuration leaves them to the method, those of the larger posterior among them."""
+FEW, TOO_LITTLE = 5, 0.002
+"""Training ends where so many more exchanges promise less than this, in nats a row, unless their number is set."""
+FACTORS = (1.0, 0.7, 1.4)
+"""Of the lengthscales, tried with more inducing points."""
+FIRST_SIZE, A_SIZE = 2000, 3
+"""Inducing points at which the factors are tried, and exchanges for each number of them."""
 TOLERANCE = 1e-6
 """The ascent ends where a line search gains less than this per row, relative to the size of the bound."""
 
@@ -92,6 +104,34 @@ class Chain(StepMemory):
 
 
 @message()
+class LargeSums(SparseSums):
+    """Sums at another number of inducing points than the chains'."""
+
+    gram: Float[ndarray, "Q Q"] = leaves("A", symmetric=True)
+    projection: Float[ndarray, " Q"] = leaves("b")
+
+
+@message()
+class Enlarged:
+    """More inducing points at the hyperparameters of the better chain: what predicts."""
+
+    values: Mapping[str, AnyShape]
+    """Parameters, at the best amplitude and noise."""
+    totals: LargeSums
+    """At ``values``."""
+    sites: tuple[str, ...]
+    """Whose rows the totals are of."""
+    asked: int
+    """Points that sums were asked at; the first of them are kept."""
+    factor: float
+    """Of the chain's lengthscales."""
+    promise: float
+    """Nats a row that twice as many points would bring."""
+    curve: Float[ndarray, "V 2"]
+    """Numbers of points, and the bound there in nats a row."""
+
+
+@message()
 class SGPRState:
     """Two chains that share every exchange, and whose rows their totals are of."""
 
@@ -104,8 +144,11 @@ class SGPRState:
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
-    contrary: Mapping[str, AnyShape] = field(default_factory=dict)
-    """Sites whose sums contradicted the others' once, and the bound per row with and without them [2]."""
+    shape: Shape | None = None
+    """Where inputs lie."""
+    most: int = 0
+    """Inducing points that the posterior may have; where they are no more than the chains', it has these."""
+    large: Enlarged | None = None
 
     @property
     def rows(self) -> float:
@@ -117,6 +160,22 @@ class SGPRState:
     def best(self) -> Chain:
         """The chain with the higher J; the first of them before it is known."""
         return max(self.chains, key=lambda chain: chain.height)
+
+    @property
+    def next_size(self) -> int:
+        """How many inducing points are asked for next after training; 0 where no more of them pay."""
+        trained = len(self.best.values[LOCATIONS])
+        if self.large is None:
+            return min(FIRST_SIZE, self.most) if self.most > trained else 0
+        room = self.most > self.large.asked and self.large.promise >= enlarging.PAYS
+        return min(2 * self.large.asked, self.most) if room else 0
+
+    def known(self, section: ModelSection) -> tuple[NamedArrays, SparseSums] | None:
+        """Parameters at the best amplitude and noise, and the totals there; None before there are any."""
+        if self.large is not None:
+            return dict(self.large.values), self.large.totals
+        totals = self.best.totals
+        return None if totals is None else folded(self.best.values, totals, section)
 
 
 def moving(values: Mapping[str, ndarray]) -> NamedArrays:
@@ -158,8 +217,16 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
         chains.append(chain_at(pooled_bound.of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
-    logger.info("%d inducing points; at most %d exchanges for training", count, problem.exchanges)
-    return SGPRState(tuple(chains), (), BEFORE, count)
+    most = largest(problem, roster)
+    logger.info("%d inducing points in training, %d after it at most", count, max(count, most))
+    return SGPRState(tuple(chains), (), BEFORE, count, shape=shape, most=most)
+
+
+def largest(problem: Problem, roster: Roster) -> int:
+    """Inducing points that a message has room for, at most the number of rows and what the smallest site bears."""
+    most = min(enlarging.most_points(problem.megabytes), sum(roster.rows.values()))
+    capped = problem.small_sites != "warn" and not roster.totals_only
+    return min(most, min(roster.rows.values()) // pooled_bound.ROWS_PER_POINT) if capped else most
 
 
 def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
@@ -171,18 +238,58 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
 
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
-    """A gradient of every chain that has moved, and a line search of every chain."""
-    if set(state.sites) != set(roster.sites) or not state.rows:
-        state = yield from evaluate(problem, state, roster.sites)
-    if state.rows:
-        state = yield from differentiate(problem, state)
-    if state.rows:
-        state = yield from search(problem, state)
-    if state.best.totals is None:
+    """A gradient of every chain that has moved, and a line search of every chain; after training more points."""
+    if trained(problem, state):
+        state = yield from enlarge(problem, state, roster.sites)
+    else:
+        if set(state.sites) != set(roster.sites) or not state.rows:
+            state = yield from evaluate(problem, state, roster.sites)
+        if state.rows:
+            state = yield from differentiate(problem, state)
+        if state.rows:
+            state = yield from search(problem, state)
+    known = state.known(problem.model)
+    if known is None:
         return state, {}
-    values, totals = folded(state.best.values, state.best.totals, problem.model)
-    bound = pooled_bound.facts(values, totals)["bound"]
-    return state, {"bound": bound, "objective": bound / state.rows, "noise": pooled_bound.noise_of(values)}
+    values, totals = known
+    bound, points = pooled_bound.facts(values, totals)["bound"], len(values[LOCATIONS])
+    figures = {"bound": bound, "objective": bound / float(totals.count), "noise": pooled_bound.noise_of(values)}
+    return state, figures | {"points": float(points)}
+
+
+def enlarge(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
+    """With a posterior at more points, those of training among them; with no more where it is not a better one."""
+    section, chain, size = problem.model, state.best, state.next_size
+    assert state.shape is not None
+    assert chain.totals is not None
+    factors: tuple[float, ...] = (1.0,) if state.large is None else (state.large.factor,)
+    if state.large is None and size <= enlarging.most_points(problem.megabytes, len(FACTORS)):
+        factors = FACTORS
+    places = chain.values[LOCATIONS]
+    asking = enlarging.placed(state.shape, lengthscales(chain.values), size - len(places), sites, problem.seed)
+    places = np.concatenate([places, (yield from asking)])
+    values = enlarging.ordered({**chain.values, LOCATIONS: places}, section)
+    tried = [wider(values, math.log(factor)) for factor in factors]
+    totals, summed = yield from pooled_bound.sums_at(tried, sites)
+    state = replace(state, exchanges=state.exchanges + A_SIZE)
+    if not totals or set(summed.sites) != set(sites):
+        logger.warning("not every site sent sums at %d inducing points; the posterior has those of before", size)
+        return replace(state, most=0)
+    usual = profiled(chain.totals)
+    curves = [enlarging.by_size(sums, usual.log_ratio) for sums in totals]
+    best = max(range(len(curves)), key=lambda number: float(curves[number][0].max()))
+    curve, ratio = curves[best]
+    before = usual.value / float(chain.totals.count) if state.large is None else float(state.large.curve[-1, 1])
+    if curve.max() < before - enlarging.NEGLIGIBLE:
+        return replace(state, most=0)
+    count = enlarging.fewest(curve)
+    few, sums = {**tried[best], LOCATIONS: values[LOCATIONS][:count]}, leading(totals[best], count)
+    few, sums = folded(few, sums, section, enlarging.profiled_near(sums, ratio))
+    marks = np.unique(np.geomspace(1, len(curve), 24).astype(int))
+    shown = np.column_stack([marks, curve[marks - 1]])
+    large = Enlarged(few, LargeSums(**vars(sums)), summed.sites, size, factors[best], enlarging.promised(curve), shown)
+    logger.info("%d of %d inducing points are kept: %.3f nats a row", count, size, curve[count - 1])
+    return replace(state, large=large)
 
 
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
@@ -192,9 +299,10 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
-    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
+    yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
-    return SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points, contrary=contrary)
+    anew = SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points)
+    return replace(anew, shape=state.shape, most=state.most)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -229,18 +337,20 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains, found = [], highest(tried, totals, len(STEPS))
-    contrary = {**state.contrary, **pooled_bound.contradictions(found, totals, summed.parts, problem.model)}
+    yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     for (chain, _), (values, sums, height) in zip(aimed, found, strict=True):
         if height > chain.height:
             chains.append(replace(chain, values=values, totals=sums, height=height, shrunk=1.0))
         else:
             chains.append(replace(chain.forgotten(), shrunk=SHORTER * chain.shrunk))
-    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1, contrary=contrary)
+    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
     climbed = max(new.height - old.height for new, old in zip(chains, state.chains, strict=True)) / state.rows
     flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
     gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-pooled_bound.SMOOTHED :]
-    return replace(after, gains=gains, converged=flat and not shortening)
+    more = outlook(gains, math.ceil(FEW / A_ROUND)) if len(gains) == pooled_bound.SMOOTHED else None
+    little = more is not None and more < problem.worth
+    return replace(after, gains=gains, converged=(flat or little) and not shortening)
 
 
 def aim(chain: Chain) -> tuple[Chain, Array]:
@@ -272,19 +382,30 @@ def without_totals(state: SGPRState) -> SGPRState:
     return replace(state, chains=chains, exchanges=state.exchanges + 1)
 
 
-def finished(problem: Problem, state: SGPRState) -> bool:
+def sizes_of(most: int) -> int:
+    """How many numbers of points are asked for at most: the first one, and doublings up to ``most``."""
+    return math.ceil(math.log2(max(most, FIRST_SIZE) / FIRST_SIZE)) + 1 if most else 0
+
+
+def trained(problem: Problem, state: SGPRState) -> bool:
     """Whether the chains rest, or another round would take more exchanges than are allowed."""
     return state.converged or state.exchanges + A_ROUND > problem.exchanges
 
 
+def finished(problem: Problem, state: SGPRState) -> bool:
+    """Whether training has ended, and no more inducing points pay."""
+    return trained(problem, state) and (not state.rows or not state.next_size)
+
+
 def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, SparseSums]]:
-    """The exact posterior of all rows at the better chain's point, and the totals it comes from."""
-    values, totals = state.best.values, state.best.totals
-    if totals is None or set(state.sites) != set(roster.everyone):
-        totals = yield from pooled_bound.pooled(values, roster.everyone)
-        values, totals = pooled_bound.thinned(values, totals, state.points, problem.model)
-    values, totals = folded(values, totals, problem.model)
-    return pooled_bound.posterior_at(values, totals), totals
+    """The exact posterior of all rows at the points that predict, and the totals it comes from."""
+    known, sites = state.known(problem.model), state.sites if state.large is None else state.large.sites
+    if known is None or set(sites) != set(roster.everyone):
+        values = state.best.values if known is None else known[0]
+        totals = yield from pooled_bound.pooled(values, problem.model, roster.everyone)
+        count = state.points if state.large is None else 0
+        known = folded(*pooled_bound.thinned(values, totals, count, problem.model), problem.model)
+    return pooled_bound.posterior_at(*known), known[1]
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -299,8 +420,12 @@ class SGPR(FederatedStrategy[SGPRState]):
     @property
     def problem(self) -> Problem:
         """What stays the same during a run."""
-        exchanges = self.options.exchanges or USUAL
-        return Problem(self.config.model, self.config.seed, exchanges, small_sites=self.options.small_sites)
+        section = self.config.model
+        after = A_SIZE * sizes_of(enlarging.most_points(section.max_megabytes))
+        problem = Problem(section, self.config.seed, self.options.exchanges or USUAL - after)
+        worth = 0.0 if self.options.exchanges else TOO_LITTLE
+        small_sites = self.options.small_sites
+        return replace(problem, small_sites=small_sites, megabytes=section.max_megabytes, worth=worth)
 
     def initialise(self, roster: Roster) -> Asking[SGPRState]:
         """Two chains."""
@@ -319,20 +444,40 @@ class SGPR(FederatedStrategy[SGPRState]):
         return state.converged
 
     def exchanges_to_come(self, state: SGPRState) -> int:
-        """As many as are left, if it does not converge before."""
-        return max(0, self.problem.exchanges - state.exchanges)
+        """As many as are left, if it does not converge before, and those for more points."""
+        left = 0 if trained(self.problem, state) else self.problem.exchanges - state.exchanges
+        return left + (A_SIZE * sizes_of(state.most) if state.next_size and state.large is None else 0)
+
+    def work_to_come(self, state: SGPRState) -> float:
+        """By the squares of numbers of inducing points that sums are asked at; a gradient is as much as two sums."""
+        points, chains = len(state.best.values[LOCATIONS]), len(state.chains)
+        a_round, roster = chains * (len(STEPS) + 2) * points**2, self.roster()
+        most = pooled_bound.candidates(points, roster, self.options.small_sites)
+        first = chains * len(WIDER) * most**2 + a_round
+        rounds = (self.problem.exchanges - state.exchanges) // A_ROUND
+        size, after = min(FIRST_SIZE, state.most), 0
+        if state.most > points:
+            doubled = [min(size * 2**k, state.most) for k in range(1, sizes_of(state.most))]
+            after = len(FACTORS) * size**2 + sum(number**2 for number in doubled)
+        return (max(rounds, 0) * a_round + after) / first
 
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
         details = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
-        details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(state.best.values[LOCATIONS])}
+        details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(found.values[LOCATIONS])}
+        if state.large is not None:
+            details |= {
+                "doubling_promises": state.large.promise,
+                "lengthscale_factor": state.large.factor,
+                "bound_by_points": state.large.curve.tolist(),
+            }
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
         """The parameters of the better chain."""
-        values, totals = state.best.values, state.best.totals
-        return encode(Parameters(values if totals is None else folded(values, totals, self.config.model)[0]))
+        known = state.known(self.config.model)
+        return encode(Parameters(state.best.values if known is None else known[0]))
 
     def adopt(self, state: SGPRState, arrays: NamedArrays) -> SGPRState:
         """Start one chain from other parameters; the same ones change nothing."""
@@ -345,23 +490,19 @@ class SGPR(FederatedStrategy[SGPRState]):
         """Lengthscales, and how well all rows know them."""
         del state
         values = self.scoring.predicted.request.values
-        spread = yield from pooled_bound.known_lengthscales(values, roster.sites, self.config.model)
+        few = values[LOCATIONS][: self.config.model.num_inducing]
+        spread = yield from pooled_bound.known_lengthscales({**values, LOCATIONS: few}, roster.sites, self.config.model)
         return {"relevance": lengthscale_facts(values, spread, pooled_bound.CURVATURE)}
 
     def warnings(self) -> list[str]:
         """Also which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points."""
         count, roster, policy = len(self.current.best.values[LOCATIONS]), self.roster(), self.options.small_sites
-        most = pooled_bound.candidates(count, roster, policy)
+        most, large = pooled_bound.candidates(count, roster, policy), self.current.large
+        most = most if large is None else max(most, large.asked)
         told = pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not told and not roster.totals_only:  # what a total tells, the sums of a site tell all the more
             told = pooled_bound.told_by_sites(most, roster.rows, self.called)
         found = super().warnings() + told
-        for site, (every, others) in self.current.contrary.items():
-            found.append(
-                f"site {self.called([site])} contradicts the others: what their rows predict for it runs against its"
-                " sums. These may be false, or another relation holds there. The bound is"
-                f" {every:.3g} nats per row with it and {others:.3g} without it"
-            )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):
             found.append(

@@ -18,16 +18,17 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import ndtri
 
-from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, LatentGP
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
+from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
+from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server, pseudo_sums
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, saved, told_by_total
+from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, doubts, level_of, progress, saved, told_by_total
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -114,6 +115,9 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     objective = (bound + float(new.log_prior().detach())) / rows
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
         return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
+    if HYPER not in found.values:  # Student-t noise is not concave: its rows are no pseudo-observations
+        each = {site: pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()}
+        yield from doubts(each, level_of(new), at_unit_noise)
     if summed.sites != state.sites:
         state = remembering(state, 0)
     local = gradient_at_server(duals, old, new, found)

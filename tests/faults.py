@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from fedgp_flower import client_app
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
@@ -173,8 +174,19 @@ def each(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     return arrays(lambda own: {name: change(array) for name, array in own.items()})
 
 
-def projections(size: float) -> Change:
-    return arrays(lambda own: {name: a * size if name.startswith("projection") else a for name, a in own.items()})
+@contextlib.contextmanager
+def false_projections(site: str, size: float) -> Iterator[None]:
+    """A site of sgpr or fsgp multiplies its projections, one of svgp its slopes, before masks hide them."""
+    whole = SiteClient.answer
+
+    def answer(client: SiteClient, kind: str, request: Any) -> Any:
+        found = whole(client, kind, request)
+        names = [name for name in ("projection", "projections", "slope") if hasattr(found, name)]
+        lies = client.site.site == site and names
+        return replace(found, **{name: size * getattr(found, name) for name in names}) if lies else found
+
+    with mock.patch.object(SiteClient, "answer", answer):
+        yield
 
 
 def texts(**values: Any) -> Change:

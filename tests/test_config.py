@@ -22,7 +22,8 @@ def test_pyproject_lists_every_key_with_its_default():
 
 
 def test_defaults_are_a_valid_configuration():
-    chosen = {"model.num-inducing": parse_config({}).options.usual_inducing}  # 0 leaves it to the method
+    options = parse_config({}).options  # 0 leaves it to the method
+    chosen = {"model.num-inducing": options.usual_inducing, "model.max-megabytes": options.usual_megabytes}
     chosen |= {"method": "sgpr"}  # what "auto" stands for
     assert parse_config({}).flat().items() <= (default_config() | chosen).items()
     assert parse_config(default_config()) == parse_config({})

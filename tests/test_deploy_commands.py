@@ -60,7 +60,6 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     words, folder, variables = site.command()
     assert words[words.index("--superlink") + 1] == f"{HOST}:8000"
     assert variables["FEDGP_APP"] == APP
-    assert variables["PATH"].startswith(str(folder / "bin"))
     assert (folder / "ca.crt").read_bytes() == (coordinator.folder / "ca.crt").read_bytes()
     for secret in (tmp_path / "coordinator-authority" / "ca.key", folder / "north", folder / "site-key"):
         assert secret.stat().st_mode & 0o777 == 0o600
@@ -80,7 +79,7 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
 
 
 def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
-    """By systemd's check, where it is installed."""
+    """By systemd's checks, where they are installed; it runs as a user that the file beside it makes."""
     folder = tmp_path / "my 100% lab"
     folder.mkdir()
     machines.write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)])
@@ -90,6 +89,12 @@ def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> Non
         words = ["systemd-analyze", "verify", str(folder / "fedgp-superlink.service")]
         found = subprocess.run(words, capture_output=True, text=True, check=False)
         assert (found.returncode, found.stdout + found.stderr) == (0, "")
+    assert "\nUser=fedgp-superlink\n" in (folder / "fedgp-superlink.service").read_text()
+    if shutil.which("systemd-sysusers"):
+        (tmp_path / "etc").mkdir()
+        words = ["systemd-sysusers", f"--root={tmp_path}", str(folder / "fedgp-superlink.conf")]
+        subprocess.run(words, check=True, capture_output=True)
+        assert "fedgp-superlink:" in (tmp_path / "etc" / "passwd").read_text()
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str | None:

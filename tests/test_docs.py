@@ -150,7 +150,7 @@ def test_files_that_documents_name_exist():
 
 
 SIMULATED = "simulation only: "
-SIMULATION_KINDS = frozenset({"query.pooled", "query.predictions"})
+SIMULATION_KINDS = frozenset({"query.pooled", "query.boosted", "query.predictions"})
 
 
 def leaving() -> list[str]:

@@ -243,8 +243,9 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
         awaited(lambda: rounds() > before)
 
     def apps() -> list[psutil.Process]:
-        """ClientApps of the north: its SuperExec forks them."""
-        return [app for parent in federation.processes("wrapped superexec", "north") for app in parent.children()]
+        """ClientApps of the north: its SuperNode forks a SuperExec, and that forks them."""
+        family = {process.pid: process.ppid() for process in federation.processes("wrapped supernode", "north")}
+        return [psutil.Process(app) for app, superexec in family.items() if family.get(superexec) in family]
 
     def kill(*words: str) -> None:
         awaited(lambda: federation.processes(*words))

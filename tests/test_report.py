@@ -153,6 +153,30 @@ def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, con
 
 
 @pytest.mark.parametrize(
+    ("local", "pooled", "boosting", "words"),
+    [
+        (
+            [1.003, 1.103, 1.203],
+            1.098,
+            None,
+            "About as good as each site alone and a GP of all rows in one place: ",
+        ),
+        (
+            [1.01, 1.11, 1.211],
+            1.05,
+            1.2,
+            "With a higher NLL than a GP of all rows in one place (0.05 nats a row); b",
+        ),
+        ([1.01, 1.11, 1.211], 1.3, 1.0, "With a higher NLL than gradient boosting of all rows in one place (0.1 nats"),
+    ],
+)
+def test_the_verdict_names_the_better_of_what_sees_all_rows(line_run, local, pooled, boosting, words):
+    beside = [{"nll": nll, "per_site": []} for nll in (pooled, boosting) if nll]
+    metrics = replace(judged(line_run, NLL, local, [10] * 3), **dict(zip(("pooled", "boosting"), beside, strict=False)))
+    assert summary.verdict(metrics).startswith(words)
+
+
+@pytest.mark.parametrize(
     ("slope", "words"),
     [(0.5, "0.3040 to 0.6960), below 1: its probabilities are too extreme"), (1.1, "; 1 is right"), (1.3, "cautious")],
 )

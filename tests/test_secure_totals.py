@@ -16,6 +16,7 @@ from faults import (
     configured,
     crashed,
     csv_nodes,
+    false_projections,
     keyed,
     lost,
     parameters,
@@ -99,7 +100,9 @@ def test_figures_are_those_of_plain_totals(pair):
 
 def test_the_server_sees_no_array_of_a_site(pair):
     _, (_, _, grid) = pair
-    assert {kind for _, kind, _ in grid.replies} >= {"query.describe", "query.keys", "query.local_scores"}
+    kinds = {kind for _, kind, _ in grid.replies}
+    assert kinds >= {"query.describe", "query.keys"}
+    assert kinds & {"query.compared_scores", "query.local_scores"}
     require_words(grid)
     require_uniform(grid)
 
@@ -354,3 +357,18 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     for site in ("north", "west"):
         assert told[site]
         assert all("under masks alone" in line for line in told[site])
+
+
+@pytest.mark.parametrize(("size", "most"), [(1.0, False), (-1.0, True), (0.0, True)])
+def test_under_masks_sites_count_where_the_total_does_not_serve_them(size, most, caplog):
+    """Nobody can be named: the site of the false sums is one of many, and each site's log has what it found."""
+    keys = configured(**MASKED, num_server_rounds=4, baselines__local_only=True)
+    with false_projections("1", size):
+        end = run(FaultyGrid(keys, 3))
+    said = [
+        text for text in end.outcome.metrics["warnings"] if "3 of 3 sites predict held-out rows much better" in text
+    ]
+    assert len(said) == most
+    assert all("The sums of some site may be false" in text and "each half of the sites" in text for text in said)
+    assert sum("the run does not serve this site" in text for text in caplog.messages) == 3 * most
+    assert not end.session.doubted

@@ -13,13 +13,14 @@ from faults import (
     blamed,
     configured,
     csv_nodes,
+    false_projections,
     lost,
     parameters,
-    projections,
     rows_of,
     run,
     waves,
 )
+from schedules import METHODS
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
@@ -253,7 +254,7 @@ def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals()
     state = drive(evaluate(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
     for chain in state.chains:
         assert len(chain.values[LOCATIONS]) == 4
-        anew = drive(pooled(chain.values, tuple(sites)), sites)
+        anew = drive(pooled(chain.values, problem().model, tuple(sites)), sites)
         assert chain.height == pytest.approx(objective(chain.values, anew), abs=1e-6)
 
 
@@ -301,7 +302,7 @@ def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path):
 
 def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
-    grid = FaultyGrid(configured(**KEYS, num_server_rounds=100), 5)
+    grid = FaultyGrid(configured(**KEYS | {"sgpr__exchanges": 20}, num_server_rounds=100), 5)
     few = run(grid)
     details, count = few.details(), sum(few.preparation.rows.values())
     model = SparseGP.from_arrays(few.config.model, parameters(few))
@@ -318,7 +319,7 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkey
 
 def test_a_finished_run_may_go_on(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
-    flat, whole = configured(**KEYS), Recorder()
+    flat, whole = configured(**KEYS | {"sgpr__exchanges": 20}), Recorder()
     end = run(FaultyGrid(flat, 3), whole)
     longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
     assert longer.digest() == parse_config(flat).digest()
@@ -367,11 +368,16 @@ def test_a_run_says_what_limited_its_points(tmp_path):
 
 
 @pytest.mark.parametrize("size", [-1.0, 0.0, 1.0])
-def test_a_site_whose_projections_are_false_is_named_and_stays(size):
+@pytest.mark.parametrize("method", ["sgpr", "fsgp", "svgp"])
+def test_a_site_whose_projections_are_false_is_named_and_stays(method, size, caplog):
     """Its sums are those of some rows, so nothing refuses them; what the others' rows predict gives them away."""
-    strategy = run(FaultyGrid(configured(num_server_rounds=1), 3, Fault("1", projections(size))))
-    assert set(strategy.current.contrary) == ({"1"} if size < 1 else set())
-    assert any("site 1 contradicts the others" in words for words in strategy.warnings()) == (size < 1)
+    keys, recorder = METHODS[method] | {"num_server_rounds": 2, "evaluate_every": 1}, Recorder()
+    with false_projections("1", size):
+        strategy = run(FaultyGrid(configured(**keys), 3), recorder)
+    said = [text for text in strategy.outcome.metrics["warnings"] if "site 1 contradicts the others" in text]
+    assert len(said) == (size < 1)
+    assert sum("site 1 contradicts the others" in text for text in caplog.messages) == (size < 1)
+    assert set(recorder.snapshots[-1].facts["doubted"]) == ({"1"} if size < 1 else set())
     assert not blamed(strategy)
 
 

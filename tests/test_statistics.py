@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.gp import models
 from fedgp_flower.gp import sparse as sparse_module
 from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP
 from fedgp_flower.gp.placement import Placement, limit_threads
@@ -212,3 +213,17 @@ def test_threads_are_those_of_numpy_too():
             assert set(blas) == {count}
     finally:
         limit_threads(before)
+
+
+def test_predictions_in_blocks_are_those_of_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows at a time, triangular panels, and means without variances."""
+    sparse, inputs, targets = problem()
+    q = exact_posterior(pooled_sums(sparse, inputs, targets), float(sparse.noise.detach()))
+    w = sparse.project(inputs)
+    mean = w.mT @ q.mean
+    variance = sparse.kernel(inputs, diag=True) - w.square().sum(0) + (w * (q.covariance @ w)).sum(0)
+    monkeypatch.setattr(models, "PANEL", 4)
+    monkeypatch.setattr(models, "ENTRIES", 7 * 9)
+    found = sparse.marginals(inputs, q)
+    torch.testing.assert_close(found, (mean, variance), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(sparse.means(inputs, q), mean.detach(), rtol=1e-9, atol=1e-10)

@@ -12,8 +12,8 @@ from faults import Fault, FaultyGrid, Recorder, blamed, configured, lost, run
 import fedgp_flower as fg
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
-from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
-from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server
+from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
+from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server, pseudo_sums
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
@@ -78,6 +78,12 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
     torch.testing.assert_close(q.covariance, whitened.covariance, rtol=1e-10, atol=1e-10)
     fit = expectations(model, *data, q).fit
     assert float(fit) - float(duals.divergence()) == pytest.approx(bound, abs=1e-9)
+    elsewhere = settled(model, data, 1, 0.5).posterior()
+    seen = pseudo_sums(expectations(model, *data, elsewhere), elsewhere.mean.numpy(), 60)
+    np.testing.assert_allclose(seen.gram, sums.gram / 0.2, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(seen.projection, sums.projection / 0.2, rtol=1e-9, atol=1e-9)
+    alone = bound + 30 * np.log(0.4 * np.pi) + (sums.target_squares + sums.prior_variance - np.trace(sums.gram)) / 0.4
+    assert at_unit_noise(seen)[0] == pytest.approx(float(alone), abs=1e-8)
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear"])

@@ -1,27 +1,37 @@
-"""The two comparisons beside every method: what a site can do alone, and what one analyst with all rows could do."""
+"""The comparisons beside every method: what a site can do alone, and what one analyst with all rows could do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedgp_flower.clients.boosting import LOSSES, boosted
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.models import ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel
+from fedgp_flower.gp.kernels import amplitude_names
+from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import PENALTY, exact_posterior
+from fedgp_flower.gp.sums import PENALTY, SparseSums, exact_posterior, profiled, scaled
 from fedgp_flower.scores import Prediction, Scores, TargetUnits
+from fedgp_flower.typing import Array, NamedArrays
 
 MOST_POINTS = 100
 """Inducing points of a baseline, at most: its fit takes hundreds of evaluations."""
-EXACT_ROWS = 400
-"""Up to so many rows a site fits an exact GP."""
+EXACT_ROWS, POOLED_ROWS = 400, 3000
+"""Up to so many rows a site, and all rows in one place, are fitted by an exact GP."""
+STARTS, START_ROWS = (0.0, 1.0, 2.0), 300
+"""What is added to log ℓ at the starts of a fit of all rows, and how many rows decide between them."""
+LAST_EVALUATIONS = 40
+"""With more rows than :data:`EXACT_ROWS`, of which the start is good already."""
+LEAST_BOOSTED = 100
+"""Rows from which on trees are grown."""
 
 
 def log_prior(model: WiredModel) -> Tensor:
@@ -46,23 +56,73 @@ PRIORS: dict[str, Callable[[WiredModel], Tensor]] = {
 """Log densities of hyperparameters, up to a constant, by :attr:`MethodOptions.hyperprior`."""
 
 
-def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: bool) -> Scores:
-    """Scores of a GP of these rows at the mode of its hyperparameters: exact for few rows of one site, else sparse.
+def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -> Scores:
+    """Scores of a GP of these rows at the mode of its hyperparameters: exact for few rows, else sparse.
 
-    Pooled rows have the hyperprior of the method. Where all targets are one number nothing is fitted.
+    Of the rows of all sites, with the hyperprior of the method and ``pooled`` inducing points, the fit has several
+    starts; 0: of one site. Where all targets are one number nothing is fitted.
     """
     if not len(rows.y_test):
-        return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), rows.y_test)
-    if pooled:
-        prior = PRIORS[config.options.hyperprior]
-        return _sparse(rows, config, units, np.random.default_rng([config.seed, *b"pooled"]), prior)
-    if len(rows.x) > EXACT_ROWS or config.model.likelihood != "gaussian":
-        return _sparse(rows, config, units, np.random.default_rng([config.seed, *b"local"]), log_prior)
-    place = Placement.of(config)
-    model = place.module(ExactGP(config.model, torch.from_numpy(rows.x), torch.from_numpy(rows.y)))
-    _maximise(model, lambda: model.log_evidence() + log_prior(model) / len(rows.y), rows, config)
-    mean, variance = model.predict(place.tensor(rows.x_test))
+        return nothing(rows, units)
+    prior = PRIORS[config.options.hyperprior] if pooled else log_prior
+    rng = np.random.default_rng([config.seed, *(b"pooled" if pooled else b"local")])
+    if config.model.likelihood != "gaussian":
+        points = _some(rows, min(config.model.num_inducing, MOST_POINTS), rng).x
+        return _variational(rows, config, units, torch.from_numpy(points))
+    if len(rows.x) > (POOLED_ROWS if pooled else EXACT_ROWS):
+        return _sparse(rows, config, units, rng, prior, pooled)
+    model = _exact(rows, config, prior, rng) if pooled else _fitted(rows, config, prior)
+    mean, variance = model.predict(Placement.of(config).tensor(rows.x_test))
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
+
+
+def nothing(rows: SiteData, units: TargetUnits) -> Scores:
+    """Scores of no row."""
+    return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), rows.y_test[:0])
+
+
+def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
+    """Scores of gradient boosting of all rows; of none where trees have too few rows or no loss for the target."""
+    likelihood = config.model.likelihood
+    few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES or config.options.numbers_classes(config.model)
+    if few or np.ptp(rows.y) == 0 or not len(rows.y_test):
+        return nothing(rows, units)
+    return boosted(rows.x, rows.y, likelihood, config.seed).scores(rows, likelihood, units)
+
+
+def _fitted(
+    rows: SiteData, config: RunConfig, prior: Callable[[WiredModel], Tensor], start: NamedArrays | None = None
+) -> ExactGP:
+    """An exact GP at a mode of its hyperparameters, or near it where an evaluation takes seconds."""
+    model = Placement.of(config).module(ExactGP(config.model, torch.from_numpy(rows.x), torch.from_numpy(rows.y)))
+    model.load(start or model.to_arrays())
+    most = config.baselines.max_evaluations
+    most = most if len(rows.y) <= EXACT_ROWS else min(LAST_EVALUATIONS, most)
+    _maximise(model, lambda: model.log_evidence() + prior(model) / len(rows.y), rows, most)
+    return model
+
+
+def _exact(
+    rows: SiteData, config: RunConfig, prior: Callable[[WiredModel], Tensor], rng: np.random.Generator
+) -> ExactGP:
+    """An exact GP of all rows from the best of several starts, which some rows decide."""
+    few = _some(rows, START_ROWS, rng)
+    fits = [_fitted(few, config, prior, _moved(few, config, by)) for by in STARTS]
+    with torch.no_grad():
+        heights = [float(model.log_evidence() + prior(model) / len(few.y)) for model in fits]
+    return _fitted(rows, config, prior, fits[int(np.nanargmax(heights))].to_arrays())
+
+
+def _moved(rows: SiteData, config: RunConfig, by: float) -> NamedArrays:
+    """The hyperparameters as configured, with log ℓ moved."""
+    usual = ExactGP(config.model, torch.from_numpy(rows.x[:1]), torch.from_numpy(rows.y[:1])).to_arrays()
+    return {name: array + by if "lengthscale" in name else array for name, array in usual.items()}
+
+
+def _some(rows: SiteData, count: int, rng: np.random.Generator) -> SiteData:
+    """Some of the training rows."""
+    chosen = np.sort(rng.permutation(len(rows.x))[:count])
+    return SiteData(rows.x[chosen], rows.y[chosen], rows.x_test, rows.y_test, 0)
 
 
 def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> SiteData:
@@ -73,15 +133,13 @@ def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> Si
     return SiteData(x, y, x_test, y_test, sum(data.unknown_levels for data in encoded))
 
 
-def _maximise(
-    model: WiredModel, objective: Callable[[], Tensor], rows: SiteData, config: RunConfig, *more: Tensor
-) -> None:
+def _maximise(model: WiredModel, objective: Callable[[], Tensor], rows: SiteData, most: int, *more: Tensor) -> None:
     """Maximise a function of the model's parameters and of free ones; logarithms stay within their bounds."""
     named = model.wire_parameters()
     bounds = [LOGARITHM if ".log_" in name else FREE for name in named]
-    leaves, budget = [*named.values(), *more], config.baselines.max_evaluations
     if np.ptp(rows.y) or more:
-        maximise(objective, leaves, max_evaluations=budget, bounds=[*bounds, *(FREE for _ in more)])
+        leaves = [*named.values(), *more]
+        maximise(objective, leaves, max_evaluations=most, bounds=[*bounds, *(FREE for _ in more)])
 
 
 def _sparse(
@@ -90,20 +148,43 @@ def _sparse(
     units: TargetUnits,
     rng: np.random.Generator,
     prior: Callable[[WiredModel], Tensor],
+    pooled: int,
 ) -> Scores:
-    """Hyperparameters and inducing points at the maximum of the collapsed bound plus a log prior."""
+    """Hyperparameters at the maximum of the collapsed bound and a log prior; then of all rows ``pooled`` points."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
-    chosen = np.sort(rng.permutation(len(rows.x))[: min(config.model.num_inducing, MOST_POINTS)])
-    points = torch.from_numpy(rows.x[chosen])
-    if config.model.likelihood != "gaussian":
-        return _variational(rows, config, units, points)
+    points = torch.from_numpy(_some(rows, min(config.model.num_inducing, MOST_POINTS), rng).x)
     model = place.module(SparseGP(config.model, points))
-    _maximise(model, lambda: (pooled_bound(model, inputs, targets) + prior(model)) / len(targets), rows, config)
-    with torch.no_grad():
+    if pooled:
+        start = _exact(_some(rows, START_ROWS, rng), config, prior, rng).to_arrays()
+        model.load({**start, LOCATIONS: points.numpy()})
+    _maximise(
+        model,
+        lambda: (pooled_bound(model, inputs, targets) + prior(model)) / len(targets),
+        rows,
+        config.baselines.max_evaluations,
+    )
+    if pooled > len(points):
+        model, sums = _enlarged(model, inputs, targets, _some(rows, pooled, rng).x, config)
+    else:
         sums = pooled_sums(model, inputs, targets)
+    with torch.no_grad():
         mean, variance = model.predict(place.tensor(rows.x_test), exact_posterior(sums, float(model.noise)))
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
+
+
+def _enlarged(
+    model: SparseGP, inputs: Tensor, targets: Tensor, points: Array, config: RunConfig
+) -> tuple[SparseGP, SparseSums]:
+    """The same kernel at more points, with amplitude and noise where the bound is highest, and the sums there."""
+    arrays = {**model.to_arrays(), LOCATIONS: points}
+    large = Placement.of(config).module(SparseGP.from_arrays(config.model, arrays))
+    sums = pooled_sums(large, inputs, targets)
+    best = profiled(sums)
+    for name in amplitude_names(config.model, points.shape[1]):
+        arrays[name] = arrays[name] + math.log(best.amplitude)
+    large.load(arrays | {"likelihood.log_noise": np.full_like(arrays["likelihood.log_noise"], math.log(best.noise))})
+    return large, scaled(sums, best.amplitude)
 
 
 def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: Tensor) -> Scores:
@@ -122,6 +203,6 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
         return (fit - divergence + model.log_prior()) / len(targets)
 
-    _maximise(model, objective, rows, config, mean, root)
+    _maximise(model, objective, rows, config.baselines.max_evaluations, mean, root)
     centre, spread = model.latent(place.tensor(rows.x_test), posterior())
     return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, model.hyper, units.scale)

@@ -6,6 +6,7 @@ A handler has the name of the message that it answers, and its annotations name 
 
 from __future__ import annotations
 
+import logging
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,12 +31,14 @@ from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores, much_better
 from fedgp_flower.shared_messages import (
+    BoostedScoreSums,
     Centres,
     Coefficients,
     ColumnSquares,
     ColumnSums,
+    ComparedScoreSums,
     HeldOutRows,
     LinearPredictor,
     LinearScoreSums,
@@ -43,6 +46,7 @@ from fedgp_flower.shared_messages import (
     LogisticSums,
     Moments,
     Nothing,
+    Points,
     PooledScoreSums,
     RobustMoments,
     RobustScales,
@@ -62,6 +66,8 @@ if TYPE_CHECKING:
     from fedgp_flower.clients import baselines
 else:
     baselines = Lazy("fedgp_flower.clients.baselines")
+
+logger = logging.getLogger("fedgp")
 
 CERTAIN = 30.0
 """Log odds beyond which a linear predictor goes no further: a wrong certainty would have an infinite NLL."""
@@ -208,8 +214,13 @@ class SiteClient(NumPyClient):
             arrays["prediction.input"] = self.rows.x_test * agreed.input_scale + agreed.input_mean
         return arrays
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
-        """Scores of a model of these rows alone: those of this site, or in a simulation those of all sites."""
+    def all_rows(self) -> SiteData:
+        """Simulation only: the rows of all sites."""
+        self.require_simulated("does not see the rows of other sites")
+        return baselines.all_rows(self.config, self.site.partitions, self.preparation)
+
+    def alone(self, data: SiteData, pooled: int) -> Scores:
+        """Scores of a model of these rows; of those of all sites with ``pooled`` inducing points, which is else 0."""
         return baselines.scores(data, self.config, self.units, pooled)
 
 
@@ -220,14 +231,27 @@ def score_sums(client: SiteClient, request: Any) -> ScoreSums:
 
 def local_scores(client: SiteClient, request: Nothing) -> LocalScoreSums:
     """Scores of a model of this site's rows."""
-    return LocalScoreSums.of(client.alone(client.rows, pooled=False))
+    return LocalScoreSums.of(client.alone(client.rows, pooled=0))
 
 
-def pooled(client: SiteClient, request: Nothing) -> PooledScoreSums:
+def compared_scores(client: SiteClient, request: Any) -> ComparedScoreSums:
+    """Scores of a model of this site's rows, and whether they are much better than those of the run."""
+    alone, run = (ScoreSums.of(found) for found in (client.alone(client.rows, pooled=0), client.score(request)))
+    better = much_better(alone.nll, run.nll, run.rows)
+    if better:
+        words = "the run does not serve this site: NLL %.4g of its held-out rows, %.4g by a model of its rows alone"
+        logger.warning(words, run.nll / run.rows, alone.nll / run.rows)
+    return ComparedScoreSums(**vars(alone), sites=np.array([float(run.rows > 0), float(better)]))
+
+
+def pooled(client: SiteClient, request: Points) -> PooledScoreSums:
     """Simulation only: scores of one model of the rows of all sites."""
-    client.require_simulated("does not see the rows of other sites")
-    rows = baselines.all_rows(client.config, client.site.partitions, client.preparation)
-    return PooledScoreSums.of(client.alone(rows, pooled=True))
+    return PooledScoreSums.of(client.alone(client.all_rows(), pooled=request.count or client.config.model.num_inducing))
+
+
+def boosted(client: SiteClient, request: Nothing) -> BoostedScoreSums:
+    """Simulation only: scores of gradient boosting of the rows of all sites."""
+    return BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
 
 
 def predictions(client: SiteClient, request: Any) -> HeldOutRows:
@@ -312,7 +336,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     return LinearScoreSums.of(scores)
 
 
-SCORED = (score_sums, local_scores, pooled, linear_scores, predictions)
+SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, predictions)
 SUMS = (weighted, target, robust, column_sums, column_squares, shape, moments, logistic)
 
 

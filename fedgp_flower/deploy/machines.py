@@ -5,7 +5,6 @@ An invitation is a stranger's file: its values are of a few known shapes, and no
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
 import os
@@ -195,13 +194,10 @@ class SiteFolder:
         for path in (place, *given.values(), *(facts or {}).values()):
             if re.search(r"[\"'\\\n\r]", str(path)):
                 raise ConfigError(f"{path}: a SuperNode takes no path with a quotation mark or a backslash; rename it")
-        _new(place, "state", "bin")
+        _new(place, "state")
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
         create_node_key(place / site)
         Identity.new().write(place / "site-key")
-        script = place / "bin" / "flower-superexec"
-        script.write_text(f'#!/bin/sh\nexec {shlex.join([*WRAPPED, "superexec"])} "$@"\n')
-        script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}, **(facts or {})}
         _write(place / "site.toml", facts)
         write_units(place, f"site-{site}", ["site", "serve", str(place)], list(given.values()))
@@ -255,18 +251,19 @@ class SiteFolder:
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
-        variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-        variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
-        return words, self.folder, variables
+        variables = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", PIN: str(self.facts["app"])}
+        return words, self.folder, environment(self.folder / "flower") | variables
 
 
 def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[Path] = ()) -> None:
-    """A systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words and see these files."""
+    """A systemd unit with its user, a compose file and a Dockerfile: ``fedgp`` with these words, seeing these files."""
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     readable = " ".join(_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files))
-    unit = UNIT.format(name=name, user=getpass.getuser(), command=command, folder=_unit_path(folder), readable=readable)
+    user = "fedgp-" + re.sub("[^a-z0-9-]", "-", name.lower())[:25]  # a name of 31 characters at most
+    unit = UNIT.format(name=name, user=user, command=command, folder=_unit_path(folder), readable=readable)
     (folder / f"fedgp-{name}.service").write_text(unit)
+    (folder / f"fedgp-{name}.conf").write_text(f'u {user} - "fedgp {name}"\n')
     volumes = [f"{folder}:{folder}", *(f"{path.resolve()}:{path.resolve()}:ro" for path in files)]
     service = {"build": str(project), "command": list(words), "restart": "always", "network_mode": "host"}
     (folder / "compose.yaml").write_text(json.dumps({"services": {name: {**service, "volumes": volumes}}}, indent=2))

@@ -1,6 +1,6 @@
 """Flower's programs with what a federation on real machines needs and Flower has no option for.
 
-A SuperNode starts ``flower-superexec`` by name; the folder of a site has a script of that name, first on the PATH.
+A SuperNode forks its SuperExec, and that its ClientApps: they share the memory of what they have imported.
 """
 # ruff: noqa: PLC0415
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 import re
 import signal
@@ -83,11 +84,13 @@ def supernode() -> None:
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
+    start_superexec = forked(superexec)
     for module in (heartbeat, fleet_http_connection):
         vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
     vars(start_client_internal).update(
         _pull_and_store_message=approving(vars(start_client_internal)["_pull_and_store_message"], os.environ[PIN]),
         _verify_fab=lambda fab, trusted: True,  # approving() has judged it
+        subprocess=SimpleNamespace(Popen=start_superexec),
         time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK))),
     )
     leave, reasons = vars(fleet_http_connection)["flwr_exit"], list[str]()
@@ -138,8 +141,29 @@ def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | 
     return pulled
 
 
+def forked(program: Callable[[], None]) -> Callable[[list[str]], None]:
+    """Fork a process now, while there are no threads; it runs a program once it is told its words, or ends with us."""
+    hears, tells = os.pipe()
+    if not os.fork():
+        os.close(tells)
+        with os.fdopen(hears) as file:
+            words = file.read()
+        if words:
+            sys.argv = json.loads(words)
+            program()
+        sys.exit()
+    os.close(hears)
+
+    def start(words: list[str]) -> None:
+        with os.fdopen(tells, "w") as file:
+            json.dump(words, file)
+
+    return start
+
+
 def superexec() -> None:
     """Run Flower's ``flower-superexec``, which starts ClientApps by forking."""
+    from flwr.supercore.cli.flower_superexec import flower_superexec
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec import run_superexec
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -159,8 +183,6 @@ def superexec() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     AutoExecPlugin.supported_task_types = frozenset({TaskType.CLIENT_APP})
     vars(run_superexec)["get_executor"] = lambda *_, **__: Forking()
-    from flwr.supercore.cli.flower_superexec import flower_superexec
-
     flower_superexec()
 
 
@@ -186,7 +208,7 @@ def become_clientapp(spec: Any) -> None:
         os._exit(status)
 
 
-PROGRAMS = {"superlink": superlink, "supernode": supernode, "superexec": superexec}
+PROGRAMS = {"superlink": superlink, "supernode": supernode}
 
 if __name__ == "__main__":
     program = PROGRAMS[sys.argv[1]]

@@ -14,6 +14,8 @@ from fedgp_flower.typing import Array, Indices
 
 LEAST_ROWS = 5
 """Fewest rows of a cell."""
+LEAST_IN_CELL = 3
+"""Fewest rows nearest to an anchor, at a site and in all."""
 MOST_CELLS = 512
 """Of a site."""
 DRAWS = 4000
@@ -73,6 +75,37 @@ def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array
     rows, first, second = (summed(labels, values, count) for values in parts)
     slots, slot_count = nearest(first / rows[:, None], anchors), len(anchors)
     return summed(slots, rows, slot_count), summed(slots, first, slot_count), summed(slots, second, slot_count)
+
+
+def neighbours(inputs: Array, anchors: Array, least: int) -> tuple[Array, Array]:
+    """Rows [C] and Σx [C, D] of the rows nearest to each anchor [C, D]: what Lloyd's algorithm needs of them.
+
+    Rows of an anchor with fewer than ``least`` go to the nearest of the others, so that no cell holds one or two rows.
+    """
+    labels = nearest(inputs, anchors)
+    kept = np.flatnonzero(np.bincount(labels, minlength=len(anchors)) >= least)
+    if not len(kept):  # too few rows for that
+        kept = nearest(inputs.mean(0, keepdims=True), anchors)
+    left = ~np.isin(labels, kept)
+    if left.any():
+        labels[left] = kept[nearest(inputs[left], anchors[kept])]
+    return np.bincount(labels, minlength=len(anchors)).astype(float), summed(labels, inputs, len(anchors))
+
+
+def relocated(rows: Array, first: Array, anchors: Array, count: int, rng: np.random.Generator) -> Array:
+    """A Lloyd step: the means of the heaviest cells, and new points around heavy ones until there are ``count`` [C, D].
+
+    Cells of fewer than :data:`LEAST_IN_CELL` rows are dropped. A new point is as far from the mean of its cell as the
+    cell's anchor was.
+    """
+    kept = np.flatnonzero(rows >= LEAST_IN_CELL)
+    kept = kept[np.argsort(-rows[kept], kind="stable")][:count]
+    if not len(kept):
+        return anchors[:count]
+    means = first[kept] / rows[kept, None]
+    chosen = rng.choice(len(kept), count - len(kept), p=rows[kept] / rows[kept].sum())
+    away = np.sqrt(np.square(means - anchors[kept]).mean(1, keepdims=True))[chosen]
+    return np.concatenate([means, means[chosen] + away * rng.standard_normal((len(chosen), means.shape[1]))])
 
 
 def drawn(rows: Array, first: Array, second: Array, rng: np.random.Generator) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import gpytorch
@@ -27,8 +28,10 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Square, Targets, Vecto
 
 G = TypeVar("G", bound="WhitenedGP")
 S = TypeVar("S", bound="SparseGP")
-CHUNK = 4096
-"""Rows handled at once: no array grows with N beyond M × CHUNK."""
+CHUNK, ENTRIES = 4096, 2**22
+"""Rows handled at once: no array grows with N beyond M × CHUNK; in a prediction so many entries of K_zx at most."""
+PANEL = 512
+"""Columns of a triangular matrix that are multiplied at once."""
 FLOAT32_JITTER = 1e-6
 """Least relative jitter of a kernel matrix in float32, where 1e-8 is below rounding."""
 LOCATIONS, CONSTANT, HYPER = "inducing.locations", "mean.constant", "likelihood.log_parameters"
@@ -36,12 +39,24 @@ AMPLITUDE, REACH = 2.0, 1.35
 """Where ``model.outputscale`` and ``model.lengthscale`` keep their default: k(x, x), and ℓ in units of √D."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WhitenedPosterior:
     """q(v) = N(mean, covariance) of whitened inducing values v = L⁻¹u."""
 
     mean: Vector  # [M]
     covariance: Square  # [M, M]
+
+    @cached_property
+    def root(self) -> Square:
+        """R, lower triangular, R Rᵀ = S."""
+        return kernel_cholesky(self.covariance, variance=torch.ones(()), jitter=0.0, of="S")
+
+    def variances(self, cross: Float[Tensor, "M N"]) -> Float[Tensor, " N"]:
+        """aᵀSa = |Rᵀa|² for every column a; of R only the blocks from the diagonal down are multiplied."""
+        root, total = self.root.to(cross), cross.new_zeros(cross.shape[1])
+        for start in range(0, len(root), PANEL):
+            total = total + (root[start:, start : start + PANEL].mT @ cross[start:]).square().sum(0)
+        return total
 
 
 def whitened(
@@ -172,17 +187,30 @@ class SparseGP(WiredModel, WhitenedGP):
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean aᵀm and variance k_xx - aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx."""
-        pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
-        mean, variance = (torch.cat(part) for part in zip(*pieces, strict=True))
+        mean, variance = self.marginals(inputs, posterior)
+        variance = variance + self.noise
         if count := int((variance <= 0).sum()):
             raise NumericsError(f"{count} of {len(variance)} predictive variances are not positive.")
         return mean, variance
 
-    def _predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        cross, prior = self.project(inputs), self.kernel(inputs, diag=True)
-        mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
-        explained = cross.square().sum(0) - (covariance @ cross * cross).sum(0)
-        return cross.mT @ mean, prior - explained + self.noise
+    def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
+        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [N], a = L⁻¹k_zx, some rows at a time with one factor L."""
+        factor, means, variances = self.factor(), [], []
+        for chunk in inputs.split(max(1, ENTRIES // len(factor))):
+            cross, prior = self.covariances(chunk)
+            cross = torch.linalg.solve_triangular(factor, cross, upper=False)
+            means.append(cross.mT @ posterior.mean.to(cross))
+            variances.append(prior - cross.square().sum(0) + posterior.variances(cross))
+        return torch.cat(means), torch.cat(variances)
+
+    @torch.no_grad()
+    def means(self, inputs: Rows, posterior: WhitenedPosterior) -> Tensor:
+        """The mean k_xz L⁻ᵀm alone [N]: N M operations after one solve."""
+        weights = torch.linalg.solve_triangular(
+            self.factor().mT, posterior.mean.to(self.inducing_points)[:, None], upper=True
+        )
+        chunks = inputs.split(max(1, ENTRIES // len(weights)))
+        return torch.cat([self.kernel(chunk, self.inducing_points) @ weights for chunk in chunks])[:, 0]
 
 
 class LatentGP(SparseGP):
@@ -229,10 +257,8 @@ class LatentGP(SparseGP):
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of f, both [N]."""
-        chunks = inputs.split(CHUNK)
-        pieces = [self.moments(self.project(x), self.kernel(x, diag=True), posterior)[:2] for x in chunks]
-        mean, variance = (torch.cat(part).double() for part in zip(*pieces, strict=True))
-        return mean, variance
+        mean, variance = self.marginals(inputs, posterior)
+        return (self.constant + mean).double(), (variance + self.nugget()).double()
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation, both [N]: of a label its probability p and p (1 − p)."""
@@ -267,17 +293,28 @@ class ExactGP(WiredModel):
         self.register_buffer("inputs", inputs)
         self.register_buffer("targets", targets)
 
-    def factor(self) -> Tensor:
+    def covariance(self) -> Tensor:
+        """K_xx + σ²I."""
+        prior = self.kernel(self.inputs).to_dense()
+        return prior + self.noise * torch.eye(len(prior)).to(prior)
+
+    def factor(self, covariance: Tensor | None = None) -> Tensor:
         """L with L Lᵀ = K_xx + σ²I, without jitter; O(N³)."""
-        covariance = self.kernel(self.inputs).to_dense()
-        noise = self.noise * torch.eye(len(covariance)).to(covariance)
-        return cholesky(covariance + noise, of="K_xx + σ²I", hint="Raise `model.noise`.")
+        whole = self.covariance() if covariance is None else covariance
+        return cholesky(whole, of="K_xx + σ²I", hint="Raise `model.noise`.")
 
     def log_evidence(self) -> Tensor:
-        """Log N(y | 0, K_xx + σ²I) per row, in nats (Guo et al. Eq. 3)."""
-        zero = torch.zeros_like(self.targets)
-        density = torch.distributions.MultivariateNormal(zero, scale_tril=self.factor(), validate_args=False)
-        return density.log_prob(self.targets) / len(zero)
+        """Log N(y | 0, C) per row, C = K_xx + σ²I, in nats (Guo et al. Eq. 3).
+
+        Its gradient is by formula, ∂/∂C = ½ (ααᵀ − C⁻¹) with α = C⁻¹y, in less than half of autograd's time.
+        """
+        covariance, count = self.covariance(), len(self.targets)
+        with torch.no_grad():
+            factor = self.factor(covariance)
+            weights = torch.cholesky_solve(self.targets[:, None], factor)
+            fit = self.targets @ weights[:, 0] + 2 * factor.diagonal().log().sum() + count * math.log(2 * math.pi)
+            slope = (weights @ weights.mT - torch.cholesky_inverse(factor)) / 2
+        return (-fit / 2 + (slope * (covariance - covariance.detach())).sum()) / count
 
     @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,9 @@ a server can form bound and posterior without a kernel (Titsias 2009; Gal et al.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -59,7 +60,11 @@ def collapsed_bound(sums: SparseSums, noise: float) -> float:
 
     F = -N/2 log 2πσ² - ½ log|B| - s/2σ² + bᵀB⁻¹b/2σ⁴ - (c - tr A)/2σ²,  B = I + A/σ²  (Guo et al. Eq. 9 times N).
     """
-    return bound_gradient(sums, math.log(noise)).value
+    factor, projection = sums.factor(noise), torch.as_tensor(sums.projection)
+    explained = float(torch.linalg.solve_triangular(factor, projection[:, None], upper=False).square().sum()) / noise
+    left = float(sums.target_squares - explained + sums.prior_variance - np.trace(sums.gram)) / noise
+    determinant = 2 * float(factor.diagonal().log().sum())
+    return -0.5 * (float(sums.count) * math.log(2 * math.pi * noise) + determinant + left)
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,11 @@ class Profile:
     amplitude: float  # a, factor of the kernel
     noise: float  # σ²
 
+    @property
+    def log_ratio(self) -> float:
+        """Log a/σ²."""
+        return math.log(self.amplitude / self.noise)
+
 
 def profiled(sums: SparseSums) -> Profile:
     """Where the bound of the kernel a·k is highest over a and the noise σ², from the sums of k.
@@ -167,28 +177,68 @@ def profiled(sums: SparseSums) -> Profile:
     return Profile(float(value), float(noise * top.exp()), float(noise))
 
 
+def leading(sums: SparseSums, count: int) -> SparseSums:
+    """The sums of the first ``count`` inducing points: W = L⁻¹ K_zx with L lower triangular has their rows on top."""
+    return replace(sums, gram=sums.gram[:count, :count], projection=sums.projection[:count])
+
+
+def nested(sums: SparseSums, log_ratio: float) -> tuple[Array, Array]:
+    """The best σ² [M] at a given log a/σ², and the bound there in nats [M], at the first m inducing points for every m.
+
+    The Cholesky factor of the first m rows of B = I + rA is the corner of that of all. With c = factor⁻¹ b,
+
+        F_m = −½ [N log 2πσ² + Σ_{i≤m} 2 log factor_ii + (s − r Σ_{i≤m} c_i²)/σ² + r (c − Σ_{i≤m} A_ii)].
+    """
+    ratio, count = math.exp(log_ratio), float(sums.count)
+    factor, projection = sums.factor(1 / ratio), torch.as_tensor(sums.projection)
+    weights = torch.linalg.solve_triangular(factor, projection[:, None], upper=False)[:, 0]
+    residual = float(sums.target_squares) - ratio * weights.square().cumsum(0)
+    noise = (residual / count).clamp(min=LEAST_NOISE)
+    unexplained = float(sums.prior_variance) - torch.as_tensor(sums.gram).diagonal().cumsum(0)
+    determinant = 2 * factor.diagonal().log().cumsum(0)
+    height = -0.5 * (count * (2 * math.pi * noise).log() + residual / noise + determinant + ratio * unexplained)
+    return noise.numpy(), height.numpy()
+
+
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
     """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
     gram, projection = sums.gram * amplitude, sums.projection * math.sqrt(amplitude)
     return replace(sums, gram=gram, projection=projection, prior_variance=np.asarray(sums.prior_variance * amplitude))
 
 
-def contradicting(parts: Mapping[str, SparseSums], level: Array) -> dict[str, Array]:
-    """Sites whose sums contradict those of all others, fewer than half: the bound per row with and without each [2].
+Evidence: TypeAlias = Callable[[SparseSums], tuple[float, float]]
+"""The evidence of rows in nats, and λ = σ²/a."""
+
+
+def at_best(sums: SparseSums) -> tuple[float, float]:
+    """The bound at the best amplitude and noise."""
+    best = profiled(sums)
+    return best.value, best.noise / best.amplitude
+
+
+def at_unit_noise(sums: SparseSums) -> tuple[float, float]:
+    """What pseudo-observations with noise 1 of v ~ N(0, I) are worth: ½ bᵀ(I + A)⁻¹b − ½ log|I + A|."""
+    precision = np.eye(len(sums.gram)) + sums.gram
+    explained = float(sums.projection @ np.linalg.solve(precision, sums.projection))
+    return (explained - float(np.linalg.slogdet(precision)[1])) / 2, 1.0
+
+
+def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> dict[str, Array]:
+    """Sites whose sums contradict those of all others, fewer than half: evidence per row with and without each [2].
 
     Of several, the one goes first whose leaving makes two models, of its rows and of the others', likeliest.
     """
     rest, found = dict(parts), dict[str, Array]()
     while len(found) < (len(parts) - 1) // 2:
         total = add(rest.values())
-        best = profiled(total)
-        against = [site for site, part in rest.items() if contradicts(part, total, best.noise / best.amplitude, level)]
+        every, ridge = evidence(total)
+        against = [site for site, part in rest.items() if contradicts(part, total, ridge, level)]
         others = {site: add(part for name, part in rest.items() if name != site) for site in against}
-        values = {site: profiled(sums).value for site, sums in others.items()}
+        values = {site: evidence(sums)[0] for site, sums in others.items()}
         if not values:
             break
-        site = max(values, key=lambda name: values[name] + profiled(rest[name]).value)
-        found[site] = np.array([best.value / float(total.count), values[site] / float(others[site].count)])
+        site = max(values, key=lambda name: values[name] + evidence(rest[name])[0])
+        found[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
         del rest[site]
     return found
 

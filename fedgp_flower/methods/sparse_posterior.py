@@ -32,6 +32,10 @@ class SavedSparseGP:
             mean, variance = self.model.predict(torch.from_numpy(inputs), self.whitened)
         return mean.numpy(), variance.sqrt().numpy()
 
+    def mean(self, inputs: Array) -> Array:
+        """The mean alone [N]."""
+        return self.model.means(torch.from_numpy(inputs), self.whitened).numpy()
+
     def export(self) -> list[tuple[SparseGP, Likelihood]]:
         """The same model of GPyTorch, and its likelihood."""
         model = deepcopy(self.model).hold(self.whitened).requires_grad_(False)
@@ -42,6 +46,10 @@ class SavedLatentGP(SavedSparseGP):
     """The same with another likelihood than the Gaussian one."""
 
     model: LatentGP
+
+    def mean(self, inputs: Array) -> Array:
+        """The mean alone, for which variances of f are needed, too."""
+        return self(inputs)[0]
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of an observation [levels, N]."""

@@ -78,6 +78,7 @@ class RunMetrics:
     linear: Facts | None = None
     local_only: Facts | None = None
     pooled: Facts | None = None
+    boosting: Facts | None = None
     """Figures of the baseline and its ``per_site`` rows. ``r2`` and skills compare with ``mean`` on the same rows."""
     converged: bool | None = None
     """Whether training had come to its end by itself; None where the method cannot tell."""
@@ -341,7 +342,8 @@ def read_posterior(path: Path) -> Posterior:
 
 
 def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_of(facts: Facts) -> str:

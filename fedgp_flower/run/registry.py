@@ -78,7 +78,7 @@ _REFERENCE = Method(
 )
 
 _SGPR = Method(
-    summary="A sparse GP of all rows in about twenty exchanges of sums, Gaussian noise",
+    summary="A sparse GP of all rows in 20 to 60 exchanges of sums, Gaussian noise",
     paper="Titsias (2009), by sums as Gal et al., Distributed variational inference in sparse GP regression (2014)",
     options="fedgp_flower.methods.sgpr.options:SGPROptions",
     strategy="strategies.sgpr:SGPR",

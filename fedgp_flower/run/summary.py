@@ -24,6 +24,11 @@ CLASSIFICATION["calibration_slope"] = "slope"
 TITLES = {**REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
 MATTERS = 0.01
 """Nats a row that more training has to promise to be worth a note."""
+IN_ONE_PLACE = ("pooled", "gradient boosting")
+"""Baselines that see all rows."""
+HIGHER, LOWER = "with a higher NLL than", "with a lower NLL than"
+LEVEL = 0.003
+"""Nats per row: a smaller difference makes nothing better or worse."""
 SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
 MOST_NAMED = 5
@@ -71,6 +76,7 @@ def rivals(metrics: RunMetrics) -> dict[str, Facts]:
         "logistic regression" if classes else "linear regression": metrics.linear,
         "local-only": metrics.local_only,
         "pooled": metrics.pooled,
+        "gradient boosting": metrics.boosting,
     }
     return {name: figures for name, figures in named.items() if figures is not None and name != metrics.method}
 
@@ -132,17 +138,19 @@ def verdict(metrics: RunMetrics) -> str:
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
     differences = {name: paired_difference(metrics, rival) for name, rival in rivals(metrics).items()}
-    compared = {name: d for name, d in differences.items() if name != "pooled" and math.isfinite(d.mean)}
+    compared = {name: d for name, d in differences.items() if math.isfinite(d.mean)}
     if not compared:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
+    weaker = sorted((name for name in IN_ONE_PLACE if name in compared), key=lambda name: compared[name].mean)[:-1]
     judged = {  # bad news first
-        "worse than": [name for name, d in compared.items() if d.low > 0],
-        "better than": [name for name, d in compared.items() if d.high < 0],
-        "about as good as": [name for name, d in compared.items() if d.low <= 0 <= d.high],
-        "with a higher NLL than": [name for name, d in compared.items() if math.isnan(d.low) and d.mean >= 0],
-        "with a lower NLL than": [name for name, d in compared.items() if math.isnan(d.low) and d.mean < 0],
+        words: [name for name, d in compared.items() if _judged(d) == words and name not in weaker]
+        for words in ("worse than", HIGHER, "better than", "about as good as", LOWER)
     }
-    called = {words: ", ".join(_called(name, metrics) for name in names) for words, names in judged.items() if names}
+    called = {
+        words: ", ".join(_called(name, metrics, compared[name].mean) for name in names)
+        for words, names in judged.items()
+        if names
+    }
     said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
     few = ("without figures of sites there is no interval", "1 site gives no interval", "2 sites give no interval")
@@ -153,8 +161,21 @@ def verdict(metrics: RunMetrics) -> str:
     return text[0].upper() + text[1:]
 
 
-def _called(name: str, metrics: RunMetrics) -> str:
-    """A baseline in a sentence, with what the run gains over the mean."""
+def _judged(found: Difference) -> str:
+    """How the run does beside a baseline; without an interval its figures alone are compared."""
+    if abs(found.mean) <= LEVEL or found.low <= 0 <= found.high:
+        return "about as good as"
+    if math.isnan(found.low):
+        return HIGHER if found.mean > 0 else LOWER
+    return "worse than" if found.mean > 0 else "better than"
+
+
+def _called(name: str, metrics: RunMetrics, difference: float) -> str:
+    """A baseline in a sentence, with what the run gains over the mean, or how far what sees all rows is away."""
+    if name in IN_ONE_PLACE:
+        model = "a GP" if name == "pooled" else name
+        away = "" if abs(difference) <= LEVEL else f" ({_short(abs(difference))} nats a row)"
+        return f"{model} of all rows in one place{away}"
     if name not in {"mean of the target", "class shares"}:
         return {"local-only": "each site alone"}.get(name, name)
     skill, words = ("r2", "R²") if "r2" in metrics.test else ("brier_skill", "Brier skill")
@@ -220,7 +241,8 @@ def answer(run: Run) -> str:
     scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
     plainest = {"mean of the target", "class shares"}
     chosen = [arm for arm in scored if arm.name not in plainest] or scored
-    called = {"local-only": "each site alone", "pooled": "all rows in one place", "mean of the target": "their mean"}
+    called = {"local-only": "each site alone", "pooled": "a GP of all rows in one place"}
+    called |= {"mean of the target": "their mean"}
     found = [f"{_plain(figure, arm)} for {called.get(arm.name, arm.name)}" for arm in chosen]
     beside = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
     rows, covered = f"{mine.rows:,} held-out rows", number(mine.figures.get("coverage_95"))

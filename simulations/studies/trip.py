@@ -184,8 +184,8 @@ def as_flower_starts_it(command: Callable[..., Any]) -> Callable[..., Any]:
 
     def plain(*given: Any) -> Any:
         words, folder, variables = command(*given)
-        path = variables["PATH"].partition(os.pathsep)[2]
-        return [str(Path(sys.executable).with_name("flower-supernode")), *words[4:]], folder, {"PATH": path}
+        program = str(Path(sys.executable).with_name("flower-supernode"))
+        return [program, *words[4:]], folder, {"PATH": variables["PATH"]}
 
     return plain
 

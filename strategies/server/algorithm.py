@@ -167,6 +167,10 @@ class Algorithm(ABC, Generic[S]):
         """With how many exchanges training ends at the latest, from here on; None where it cannot be said."""
         return None
 
+    def work_to_come(self, state: S) -> float:
+        """How much longer training takes after its first round than that round took."""
+        return (self.exchanges_to_come(state) or 0) / self.exchanges_a_round
+
     def warnings(self) -> list[str]:
         """What a reader of the results should know of this method's run."""
         return []

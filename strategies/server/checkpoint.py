@@ -9,7 +9,6 @@ from typing import Any
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.outcome import Snapshot, Summary
-from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums
 from fedgp_flower.typing import Json
 from strategies.server.algorithm import Algorithm
 from strategies.server.network import Failure, Traffic
@@ -63,6 +62,7 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
         "streak": network.streak,
         "site_seconds": network.site_seconds,
         "took_part": sorted(network.took_part),
+        "doubted": algorithm.session.doubted,
         "round": network.round,
         "seconds": clock.seconds,
         "merged": merged,
@@ -81,6 +81,7 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
     network.streak |= {site: int(count) for site, count in facts["streak"].items()}
     network.site_seconds += float(facts["site_seconds"])
     network.took_part |= set(facts.get("took_part", ()))
+    session.doubted |= facts.get("doubted", {})
     if session.masking is not None:
         session.masking.restore(facts["privacy"])
     clock.seconds = dict(facts["seconds"])
@@ -101,15 +102,15 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     preparation, wanted = algorithm.preparation, session.config.baselines
     predicts = algorithm.predicts and not algorithm.options.numbers_classes(session.config.model)
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
-    scoring.local_only = scoring.baseline(LocalScoreSums, Nothing()) if wanted.local_only else None
-    pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and preparation.simulated else None
+    scoring.local_only = scoring.alone() if wanted.local_only else None
+    pooled, trees = scoring.of_all_rows() if wanted.pooled and preparation.simulated else (None, None)
     first, line = scoring.simple_baselines() if wanted.linear else (None, None)
     if scored_by == 0:
         raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
     details = algorithm.details()
     clock.switch("evaluation")
     evaluation = scoring.evaluation or Evaluation(test={}, test_standardised={}, per_site=[], calibration={})
-    baselines = {"mean": first, "linear": line, "local_only": scoring.local_only, "pooled": pooled}
+    baselines = {"mean": first, "linear": line, "local_only": scoring.local_only, "pooled": pooled, "boosting": trees}
     seconds = {"total": sum(clock.seconds.values()), **clock.seconds, "sites": network.site_seconds}
     labels, rows, mean = preparation.labels, preparation.rows, first or {}
     metrics = {
@@ -131,7 +132,7 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
         "converged": algorithm.converged(algorithm.current),
         "training_target": preparation.training_target,
         "data": preparation.data,
-        "warnings": session.warnings() + algorithm.warnings(),
+        "warnings": session.warnings() + algorithm.warnings() + scoring.warnings,
         "calibration": evaluation["calibration"],
         "failures": [asdict(failure) for failure in network.failures],
         "repairs": network.repairs,

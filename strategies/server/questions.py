@@ -9,6 +9,7 @@ how often a question was asked again, is the driver's business (:mod:`strategies
         answers = yield Each(Refined, {site: cavity})             # {site: Refined}, without the sites that failed
         site, answer = yield First(Refined, {site: cavity})       # the next of all outstanding answers; None if lost
         yield Refuse("north", "its precision is not positive")    # an answer cannot be used: the site's failure
+        yield Doubt("south", "its sums contradict the others'")   # it can be used, and the run names the site
         return next_state, {"objective": 1.0}                     # and the figures of the round for the history
 """
 
@@ -83,8 +84,16 @@ class Refuse:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """An answer that some rows could give, and that contradicts the others': it counts, and the run names the site."""
+
+    site: str
+    reason: str
+
+
 Several: TypeAlias = Each[Any] | Total[Any]
-Question: TypeAlias = Several | First[Any] | Refuse
+Question: TypeAlias = Several | First[Any] | Refuse | Doubt
 Figures: TypeAlias = dict[str, float]
 Asking: TypeAlias = Generator[Question, Any, S]
 """A computation that asks; it returns an ``S``."""
@@ -165,6 +174,8 @@ def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
     def answer(question: Question) -> object:
         if isinstance(question, Refuse):
             raise AssertionError(f"site {question.site} was refused: {question.reason}")
+        if isinstance(question, Doubt):
+            return None
         handler = kind_of(question.answer).rpartition(".")[2]
         asked = requests_of(question, tuple(sites))
         answers = {site: getattr(sites[site], handler)(request) for site, request in asked.items()}

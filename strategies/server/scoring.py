@@ -21,15 +21,19 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH
+from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better
 from fedgp_flower.shared_messages import (
+    BoostedScoreSums,
     Coefficients,
+    ComparedScoreSums,
     HeldOutRows,
     LinearPredictor,
     LinearScoreSums,
+    LocalScoreSums,
     LogisticSums,
     Moments,
     Nothing,
+    Points,
     PooledScoreSums,
     ScoreSums,
 )
@@ -45,6 +49,10 @@ PENALTIES = 10.0 ** np.arange(-6, 6.25, 0.25)
 NEWTON_STEPS = 30
 TOLERANCE = 1e-10
 """Newton decrement, in nats, below which the mode is reached."""
+HALVES = (
+    "; a run of each half of the sites, three or more in each, shows in which half false sums are, and of fewer sites"
+    " `privacy.secure-aggregation` = false names who contradicts the others"
+)
 ALL = ""
 """In place of a site: all of them, under masks."""
 
@@ -68,6 +76,8 @@ class Scoring:
         """The question of the latest evaluation; None where each site answers it by metrics, in Flower's way."""
         self.evaluation: Evaluation | None = None
         self.local_only: Facts | None = None
+        self.warnings: list[str] = []
+        """Which sites, or how many, the run does not serve."""
 
     @property
     def expected(self) -> Expected:
@@ -87,7 +97,7 @@ class Scoring:
     def _question(self, total: type[ScoreSums], request: object) -> Several:
         """A total under masks, else each site's scores; the first site fits the rows of all."""
         everyone = self.session.roster().everyone
-        if total is PooledScoreSums:
+        if total in (PooledScoreSums, BoostedScoreSums):
             everyone = tuple(self.session.network.healthy()[:1])
         elif self.session.masking is not None:
             return Total(total, request, everyone)
@@ -98,6 +108,35 @@ class Scoring:
         found = self._figures(self._told(replies) if self.asked is None else self.session.read(self.asked, replies))
         self.evaluation = found or self.evaluation
         return found
+
+    def alone(self) -> Json | None:
+        """The scores of sites by themselves; warns where they are much better than those of the latest evaluation."""
+        run, labels = self.predicted.request, self.session.preparation.labels
+        masked = self.session.masking is not None and not isinstance(run, Nothing)
+        logger.info("comparison: local scores")
+        kind: type[LocalScoreSums] = ComparedScoreSums if masked else LocalScoreSums
+        found = self.session.ask(self._question(kind, run if masked else Nothing()))
+        if masked:
+            sites, better = (0.0, 0.0) if found.total is None else found.total.sites
+            self._warn(round(sites), round(better))
+        elif not isinstance(found, Summed) and self.evaluation is not None:
+            nll = {row["site"]: row["nll"] for row in self.evaluation["per_site"]}
+            pairs = {site: (sums.nll, nll[site] * sums.rows, sums.rows) for site, sums in found.items() if site in nll}
+            named = [labels.get(site, site) for site, pair in pairs.items() if much_better(*pair)]
+            self._warn(len(pairs), len(named), f" ({', '.join(named[:5])}{', …' * (len(named) > 5)})")
+        return as_baseline(self._figures(found))
+
+    def _warn(self, sites: int, better: int, named: str = "") -> None:
+        """That so many of the sites are not served by the run, and what that may mean where it is most of them."""
+        if better < 1:
+            return
+        said = f"{better} of {sites} sites{named} predict held-out rows much better from their rows alone"
+        said += "" if named else "; their logs say so, and no message says which they are"
+        if better > sites / 2:
+            said += ". The sums of some site may be false, or the sites follow no common relation"
+            said += "" if named else HALVES
+        self.warnings.append(said)
+        logger.warning("%s", said)
 
     def baseline(self, total: type[ScoreSums], request: object) -> Json | None:
         """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
@@ -128,6 +167,11 @@ class Scoring:
         if ALL in scores:
             combined["per_site"] = []
         return combined
+
+    def of_all_rows(self) -> tuple[Json | None, Json | None]:
+        """Simulation only: the scores of a GP of all rows, of the run's size, and of gradient boosting."""
+        points = Points(int(self.predicted.details.get("num_inducing") or 0))
+        return self.baseline(PooledScoreSums, points), self.baseline(BoostedScoreSums, Nothing())
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
         """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""

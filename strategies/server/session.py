@@ -44,6 +44,7 @@ from strategies.server.network import (
 )
 from strategies.server.questions import (
     Asking,
+    Doubt,
     Each,
     First,
     Question,
@@ -183,6 +184,8 @@ class Session:
         self.outstanding: dict[str, Outstanding] = {}
         self.packed: tuple[object, ArrayRecord, Texts] | None = None
         """The latest request with its arrays and settings, which the messages to all sites share."""
+        self.doubted: dict[str, str] = {}
+        """Sites whose answers contradicted the others', and what shows it."""
         self._arrived: list[Message] = []
         network.introduction = {"configuration": self.configuration()}
 
@@ -281,6 +284,7 @@ class Session:
             f"{warning} (sites {', '.join(sorted(labels.get(site, site) for site in sites))})"
             for warning, sites in self.network.warned.items()
         ]
+        told += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]
         return self.preparation.warnings + told + ([] if self.masking is None else self.masking.warnings())
 
     def ask(self, question: Question) -> Any:
@@ -288,10 +292,19 @@ class Session:
         match question:
             case Refuse(site, reason):
                 return self.network.fail(site, reason)
+            case Doubt(site, reason):
+                return self._doubt(site, reason)
             case First():
                 return self._first(question)
         asked = self.put(question)
         return self.read(asked, self.network.exchange(asked.messages, asked.contract, retries=question.retries))
+
+    def _doubt(self, site: str, reason: str) -> None:
+        """Name a site once in the log, and in the run's warnings by what shows it now."""
+        if site not in self.doubted:
+            called = self.preparation.labels.get(site, site)
+            logger.warning("round %d: site %s contradicts the others: %s", self.network.round, called, reason)
+        self.doubted[site] = reason
 
     def run(self, asking: Asking[S]) -> S:
         """Run a computation outside of a round, such as the first state or what a site needs to predict."""

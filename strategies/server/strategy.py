@@ -9,6 +9,7 @@ import difflib
 import inspect
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -108,17 +109,19 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if initial_arrays is not None and self.snapshot is None:
             self._take(initial_arrays)
         self.clock.switch("training")
-        if count := self.exchanges_to_come(self.current):
-            trip = float(np.median(self.network.trips))
-            self.expected = {"expected_exchanges": count, "expected_seconds": count * trip}
-            logger.info("about %d exchanges to come, %.2g minutes at %.2g s a trip", count, count * trip / 60, trip)
+        count, begun = self.exchanges_to_come(self.current), self.round
+        if count:
+            logger.info("at most %d exchanges to come", count)
         while True:
             metrics = None if evaluate_fn is None else evaluate_fn(self.round, array_record(self.public(self.current)))
             if metrics is not None:
                 result.evaluate_metrics_serverapp[self.round] = metrics
             if self.round >= num_rounds or self.finished(self.current):
                 break
+            started = time.monotonic()
             self._train_one_round(result)
+            if count and self.round == begun + 1:
+                self._forecast(count, time.monotonic() - started)
         self.require_training()
         self.clock.switch("evaluation")
         self._evaluate(result)
@@ -239,6 +242,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
         row |= {"failures": len(network.failures), "repairs": sum(network.repairs.values())}
         self.observer.on_round(row, most if left is None else min(most, number + left // self.exchanges_a_round))
         self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
+
+    def _forecast(self, exchanges: int, seconds: float) -> None:
+        """Say how long training takes, from the seconds of its first round."""
+        share, trip = self.work_to_come(self.current), float(np.median(self.network.trips))
+        self.expected = {"expected_exchanges": exchanges, "expected_seconds": seconds * (1 + share)}
+        logger.info("training takes %.2g more minutes at most, at %.2g s a trip", seconds * share / 60, trip)
 
     def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
         """Sites that still take part and failed in a round that is to have them all, and not too often in it."""

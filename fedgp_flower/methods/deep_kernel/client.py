@@ -66,7 +66,7 @@ class DeepKernelClient(SiteClient):
         """Which class was taken for which; only where there are several."""
         return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
+    def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of this model of the rows alone."""
         del pooled
         x, y = data.x, data.y

@@ -138,7 +138,7 @@ class FedMGPClient(SiteClient):
         point, learned = model.observed(self.likelihood, phi)
         return point.scores(mean, variance, self.rows.y_test, learned, self.preparation.target_scale)
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
+    def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of a GP of the unit's rows; in a simulation of the same multi-output model of all units' rows."""
         if not (pooled and self.gaussian):
             return super().alone(data, pooled)

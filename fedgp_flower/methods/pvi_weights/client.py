@@ -66,7 +66,7 @@ class GLMClient(SiteClient):
         """Scores by the likelihood."""
         return self._scored(LinearPosterior(self.config.model, request.gaussian), self.rows)
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
+    def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model of these rows alone."""
         del pooled
         prior = prior_of(cast(GLMOptions, self.config.options), data.x.shape[1]).gaussian
@@ -119,7 +119,7 @@ class BNNClient(SiteClient):
         """Scores of the classes' probabilities."""
         return self._scored(request.gaussian, self.rows)
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
+    def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same network of these rows alone."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian

@@ -177,7 +177,7 @@ class SFVIClient(SiteClient):
             return bernoulli_scores(mean, target)
         return self.units.gaussian_scores(found, target)
 
-    def alone(self, data: SiteData, pooled: bool) -> Scores:
+    def alone(self, data: SiteData, pooled: int) -> Scores:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
         options, section = self.options, self.config.model
         if options.model == "gp" and section.likelihood == "gaussian":  # a sparse GP is the comparison then

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.cells import LEAST_ROWS, cells
+from fedgp_flower.gp.cells import LEAST_IN_CELL, LEAST_ROWS, cells, neighbours
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, scatter
 from fedgp_flower.gp.placement import to_array
@@ -23,6 +23,7 @@ from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     Expectations,
+    Neighbours,
     PooledPosterior,
     PrivateRequest,
     PrivateSums,
@@ -50,8 +51,8 @@ DIFFERENCE = 1e-3
 """Step of a central difference, in logarithms."""
 _whiteners: dict[Hashable, Whitener] = {}
 """What all sites of this process compute from the latest parameters alone."""
-LATEST = 8
-"""How many: a message asks for the sums at several parameters."""
+LATEST, LARGEST = 8, 2e7
+"""How many: a message asks for the sums at several parameters; and numbers in them, if each is as large as the next."""
 ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
 """What says nothing of training rows beyond their number, and what is paid for, with differential privacy."""
 ASKED = "asked"
@@ -76,7 +77,8 @@ class SparseClient(SiteClient):
         """What projects rows at given parameters, which the model then has; in one process the next site has them."""
         model, key = self.load(values), (self.config.model, self.placement, *(a.tobytes() for a in values.values()))
         if key not in _whiteners:
-            if len(_whiteners) == LATEST:
+            entries = values[LOCATIONS].shape[0] ** 2
+            while _whiteners and (len(_whiteners) == LATEST or (len(_whiteners) + 1) * entries > LARGEST):
                 del _whiteners[next(iter(_whiteners))]
             _whiteners[key] = Whitener(model, kept=0)
         return _whiteners[key]
@@ -107,6 +109,13 @@ class SGPRClient(SparseClient):
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *mode)
+
+    def neighbours(self, request: Anchors) -> Neighbours:
+        """This site's rows, each at its nearest anchor."""
+        lengths = np.ones(self.rows.x.shape[1]) if request.lengths is None else request.lengths
+        least = max(LEAST_IN_CELL, self.least_cell)
+        rows, first = neighbours(self.rows.x / lengths, request.points / lengths, least)
+        return Neighbours(rows, first * lengths)
 
     def trials(self, request: Parameters) -> TrialSums:
         """The additive sums of this site's rows at each of several parameters."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array, to_arrays
+from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
-from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
+from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Square, Targets, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,16 @@ def expectations(
             gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
     return Expectations(values, *to_arrays(fit, slope, symmetric(curvature)))
+
+
+def pseudo_sums(found: Expectations, mean: Array, rows: int) -> SparseSums:
+    """Rows as pseudo-observations m + α/β of f with noise 1/β: A = B̄ and b = B̄ μ + W α, where q(v) has the mean μ.
+
+    Their squares are not known; in their place stand 1 a row, of the noise, and what A and b explain.
+    """
+    shift = found.curvature @ mean + found.slope
+    explained = shift @ np.linalg.solve(np.eye(len(shift)) + found.curvature, shift)
+    return SparseSums(found.curvature, shift, np.asarray(rows + explained), np.zeros(()), np.array(float(rows)))
 
 
 def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expectations) -> NamedArrays:

@@ -67,6 +67,7 @@ class Anchors:
     """Points where inputs of all sites lie, one for each slot that cells of rows are added up in."""
 
     points: Float[ndarray, "C D"] = leaves("drawn from the sums of all sites' histograms, in standardised units")
+    lengths: Float[ndarray, " D"] | None = leaves("lengthscales, the units of distances; absent: 1", default=None)
 
 
 @message("query.sketch", summand=True)
@@ -92,6 +93,25 @@ class Sketch:
         if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
             return f"its cells are not those of {rows} rows"
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
+
+
+@message("query.neighbours", summand=True)
+class Neighbours:
+    """Of a step of Lloyd's algorithm: how many of a site's rows are nearest to each anchor, and their sum."""
+
+    rows: Float[ndarray, " C"] = leaves("rows nearest to each anchor; where they are one or two they join others")
+    first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
+
+    def num_parameters(self) -> int:
+        """Cells that hold rows."""
+        return int(np.count_nonzero(self.rows))
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        if abs(float(self.rows.sum()) - described.rows) > SLACK * described.rows:
+            return f"`rows` counts {self.rows.sum():g} rows, introduced itself with {described.rows}"
+        empty = self.rows < 0.5
+        return "an empty cell has a sum" if (np.abs(self.first[empty]) > SLACK * described.rows).any() else None
 
 
 @message("query.trials", summand=True, counts="M")

@@ -21,11 +21,14 @@ class SGPROptions(MethodOptions):
     """A penalty holds lengthscales that the data leave open."""
     usual_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
+    usual_megabytes: ClassVar[int] = 64
+    """Of sums at 4000 inducing points."""
 
     exchanges: Count = 0
-    """Most exchanges with every site in training, those before the first round among them; 0 is 20 for ``sgpr``, whose
-    rounds are two, and 60 for ``svgp``, whose rounds are one. More improve the bound further, also when a run is
-    resumed. Under masks keys, means and spreads take three more, which do not count here."""
+    """Most exchanges with every site in training, those before the first round among them; 0 goes on while five more
+    promise .002 nats a row, up to 60. A round of ``sgpr`` is two, of ``svgp`` one. More improve the bound further, also
+    when a run is resumed. Under masks keys, means and spreads take three more, which do not count here; neither do
+    the three for each number of inducing points after training, see ``model.max-megabytes``, where this is set."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
     """``sgpr``: sums of a site with fewer than three rows for each inducing point nearly reveal its rows. ``warn``
     names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
@@ -43,6 +46,8 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
+    usual_megabytes: ClassVar[int] = 0
+
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
         core.require_whole_batches()
@@ -54,6 +59,7 @@ class PrivateSGPROptions(SGPROptions):
     """The same table with a privacy budget."""
 
     accounted: ClassVar[bool] = True
+    usual_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:
         """A budget, Gaussian noise, and a kernel with the same k(x, x) everywhere."""
