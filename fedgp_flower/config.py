@@ -19,6 +19,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
+    USUAL_KERNEL,
     AveragingSection,
     Count,
     FlatConfig,
@@ -381,10 +382,13 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
+    usual: dict[str, Value] = {}
+    if core.model.kernel == USUAL_KERNEL:
+        usual["kernel"] = chosen.usual_kernel
     if not core.model.num_inducing:
         room = core.model.max_megabytes or chosen.usual_megabytes
-        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing, "max_megabytes": room})
-        core = core.model_copy(update={"model": model})
+        usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
+    core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)

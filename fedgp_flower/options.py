@@ -54,6 +54,8 @@ BASIC = "basic"
 
 KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
+USUAL_KERNEL, KERNEL_CHOICES = "auto", ("rbf", "rbf + l1")
+"""What leaves the kernel to the method and its data, and what it is chosen from: smooth, and smooth plus rough."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
 
@@ -64,8 +66,9 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`."""
+    """The syntax tree of a sum or product of :func:`kernel_names`; ``auto`` stands for the first choice."""
     try:
+        expression = KERNEL_CHOICES[0] if expression == USUAL_KERNEL else expression
         tree = ast.parse(expression.strip(), mode="eval").body
         nodes = list(ast.walk(tree))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -80,10 +83,10 @@ def kernel_tree(expression: str) -> ast.expr:
 class ModelSection(Section):
     """The Gaussian process."""
 
-    kernel: Annotated[str, BASIC] = "rbf"
-    """``rbf``, ``matern32``, ``matern52``, ``l1`` (a product of Matérn-1/2 over inputs, for steps), ``linear``,
-    ``periodic`` or one that an installed package registers in the entry-point group ``fedgp_flower.kernels``, and sums
-    and products: ``matern52 + linear``, ``rbf + l1``.
+    kernel: Annotated[str, BASIC] = USUAL_KERNEL
+    """``auto``: ``sgpr`` trains ``rbf`` and ``rbf + l1`` and keeps what explains the data better; ``rbf`` for others.
+    ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps), ``linear``, ``periodic`` or one
+    that an installed package registers in the entry-point group ``fedgp_flower.kernels``, and sums and products.
     """
     ard: bool = True
     """A lengthscale for each input."""
@@ -173,6 +176,11 @@ class MethodOptions(BaseModel):
     def usual_inducing(self) -> int:
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50
+
+    @property
+    def usual_kernel(self) -> str:
+        """The kernel where ``model.kernel`` leaves it to the method; ``auto`` where its data choose."""
+        return KERNEL_CHOICES[0]
 
     @property
     def usual_megabytes(self) -> int:

@@ -92,8 +92,10 @@ def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
 
     A part that is linear spreads them all a little, so a site is odd only beyond ten times the median distance.
     """
+    if len(variances) < 3:
+        return {}
     entries = np.array(list(variances.values()))
-    usual = float(np.median(entries)) if len(variances) > 2 else np.nan
+    usual = float(np.median(entries))
     reach = max(1e-3 * usual, 10 * float(np.median(np.abs(entries - usual))))
     odd = [site for site, entry in variances.items() if not abs(entry - usual) <= reach]
     if len(odd) > (len(variances) - 1) // 2:

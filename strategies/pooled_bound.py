@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import explaining
-from fedgp_flower.gp.kernels import amplitude_names
+from fedgp_flower.gp.kernels import amplitude_names, with_kernel_of
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
 from fedgp_flower.gp.models import CONSTANT, SparseGP
 from fedgp_flower.gp.optimisers import outlook, pack, unpack
@@ -176,12 +176,12 @@ def pooled(
 
 
 def sums_at(
-    tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...]
-) -> Asking[tuple[list[SparseStatistics], Summed[TrialSums]]]:
-    """Totals at several parameters, in one exchange, and what they are of; no totals where nobody answers."""
+    tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...], weight: float = 1.0
+) -> Asking[tuple[list[SparseSums], Summed[TrialSums]]]:
+    """Weighted totals at several parameters, in one exchange, and what they are of; none where nobody answers."""
     sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
     summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
-    return ([] if summed.total is None else summed.total.each()), summed
+    return ([] if summed.total is None else [sums.weighted(weight) for sums in summed.total.each()]), summed
 
 
 @torch.no_grad()
@@ -215,9 +215,12 @@ def doubts_at_best(
 
 
 def gradients_at(
-    points: Sequence[tuple[Mapping[str, ndarray], SparseSums]], sites: tuple[str, ...], section: ModelSection
+    points: Sequence[tuple[Mapping[str, ndarray], SparseSums]],
+    sites: tuple[str, ...],
+    section: ModelSection,
+    weight: float = 1.0,
 ) -> Asking[list[NamedArrays] | None]:
-    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer."""
+    """Gradients of the bound at several parameters with their weighted totals; None unless all sites answer."""
     adjoints = [bound_gradient(totals, float(values[LOG_NOISE][0])) for values, totals in points]
     request = TrialAdjoints.of([values for values, _ in points], adjoints)
     summed: Summed[TrialGradients] = yield Total(TrialGradients, request, sites)
@@ -226,13 +229,13 @@ def gradients_at(
     found = []
     for share, (values, totals), by_sums in zip(apart(summed.total.values), points, adjoints, strict=True):
         through = inducing_gradient(SparseGP.from_arrays(section, values), totals, by_sums)
-        found.append({name: np.asarray(share[name] + slope) for name, slope in through.items()})
+        found.append({name: np.asarray(weight * share[name] + slope) for name, slope in through.items()})
     return found
 
 
 def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
     """Parameters with amplitudes that add up to 1."""
-    names = amplitude_names(section, values[LOCATIONS].shape[1])
+    names = amplitude_names(with_kernel_of(section, values), values[LOCATIONS].shape[1])
     total = sum(float(np.exp(values[name]).sum()) for name in names)
     return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in names}}
 
@@ -248,7 +251,7 @@ def folded(
 ) -> tuple[NamedArrays, SparseSums]:
     """Parameters with the best amplitude and noise for these totals, searched where not given, and the totals there."""
     best = best or profiled(totals)
-    names = amplitude_names(section, values[LOCATIONS].shape[1])
+    names = amplitude_names(with_kernel_of(section, values), values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
     return {**values, **louder, **noise}, scaled(totals, best.amplitude)
@@ -270,7 +273,7 @@ def thinned(
 
 
 def known_lengthscales(
-    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection
+    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection, weight: float = 1.0
 ) -> Asking[NamedArrays | None]:
     """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
 
@@ -282,11 +285,11 @@ def known_lengthscales(
         return None
     centre = pack(logs)
     tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
-    totals, summed = yield from sums_at(tried, sites)
+    totals, summed = yield from sums_at(tried, sites, weight)
     if not totals:
         return None
     points = [folded(*at, section) for at in zip(tried, totals, strict=True)]
-    gradients = yield from gradients_at(points, summed.sites, section)
+    gradients = yield from gradients_at(points, summed.sites, section, weight)
     if gradients is None:
         return None
     slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]
@@ -325,7 +328,12 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant}
     coordinates = dict.fromkeys(arrays, "standardised") | dict.fromkeys(q, "whitened")
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
-    described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
+    described = {
+        "family": "sparse",
+        "kernel": with_kernel_of(model, values).kernel,
+        "ard": model.ard,
+        "jitter": model.jitter,
+    }
     if not constant:
         return Posterior(arrays, meanings, coordinates, GAUSSIAN, described)
     described |= {"likelihood": model.likelihood}

@@ -18,20 +18,22 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.cells import centres_of, drawn
+from fedgp_flower.gp.cells import centres_of, drawn, weight_of
+from fedgp_flower.gp.kernels import with_kernel_of
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.optimisers import StepMemory, direction, outlook, pack, unpack
 from fedgp_flower.gp.sums import PENALTY, SparseSums, leading, prior, profiled
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
-from fedgp_flower.options import ModelSection
+from fedgp_flower.options import KERNEL_CHOICES, USUAL_KERNEL, ModelSection
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import enlarging, pooled_bound
@@ -46,6 +48,10 @@ SLOTS = 2048
 """Anchors of the sketch."""
 START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
+CHAINS, TRIED = 2, 4
+"""Chains that go on to the end, and rounds after which a third one is given up: the lower of two with one kernel."""
+HOPELESS = 0.5
+"""Nats a row that a kernel may be behind after training and still be tried with more points."""
 WIDER = (-0.5, 0.0, 0.5)
 """What is added to log ℓ in the candidates for a start."""
 STEPS = (0.3, 1.0, 2.5)
@@ -80,9 +86,9 @@ class Chain(StepMemory):
     """At ``values``; None before they are asked for."""
     height: float = 0.0
     """J, in nats."""
-    gradient: Float[ndarray, " G"] = field(default_factory=lambda: np.empty(0))
-    """Of J by the coordinates at ``place``; G = S, or 0 before it is asked for."""
-    place: Float[ndarray, " G"] = field(default_factory=lambda: np.empty(0))
+    gradient: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
+    """Of J by the coordinates at ``place`` [S]; empty before it is asked for."""
+    place: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
     shrunk: float = 1.0
     """Factor of the next line search's steps."""
 
@@ -144,6 +150,8 @@ class SGPRState:
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
+    weight: float = 1.0
+    """Of a row where rows are copies: sums of all sites count so much."""
     shape: Shape | None = None
     """Where inputs lie."""
     most: int = 0
@@ -196,7 +204,7 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
-    """Two chains, from a sketch of all rows around points that lie where inputs do."""
+    """Two chains from a sketch of all rows around points where inputs lie, and one more of another kernel to choose."""
     section, seed = problem.model, problem.seed
     shape = yield from shape_of_inputs(roster)
     anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
@@ -211,15 +219,22 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     distinct = len(np.unique(draws, axis=0))
     count = min(pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
     most = min(pooled_bound.candidates(count, roster, problem.small_sites), distinct)
-    expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in model.items()}
+    sections = [section] * 2
+    if section.kernel == USUAL_KERNEL:
+        sections.append(section.model_copy(update={"kernel": KERNEL_CHOICES[1]}))
+    starts = [agreed(sketch, model)]
+    for other in sections[1:]:
+        like = pooled_bound.empty_model(other, num_inputs)
+        starts.append({name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in like.items()})
     chains = []
-    for first in (agreed(sketch, model), expected):
+    for first in starts:
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
         chains.append(chain_at(pooled_bound.of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
     most = largest(problem, roster)
     logger.info("%d inducing points in training, %d after it at most", count, max(count, most))
-    return SGPRState(tuple(chains), (), BEFORE, count, shape=shape, most=most)
+    weight = weight_of(sketch.repeats, float(sketch.rows.sum()))
+    return SGPRState(tuple(chains), (), BEFORE, count, weight=weight, shape=shape, most=most)
 
 
 def largest(problem: Problem, roster: Roster) -> int:
@@ -258,51 +273,74 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
 
 
 def enlarge(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
-    """With a posterior at more points, those of training among them; with no more where it is not a better one."""
-    section, chain, size = problem.model, state.best, state.next_size
+    """With a posterior at more points, of the kernel that explains most there; with no more where none is better."""
+    size, chains, best = state.next_size, contenders(state), state.best
     assert state.shape is not None
-    assert chain.totals is not None
+    assert best.totals is not None
     factors: tuple[float, ...] = (1.0,) if state.large is None else (state.large.factor,)
     if state.large is None and size <= enlarging.most_points(problem.megabytes, len(FACTORS)):
         factors = FACTORS
-    places = chain.values[LOCATIONS]
-    asking = enlarging.placed(state.shape, lengthscales(chain.values), size - len(places), sites, problem.seed)
-    places = np.concatenate([places, (yield from asking)])
-    values = enlarging.ordered({**chain.values, LOCATIONS: places}, section)
-    tried = [wider(values, math.log(factor)) for factor in factors]
-    totals, summed = yield from pooled_bound.sums_at(tried, sites)
-    state = replace(state, exchanges=state.exchanges + A_SIZE)
-    if not totals or set(summed.sites) != set(sites):
-        logger.warning("not every site sent sums at %d inducing points; the posterior has those of before", size)
+    count = size - len(best.values[LOCATIONS])
+    more = yield from enlarging.placed(state.shape, lengthscales(best.values), count, sites, problem.seed)
+    before = profiled(best.totals).value / state.rows if state.large is None else float(state.large.curve[-1, 1])
+    highest_bound, large = before - enlarging.NEGLIGIBLE, None
+    for chain in chains:
+        bound, found = yield from larger(problem, chain, more, factors, sites, state.weight)
+        if found is not None and bound > highest_bound:
+            highest_bound, large = bound, found
+    state = replace(state, exchanges=state.exchanges + A_SIZE + len(chains) - 1)
+    if large is None:
+        logger.warning("%d inducing points are no better; the posterior has those of before", size)
         return replace(state, most=0)
-    usual = profiled(chain.totals)
-    curves = [enlarging.by_size(sums, usual.log_ratio) for sums in totals]
+    return replace(state, large=large)
+
+
+def contenders(state: SGPRState) -> list[Chain]:
+    """The highest chain of each kernel that more points may bring to the front; later that of the larger posterior."""
+    kernels = {frozenset(chain.values): chain for chain in sorted(state.chains, key=lambda chain: chain.height)}
+    if state.large is not None:
+        return [kernels[frozenset(state.large.values)]]
+    least = state.best.height - HOPELESS * state.rows
+    return [chain for chain in kernels.values() if chain.height >= least]
+
+
+def larger(
+    problem: Problem, chain: Chain, more: Array, factors: tuple[float, ...], sites: tuple[str, ...], weight: float
+) -> Asking[tuple[float, Enlarged | None]]:
+    """The highest bound a row of a chain with more points, at several factors of its lengthscales, and the fewest."""
+    section, places, usual = problem.model, chain.values[LOCATIONS], chain.totals
+    assert usual is not None
+    values = enlarging.ordered({**chain.values, LOCATIONS: np.concatenate([places, more])}, section)
+    tried = [wider(values, math.log(factor)) for factor in factors]
+    totals, summed = yield from pooled_bound.sums_at(tried, sites, weight)
+    if not totals or set(summed.sites) != set(sites):
+        logger.warning("not every site sent sums at %d inducing points", len(values[LOCATIONS]))
+        return -math.inf, None
+    log_ratio = profiled(usual).log_ratio
+    curves = [enlarging.by_size(sums, log_ratio) for sums in totals]
     best = max(range(len(curves)), key=lambda number: float(curves[number][0].max()))
     curve, ratio = curves[best]
-    before = usual.value / float(chain.totals.count) if state.large is None else float(state.large.curve[-1, 1])
-    if curve.max() < before - enlarging.NEGLIGIBLE:
-        return replace(state, most=0)
     count = enlarging.fewest(curve)
     few, sums = {**tried[best], LOCATIONS: values[LOCATIONS][:count]}, leading(totals[best], count)
     few, sums = folded(few, sums, section, enlarging.profiled_near(sums, ratio))
     marks = np.unique(np.geomspace(1, len(curve), 24).astype(int))
-    shown = np.column_stack([marks, curve[marks - 1]])
-    large = Enlarged(few, LargeSums(**vars(sums)), summed.sites, size, factors[best], enlarging.promised(curve), shown)
+    shown, size = np.column_stack([marks, curve[marks - 1]]), len(places) + len(more)
     logger.info("%d of %d inducing points are kept: %.3f nats a row", count, size, curve[count - 1])
-    return replace(state, large=large)
+    promise = enlarging.promised(curve)
+    return float(curve.max()), Enlarged(few, LargeSums(**vars(sums)), summed.sites, size, factors[best], promise, shown)
 
 
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
     """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
     tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
-    totals, summed = yield from pooled_bound.sums_at(tried, sites)
+    totals, summed = yield from pooled_bound.sums_at(tried, sites, state.weight)
     if not totals:
         return replace(state, exchanges=state.exchanges + 1)
     found = highest(tried, totals, len(WIDER))
     yield from pooled_bound.doubts_at_best(found, totals, summed.parts, problem.model)
     chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
     anew = SGPRState(tuple(chains), summed.sites, state.exchanges + 1, state.points)
-    return replace(anew, shape=state.shape, most=state.most)
+    return replace(anew, weight=state.weight, shape=state.shape, most=state.most)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -311,7 +349,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not moved:
         return state
     points = [folded(values, totals, problem.model) for values, totals in moved]
-    gradients = yield from pooled_bound.gradients_at(points, state.sites, problem.model)
+    gradients = yield from pooled_bound.gradients_at(points, state.sites, problem.model, state.weight)
     if gradients is None:
         return without_totals(state)
     each = iter(gradients)
@@ -333,7 +371,7 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """Every chain at the highest of its candidates; where none is higher, where it was, with shorter steps."""
     aimed = [aim(chain) for chain in state.chains]
     tried = [chain.at(chain.coordinates + by * chain.shrunk * way) for chain, way in aimed for by in STEPS]
-    totals, summed = yield from pooled_bound.sums_at(tried, state.sites)
+    totals, summed = yield from pooled_bound.sums_at(tried, state.sites, state.weight)
     if not totals or set(summed.sites) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
     chains, found = [], highest(tried, totals, len(STEPS))
@@ -350,6 +388,9 @@ def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-pooled_bound.SMOOTHED :]
     more = outlook(gains, math.ceil(FEW / A_ROUND)) if len(gains) == pooled_bound.SMOOTHED else None
     little = more is not None and more < problem.worth
+    if len(chains) > CHAINS and len(gains) >= TRIED:
+        kernels = {frozenset(chain.values): chain for chain in sorted(chains, key=lambda chain: chain.height)}
+        after = replace(after, chains=tuple(kernels.values()))
     return replace(after, gains=gains, converged=(flat or little) and not shortening)
 
 
@@ -402,7 +443,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     known, sites = state.known(problem.model), state.sites if state.large is None else state.large.sites
     if known is None or set(sites) != set(roster.everyone):
         values = state.best.values if known is None else known[0]
-        totals = yield from pooled_bound.pooled(values, problem.model, roster.everyone)
+        totals = (yield from pooled_bound.pooled(values, problem.model, roster.everyone)).weighted(state.weight)
         count = state.points if state.large is None else 0
         known = folded(*pooled_bound.thinned(values, totals, count, problem.model), problem.model)
     return pooled_bound.posterior_at(*known), known[1]
@@ -464,8 +505,9 @@ class SGPR(FederatedStrategy[SGPRState]):
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details: dict[str, Any] = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
         details |= pooled_bound.facts(found.values, totals) | {"num_inducing": len(found.values[LOCATIONS])}
+        details["kernel"] = with_kernel_of(self.config.model, found.values).kernel
         if state.large is not None:
             details |= {
                 "doubling_promises": state.large.promise,
@@ -488,10 +530,10 @@ class SGPR(FederatedStrategy[SGPRState]):
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Lengthscales, and how well all rows know them."""
-        del state
         values = self.scoring.predicted.request.values
         few = values[LOCATIONS][: self.config.model.num_inducing]
-        spread = yield from pooled_bound.known_lengthscales({**values, LOCATIONS: few}, roster.sites, self.config.model)
+        few = {**values, LOCATIONS: few}
+        spread = yield from pooled_bound.known_lengthscales(few, roster.sites, self.config.model, state.weight)
         return {"relevance": lengthscale_facts(values, spread, pooled_bound.CURVATURE)}
 
     def warnings(self) -> list[str]:
@@ -503,6 +545,11 @@ class SGPR(FederatedStrategy[SGPRState]):
         if not told and not roster.totals_only:  # what a total tells, the sums of a site tell all the more
             told = pooled_bound.told_by_sites(most, roster.rows, self.called)
         found = super().warnings() + told
+        if self.current.weight < 1:
+            found.append(
+                f"rows are copies of each other, about {1 / self.current.weight:.1f} of each: all sums count"
+                f" {self.current.weight:.2f} times, since a copy says nothing new, not even of the noise"
+            )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, sum(roster.rows.values())):
             found.append(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from faults import (
@@ -23,13 +24,22 @@ from faults import (
 from schedules import METHODS
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining, repeats, weight_of
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, contradicting, prior, profiled, restricted, scaled
+from fedgp_flower.gp.sums import (
+    LEAST_NOISE,
+    bound_gradient,
+    collapsed_bound,
+    contradicting,
+    prior,
+    profiled,
+    restricted,
+    scaled,
+)
 from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -393,3 +403,32 @@ def test_sites_with_means_and_noise_of_their_own_do_not_contradict(size):
     factor = Whitener(model).factor.detach()
     level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
     assert set(contradicting(parts, level)) == ({"1", "3"} if size < 1 else set())
+
+
+def test_copies_of_rows_count_as_one_row():
+    """60 rows five times over, at three sites: sums of signs tell Σ c², and Kish's share makes 300 rows 60 again.
+
+    Rows whose targets have few levels are no copies, whatever their inputs.
+    """
+    x, y = (part.numpy() for part in rows(60))
+    assert weight_of(repeats(x, y), 60.0) == 1.0
+    five = [np.tile(x, (5, 1)), np.tile(y, 5)]
+    mixed = np.random.default_rng(2).permutation(300)
+    parts = [repeats(five[0][part], five[1][part]) for part in np.split(mixed, [50, 170])]
+    assert sum(parts) == pytest.approx(repeats(*five))
+    assert 1 / 5 / 1.6 < weight_of(sum(parts), 300.0) <= 1 / 5
+    assert weight_of(repeats(np.sign(five[0]), np.sign(five[1])), 300.0) == 1.0
+    model = SparseGP.from_arrays(ModelSection(), unit_values())
+    once, often = (pooled_sums(model, *map(torch.from_numpy, data)) for data in ((x, y), five))
+    assert bound_gradient(often.weighted(1 / 5), -2.0).value == pytest.approx(bound_gradient(once, -2.0).value)
+
+
+def test_copies_do_not_collapse_the_noise(tmp_path):
+    """300 rows of 60 distinct ones: the noise, .27 of the target's deviation, vanishes where copies count as rows."""
+    copies = pd.concat([waves(60, 1)] * 5).sample(frac=1.0, random_state=0)
+    frames = {name: copies[number::3] for number, name in enumerate("abc")}
+    keys = KEYS | {"model__num_inducing": 0, "num_server_rounds": 8}
+    end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
+    assert end.current.weight < 1 / 4
+    assert 0.15 < end.details()["noise_sd_standardised"] < 0.4
+    assert any("rows are copies of each other" in text for text in end.warnings())

@@ -23,6 +23,9 @@ DRAWS = 4000
 LLOYD_STEPS = 8
 CHUNK = 4096
 """Rows handled at once."""
+COPIES, SURELY = 2.0, 1.2
+"""Rows count less where there are so many of each, and by such a factor less than estimated."""
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LEFT = 1e-4
 """Share of its prior variance that must be left of a candidate to be taken before others."""
 
@@ -75,6 +78,32 @@ def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array
     rows, first, second = (summed(labels, values, count) for values in parts)
     slots, slot_count = nearest(first / rows[:, None], anchors), len(anchors)
     return summed(slots, rows, slot_count), summed(slots, first, slot_count), summed(slots, second, slot_count)
+
+
+def repeats(inputs: Array, targets: Array) -> Array:
+    """Σ of signs ±1 over rows [2, 256], equal where targets and where whole rows are equal, else by chance (a hash)."""
+    mixed = np.tile(np.arange(1, 5, dtype=np.uint64)[:, None] * GOLDEN, len(targets))  # [4, N]
+    sums = []
+    for column in (targets, *inputs.T):  # SplitMix64 (Steele et al. 2014) of what was before and this number
+        mixed = mixed ^ (column + 0.0).view(np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+        sums.append(mixed)
+    ones = [[(of >> np.uint64(bit) & np.uint64(1)).sum(1) for bit in range(64)] for of in (sums[0], sums[-1])]
+    return len(targets) - 2.0 * np.asarray(ones, dtype=np.float64).reshape(2, 256)
+
+
+def weight_of(totals: Array, rows: float) -> float:
+    """N/Σ c², Kish's effective share of N rows where each has c copies; 1 where few rows are copies.
+
+    The mean square of the sums of :func:`repeats` is Σ c² on average, within 9 % (Alon, Matias and Szegedy 1996); the
+    share is rather too low, since with one too high the noise still vanishes. Rows that share a target and not their
+    inputs are no copies.
+    """
+    by_target, by_row = np.square(totals).mean(1)
+    copied = by_row >= COPIES * rows and by_target <= COPIES * by_row
+    return float(rows / by_row / SURELY) if copied else 1.0
 
 
 def neighbours(inputs: Array, anchors: Array, least: int) -> tuple[Array, Array]:

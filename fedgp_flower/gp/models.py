@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name
+from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name, with_kernel_of
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
@@ -164,7 +164,7 @@ class SparseGP(WiredModel, WhitenedGP):
     @classmethod
     def from_arrays(cls: type[S], model: ModelSection, arrays: Mapping[str, Array]) -> S:
         """The model that ``arrays`` describe; the inverse of :meth:`to_arrays`."""
-        sparse = cls(model, torch.as_tensor(arrays[LOCATIONS]))
+        sparse = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
         sparse.load(arrays)
         return sparse
 

@@ -193,8 +193,8 @@ def scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
 class StepMemory:
     """Pairs, oldest first, and the scale γ of the inverse Hessian in each block."""
 
-    steps: Float[ndarray, "_ S"]
-    changes: Float[ndarray, "_ S"]
+    steps: Float[ndarray, "_ _"]  # [P, S], S as the point has coordinates
+    changes: Float[ndarray, "_ _"]
     """Of the gradient of −J: sᵀy > 0 where J is concave."""
     scales: Float[ndarray, " 2"]
     """Zero before the first step."""

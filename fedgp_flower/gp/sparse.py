@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.kernels import RBFKernel, ScaleKernel
+from gpytorch.kernels import AdditiveKernel, RBFKernel, ScaleKernel
 from numpy import ndarray
 from torch import Tensor
 
+from fedgp_flower.gp.kernels import L1
 from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP
 from fedgp_flower.gp.placement import to_arrays
@@ -23,7 +25,7 @@ KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Closed:
+class _Smooth:
     """The squared exponential at fixed parameters, log k(z, x) = [x, x², 1]·c(z), and its derivatives, by NumPy.
 
     c(z) = [z/ℓ², −1/2ℓ², log a² − ½ |z/ℓ|²], so that rows are multiplied once, both on the way in and back.
@@ -35,46 +37,126 @@ class _Closed:
     inverse: ndarray  # 1/ℓ²  [D, 1] or [1, 1]
 
     @staticmethod
-    def of(model: SparseGP) -> _Closed | None:
-        """At the parameters of a model on the CPU; None where its kernel is another one."""
-        kernel, places = model.kernel, model.inducing_points.detach()
-        if places.is_cuda or not isinstance(kernel, ScaleKernel) or type(kernel.base_kernel) is not RBFKernel:
-            return None
+    def of(kernel: ScaleKernel, places: Tensor) -> _Smooth:
+        """At the parameters of a kernel."""
         points, most = places.numpy().T.copy(), float(kernel.raw_outputscale.detach())  # the model moves on
         inverse = np.exp(-2 * kernel.base_kernel.raw_lengthscale.detach().numpy().T)
         slopes = points * inverse
         heights = most - (points * slopes).sum(0, keepdims=True) / 2
         exponents = np.concatenate((slopes, np.broadcast_to(-inverse / 2, slopes.shape), heights))
-        return _Closed(exponents, most, points, inverse)
+        return _Smooth(exponents, most, points, inverse)
 
-    def covariance(self, moments: ndarray) -> ndarray:
-        """K_zx of rows [x, x², 1], as [N, M]: triangular solves take its transpose as it stands."""
+    def covariance(self, rows: ndarray) -> tuple[ndarray, ndarray]:
+        """K_zx of rows as [N, M], since triangular solves take its transpose as it stands, and [x, x², 1] for later."""
+        moments = _moments(rows)
         logarithms = moments @ self.exponents
         np.minimum(logarithms, self.most, out=logarithms)
-        return np.exp(logarithms, out=logarithms)
+        return np.exp(logarithms, out=logarithms), moments
 
-    def pulled_back(self, moments: ndarray, adjoint: ndarray, by_variance: float, *, both: bool = False) -> NamedArrays:
-        """Derivatives by wire name of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
+    def pulled_back(self, moments: ndarray, adjoint: ndarray, *, both: bool) -> NamedArrays:
+        """Derivatives of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
 
-        With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
-        X is Z (``both``), and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
+        With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H, ∂F/∂Z = G/ℓ², twice that where X is Z (``both``),
+        and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
         """
         count, products = len(self.points), (moments.T @ adjoint).astype(np.float64, copy=False)  # [2D + 1, M]
         moved, squares = products[:count], products[count:-1]
         towards = moved - products[-1] * self.points
         by_input = (squares - self.points * (moved + towards)).sum(1) * self.inverse[:, 0]
         by_points = (towards * self.inverse).T
-        return {
-            LOCATIONS: 2 * by_points if both else by_points,
-            "kernel.log_outputscale": np.asarray(products[-1].sum() + by_variance),
-            "kernel.log_lengthscale": by_input[None] if len(self.inverse) > 1 else by_input.sum().reshape(1, 1),
-            "likelihood.log_noise": np.zeros(1),
-        }
+        by_length = by_input[None] if len(self.inverse) > 1 else by_input.sum().reshape(1, 1)
+        by_points = 2 * by_points if both else by_points
+        return {LOCATIONS: by_points, "log_outputscale": products[-1].sum(), "log_lengthscale": by_length}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rough:
+    """The kernel ``l1`` at fixed parameters, log k(z, x) = log a² − d, d = Σ |x − z|/ℓ, and its derivatives."""
+
+    points: Tensor  # Z/ℓ  [M, D]
+    most: float  # log a²
+    lengths: Tensor  # ℓ  [1, D] or [1, 1]
+
+    @staticmethod
+    def of(kernel: ScaleKernel, places: Tensor) -> _Rough:
+        """At the parameters of a kernel."""
+        lengths = kernel.base_kernel.lengthscale.detach().clone()
+        return _Rough(places / lengths, float(kernel.raw_outputscale.detach()), lengths)
+
+    def covariance(self, rows: ndarray) -> tuple[ndarray, tuple[Tensor, ...]]:
+        """K_zx of rows as [N, M], and X/ℓ, Z/ℓ and d for later."""
+        with torch.enable_grad():
+            left = (torch.from_numpy(rows) / self.lengths).requires_grad_()
+            right = self.points.detach().requires_grad_()
+            distances = torch.cdist(left, right, p=1)
+        return np.exp(self.most - distances.detach().numpy()), (left, right, distances)
+
+    def pulled_back(self, kept: tuple[Tensor, ...], adjoint: ndarray, *, both: bool) -> NamedArrays:
+        """Derivatives of what comes through k(Z, X), from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and ∂F/∂d = −H."""
+        rows, points, distances = kept
+        by_rows, by_points = torch.autograd.grad(distances, kept[:2], -torch.from_numpy(adjoint), retain_graph=True)
+        by_length = -(rows * by_rows).sum(0).detach() - (points * by_points).sum(0).detach()
+        by_length = (by_length if self.lengths.numel() > 1 else by_length.sum()).reshape(self.lengths.shape)
+        by_points = (by_points + by_rows if both else by_points) / self.lengths
+        named = {LOCATIONS: by_points, "log_outputscale": adjoint.sum(), "log_lengthscale": by_length}
+        return {name: np.asarray(share, dtype=np.float64) for name, share in named.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A kernel that is a sum of terms with derivatives by formula."""
+
+    terms: Mapping[str, _Smooth | _Rough]
+    """By the front of the wire names of its parameters."""
+
+    @staticmethod
+    def of(model: SparseGP) -> _Closed | None:
+        """At the parameters of a model on the CPU; None where its kernel has another term."""
+        kernel, places = model.kernel, model.inducing_points.detach()
+        named = {"kernel": kernel}
+        if isinstance(kernel, AdditiveKernel):
+            named = {f"kernel.kernels.{number}": term for number, term in enumerate(kernel.kernels)}
+        terms = {}
+        for name, term in named.items():
+            kind = FORMULAS.get(type(term.base_kernel)) if isinstance(term, ScaleKernel) else None
+            if kind is None or places.is_cuda:
+                return None
+            terms[name] = kind.of(term, places)
+        return _Closed(terms)
+
+    @property
+    def variance(self) -> float:
+        """The same k(x, x) for every x."""
+        return sum(math.exp(term.most) for term in self.terms.values())
+
+    def covariances(self, rows: ndarray) -> list[tuple[ndarray, Any]]:
+        """K_zx [N, M] of every term, and what its derivatives need."""
+        return [term.covariance(rows) for term in self.terms.values()]
+
+    def pulled_back(
+        self, found: Sequence[tuple[ndarray, Any]], incoming: ndarray, by_variance: float, *, both: bool = False
+    ) -> NamedArrays:
+        """Derivatives by wire name from the adjoint of k(Z, X), as [N, M], and of k(x, x)."""
+        places, shares = np.zeros(()), {"likelihood.log_noise": np.zeros(1)}
+        for (name, term), (covariance, kept) in zip(self.terms.items(), found, strict=True):
+            by_term = term.pulled_back(kept, incoming * covariance, both=both)
+            places = places + by_term.pop(LOCATIONS)
+            by_term["log_outputscale"] = by_term["log_outputscale"] + by_variance * math.exp(term.most)
+            shares |= {f"{name}.{leaf}": np.asarray(share) for leaf, share in by_term.items()}
+        return {LOCATIONS: np.asarray(places), **shares}
+
+
+FORMULAS: Mapping[type, type[_Smooth] | type[_Rough]] = {RBFKernel: _Smooth, L1: _Rough}
 
 
 def _moments(rows: ndarray) -> ndarray:
     """[x, x², 1]  [N, 2D + 1]."""
     return np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
+
+
+def _added(found: Sequence[tuple[ndarray, Any]]) -> ndarray:
+    """K_zx of all terms [N, M]."""
+    return found[0][0] if len(found) == 1 else np.add.reduce([covariance for covariance, _ in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +166,8 @@ class _Projected:
     inputs: Tensor  # [N, D]
     cross: Tensor  # W = L⁻¹ K_zx  [M, N]
     variance: float  # Σ k(x, x)
-    closed: tuple[ndarray, ndarray] | None = None
-    """Of the squared exponential [x, x², 1] [N, 2D + 1] and K_zxᵀ [N, M]."""
+    closed: list[tuple[ndarray, Any]] | None = None
+    """What :class:`_Closed` found."""
 
     def gram(self) -> Tensor:
         """W Wᵀ [M, M]; NumPy multiplies half of it, since both factors are one array."""
@@ -104,8 +186,9 @@ class Whitener:
         if self.closed is None:
             self.covariance, self.variance = model.inducing_covariance()
         else:
-            self.covariance = torch.from_numpy(self.closed.covariance(_moments(model.inducing_points.numpy())))
-            self.variance = self.covariance.new_tensor(math.exp(self.closed.most))
+            self.found = self.closed.covariances(model.inducing_points.numpy())
+            self.covariance = torch.from_numpy(_added(self.found))
+            self.variance = self.covariance.new_tensor(self.closed.variance)
         self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
         self.most = kept
         self._pulled: tuple[Adjoints, Tensor, Tensor] | None = None
@@ -135,10 +218,9 @@ class Whitener:
                 cross, variances = model.covariances(inputs)
             cross = torch.linalg.solve_triangular(self.factor, cross, upper=False)
             return _Projected(inputs, cross, float(variances.sum()))
-        moments = _moments(inputs.numpy())
-        covariance = self.closed.covariance(moments)
-        cross = torch.linalg.solve_triangular(self.factor, torch.from_numpy(covariance).mT, upper=False)
-        return _Projected(inputs, cross, math.exp(self.closed.most) * len(moments), (moments, covariance))
+        found = self.closed.covariances(inputs.numpy())
+        cross = torch.linalg.solve_triangular(self.factor, torch.from_numpy(_added(found)).mT, upper=False)
+        return _Projected(inputs, cross, self.closed.variance * len(inputs), found)
 
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
@@ -165,11 +247,9 @@ def rows_gradient(
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         if rows.closed is not None and whitener.closed is not None:
-            moments, covariance = rows.closed
             incoming = rows.cross.numpy().T @ gram.numpy()  # [N, M]
             incoming += np.outer(y.numpy(), projection.numpy())
-            incoming *= covariance
-            share = whitener.closed.pulled_back(moments, incoming, by_variance * rows.variance)
+            share = whitener.closed.pulled_back(rows.closed, incoming, by_variance * len(y))
         else:
             outputs = model.covariances(rows.inputs)
             incoming = torch.outer(projection, y).addmm_(gram.mT, rows.cross)  # [M, N]
@@ -198,8 +278,7 @@ def inducing_gradient(
     by_variance = model.jitter * incoming.diagonal().sum()
     if closed is None:
         return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
-    moments, adjoint = _moments(model.inducing_points.detach().numpy()), incoming.mul_(whitener.covariance).numpy()
-    return closed.pulled_back(moments, adjoint, float(by_variance * whitener.variance), both=True)
+    return closed.pulled_back(whitener.found, incoming.numpy(), float(by_variance), both=True)
 
 
 def _by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> NamedArrays:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.cells import LEAST_IN_CELL, LEAST_ROWS, cells, neighbours
+from fedgp_flower.gp.cells import LEAST_IN_CELL, LEAST_ROWS, cells, neighbours, repeats
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, scatter
 from fedgp_flower.gp.placement import to_array
@@ -66,9 +66,14 @@ class SparseClient(SiteClient):
     """At the parameters of the message; it is one of GPyTorch and predicts by the q(v) that the message carries."""
 
     def load(self, values: Mapping[str, ndarray]) -> SparseGP:
-        """The model at given parameters; it is built once for all parameters of a message."""
-        if "model" in vars(self) and self.model.inducing_points.shape == values[LOCATIONS].shape:
-            self.model.load(values)
+        """The model at given parameters; it is built once for all parameters of a message that are alike."""
+        known = vars(self).get("model")
+        if (
+            known
+            and known.inducing_points.shape == values[LOCATIONS].shape
+            and set(known.wire_parameters()) <= {*values}
+        ):
+            known.load(values)
         else:
             self.model = self.placement.module(sparse_gp(self.config.model, values))
         return self.model
@@ -108,7 +113,7 @@ class SGPRClient(SparseClient):
         inputs, targets = self.tensors
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
-        return Sketch(*found, *mode)
+        return Sketch(*found, repeats(self.rows.x, self.rows.y), *mode)
 
     def neighbours(self, request: Anchors) -> Neighbours:
         """This site's rows, each at its nearest anchor."""

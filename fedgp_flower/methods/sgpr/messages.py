@@ -77,6 +77,7 @@ class Sketch:
     rows: Float[ndarray, " C"] = leaves("rows of the cells in each slot")
     first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
     second: Float[ndarray, "C D"] = leaves("Σ x² of these rows, standardised")
+    repeats: Float[ndarray, "2 256"] = leaves("Σ of random signs of rows' targets, and of whole rows: equal ones agree")
     precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
     shift: Float[ndarray, " H"] = leaves("H θ")
 
@@ -92,6 +93,8 @@ class Sketch:
         slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
         if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
             return f"its cells are not those of {rows} rows"
+        if (np.abs(self.repeats) > rows).any():
+            return f"`repeats` are not sums of {rows} signs"
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, MethodOptions, PositiveInt
+from fedgp_flower.options import KERNEL_CHOICES, USUAL_KERNEL, Count, MethodOptions, PositiveInt
 
 STATIONARY = ("rbf", "matern32", "matern52")
 """Kernels of one amplitude with which differential privacy bounds a row."""
@@ -21,6 +21,7 @@ class SGPROptions(MethodOptions):
     """A penalty holds lengthscales that the data leave open."""
     usual_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
+    usual_kernel: ClassVar[str] = USUAL_KERNEL
     usual_megabytes: ClassVar[int] = 64
     """Of sums at 4000 inducing points."""
 
@@ -46,6 +47,7 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
+    usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
     usual_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:
@@ -59,6 +61,7 @@ class PrivateSGPROptions(SGPROptions):
     """The same table with a privacy budget."""
 
     accounted: ClassVar[bool] = True
+    usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
     usual_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:
