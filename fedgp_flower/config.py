@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeV
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.formula import SITE, Formula
+from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
@@ -128,7 +130,7 @@ class CoreConfig(Section):
 
     method: Annotated[str, BASIC] = AUTO
     """What is run; `fedgp methods` lists them. ``auto`` is ``sgpr`` with Gaussian noise and ``svgp`` with any other
-    ``model.likelihood``."""
+    ``model.likelihood``, and ``mixed-model`` with a ``formula``."""
     dataset: Annotated[str, BASIC] = "diabetes"
     """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
     data_dir: str = ""
@@ -139,6 +141,9 @@ class CoreConfig(Section):
     """Target column; empty means ``y``, else the last column."""
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
+    formula: Annotated[str, BASIC] = ""
+    """A mixed model in lme4's notation, such as ``wheeze ~ smoke * age + (1 + age | child)``; it names target, features
+    and groups, and runs ``mixed-model``. ``site`` as a group is the site itself. See ``docs/mixed-models.md``."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
     """Share of a site's rows that it holds out, where `split` is -1 and no file holds its test rows; 0: nothing is
     scored."""
@@ -210,6 +215,8 @@ class CoreConfig(Section):
             raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
+        if self.formula and (self.target or self.features):
+            raise ValueError("`formula` names the target and the features; leave out `target` and `features`")
         transform, likelihood = self.transform.target, self.model.likelihood
         if transform != "none" and not self.standardise:
             raise ValueError(f"`transform.target` = '{transform}' needs `standardise` = true")
@@ -219,6 +226,29 @@ class CoreConfig(Section):
                 f" `model.likelihood` = '{likelihood}' it must be 'none'"
             )
         return self
+
+    @field_validator("formula")
+    @classmethod
+    def _readable(cls, text: str) -> str:
+        if text:
+            parse_formula(text)
+        return text
+
+    @property
+    def design(self) -> Formula | None:
+        """The formula, taken apart; None without one."""
+        return parse_formula(self.formula) if self.formula else None
+
+    @property
+    def sites_named(self) -> set[str]:
+        """What the site is called in a formula."""
+        return {SITE, *([self.partition.column] if self.partitioner == "natural" else [])}
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Columns that name groups and are no input."""
+        design = self.design
+        return [name for name in design.groups if name not in {*design.inputs, *self.sites_named}] if design else []
 
     @field_validator("name")
     @classmethod
@@ -350,9 +380,11 @@ def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
 
 
 def resolved(method: str, flat: FlatConfig) -> str:
-    """The method that a configuration runs: ``auto`` becomes ``sgpr`` or ``svgp`` by the likelihood."""
+    """The method of a configuration: ``auto`` is ``mixed-model`` with a formula, else by the likelihood."""
     if method != AUTO:
         return method
+    if flat.get("formula"):
+        return "mixed-model"
     return "sgpr" if flat.get("model.likelihood", "gaussian") == "gaussian" else "svgp"
 
 
@@ -389,6 +421,10 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         room = core.model.max_megabytes or chosen.usual_megabytes
         usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
     core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
+    if core.formula and not chosen.reads_formula:
+        raise ConfigError(
+            f"`formula`: `method` = {method!r} reads none; leave `method` out, which is 'mixed-model' then"
+        )
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)

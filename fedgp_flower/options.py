@@ -164,6 +164,8 @@ class MethodOptions(BaseModel):
     """Fields that installed packages brought."""
     shared: ClassVar[type[MethodOptions] | None] = None
     """The table of another method that this one reads too."""
+    reads_formula: ClassVar[bool] = False
+    """Whether the method reads ``formula``."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from strategies.fsgp import FGPR as FGPR
     from strategies.fsgp import FSGP as FSGP
     from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
+    from strategies.mixed_model import MixedModel as MixedModel
     from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
     from strategies.pvi_weights import PVIBNN as PVIBNN

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     for again in (["deploy", "init", "--host", HOST], ["site", "join", "north.toml", "--data", "north.csv"]):
         with pytest.raises(ConfigError, match="exists; choose another folder"):
             cli.app(again, standalone_mode=False)
+
+
+@pytest.mark.parametrize("words", [["flower-superexec", "--a b"], []])
+def test_a_forked_program_is_told_its_words_or_ends_with_who_forked_it(words: list[str]) -> None:
+    code = "import sys; from fedgp_flower.deploy.wrapped import forked; start = forked(lambda: print(sys.argv))"
+    code += f"; start({words})" if words else ""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == (str(words) if words else "")
 
 
 def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:

@@ -193,13 +193,17 @@ class SiteClient(NumPyClient):
         del request, inputs
         raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
 
+    def held_out(self, request: Any) -> Prediction:
+        """Predict the held-out rows."""
+        return self.predict(request, self.rows.x_test)
+
     def score(self, request: Any) -> Scores:
         """Scores of the held-out rows, in original units."""
-        return self.units.gaussian_scores(self.predict(request, self.rows.x_test), self.rows.y_test)
+        return self.units.gaussian_scores(self.held_out(request), self.rows.y_test)
 
     def shown(self, request: Any) -> NamedArrays:
         """Mean and sd, or probability of the second class, target, one or two inputs; nothing of more classes."""
-        predicted, agreed, units = self.predict(request, self.rows.x_test), self.preparation, self.units
+        predicted, agreed, units = self.held_out(request), self.preparation, self.units
         if predicted.mean.ndim > 1:
             return {}
         mean, sd, target = units.original(predicted, self.rows.y_test)

@@ -39,6 +39,9 @@ def choose_columns(
     config: CoreConfig, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
 ) -> tuple[list[str], str]:
     """Feature columns and target; those set ``aside`` are neither unless the configuration names them."""
+    if config.design is not None:
+        require_columns(pd.DataFrame(columns=list(names)), [*config.design.inputs, *config.set_aside], file)
+        return list(config.design.inputs), config.design.target
     spare = {*aside, *config.aside}
     usable = [name for name in names if name not in spare]
     goal = config.target or target or ("y" if "y" in names else usable[-1] if usable else "")
@@ -113,7 +116,8 @@ def load_table(config: CoreConfig) -> Table:
     files = [] if path is None else [p for p in (path, splits_file(path)) if p.is_file()]
     key = (
         *(config.dataset, path, config.seed if path is None else 0),
-        *(config.target, config.features, config.partition.column, config.partitioner == "natural", config.holdout),
+        *(config.target, config.features, config.formula, config.partition.column, config.partitioner == "natural"),
+        config.holdout,
         *(config.model.likelihood, config.max_levels, config.missing, config.dates, config.transform.target),
         *((p.stat().st_mtime_ns, p.stat().st_size) for p in files),
     )
@@ -138,7 +142,9 @@ def checked(
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
-    classes: dict[str, Kind] = {target: "categorical"} if config.model.likelihood == "bernoulli" else {}
+    named_levels = [] if config.design is None else config.design.categories
+    classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
+    classes |= {target: "categorical"} if config.model.likelihood == "bernoulli" else {}
     found = read if target in dated else [*read, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
@@ -151,7 +157,9 @@ def checked(
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
     check_target(frame[target], config.model.likelihood, config.transform.target, file)
-    return frame
+    labels: dict[str, Kind] = dict.fromkeys(config.set_aside, "categorical")
+    groups = typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
+    return frame.assign(**{str(name): groups[name] for name in groups})
 
 
 def _load(config: CoreConfig, path: Path | None) -> Table:
@@ -165,7 +173,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
-    features = [str(name) for name in frame if name != target]
+    features = [str(name) for name in frame if name not in {target, *config.set_aside}]
     if problems := identifier_problems(frame, features, config.max_levels):
         raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()

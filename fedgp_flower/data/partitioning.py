@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
@@ -51,6 +54,25 @@ def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreCo
     if min(part.size for part in parts) == 0 or sum(part.size for part in parts) != len(inputs):
         raise DataError(f"{called} leaves a site without rows; take fewer sites")
     return Deal(tuple(np.sort(part) for part in parts), tuple(str(site) for site in range(num_sites)))
+
+
+def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: int, config: CoreConfig) -> Deal:
+    """Deal whole groups at random: rows that share the values of all columns of a factor go to the same site."""
+    codes = np.stack([frame.groupby(columns).ngroup().to_numpy() for columns in factors])
+    starts = np.cumsum([0, *(codes.max(axis=1) + 1)])
+    nodes = codes + starts[:-1, None]
+    ones = np.ones((len(nodes) - 1) * nodes.shape[1])
+    edges = coo_array((ones, (nodes[:-1].ravel(), nodes[1:].ravel())), shape=(starts[-1], starts[-1]))
+    count, parts = connected_components(edges, directed=False)
+    if count < num_sites:
+        named = ", ".join(f"`{':'.join(columns)}`" for columns in factors)
+        raise DataError(f"the groups of {named} cannot be dealt whole to {num_sites} sites; at most {count}")
+    order = generator(derived_seed(config.seed, "partition", config.partitioner), "order").permutation(count)
+    site = np.empty(count, dtype=np.int64)
+    for number, share in enumerate(np.array_split(order, num_sites)):
+        site[share] = number
+    here = site[parts[nodes[0]]]
+    return Deal(tuple(np.flatnonzero(here == s) for s in range(num_sites)), tuple(map(str, range(num_sites))))
 
 
 def row_labels(column: pd.Series) -> pd.Series:

@@ -21,6 +21,7 @@ from fedgp_flower.data.standardisation import Preparation, count_unknown_levels,
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_beside, read_table, table_stem, tables_in
 from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.formula import SITE
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
 from fedgp_flower.typing import Array, Indices
@@ -199,7 +200,8 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     node = (str(site), dealt.labels[site], partitions)
     said = suspicions(pd.concat(both), table.target, codes, _wants_normal(config))
     where = f"site {dealt.labels[site]} of {table.file}"
-    return replace(_site(node, both, table.target, table.dropped if site == 0 else 0, said, where), dealt=True)
+    dropped = table.dropped if site == 0 else 0
+    return replace(_site(node, both, table.target, table.features, dropped, said, where), dealt=True)
 
 
 def _wants_normal(config: CoreConfig) -> bool:
@@ -211,6 +213,7 @@ def _site(
     node: tuple[str, str, int],
     both: Sequence[pd.DataFrame],
     target: str,
+    features: Sequence[str],
     dropped: int,
     suspected: str,
     where: str,
@@ -218,8 +221,7 @@ def _site(
     """A site of rows to train on and held-out rows."""
     if (count := len(both[0])) < LEAST_ROWS:
         raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")
-    features = tuple(str(name) for name in both[0] if name != target)
-    return RawSite(*node, both[0], both[1], features, target, dropped, suspected)
+    return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected)
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
@@ -248,6 +250,10 @@ def require_dealable(config: CoreConfig, partitions: int) -> None:
 def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
     """A process of a simulation serves many sites and deals once."""
     train, _ = table.rows(config.split)
+    terms = () if config.design is None else config.design.random
+    factors = [[name for name in term.group if name not in config.sites_named] for term in terms]
+    if any(factors) and config.partitioner == "iid":
+        return partitioning.deal_groups(table.frame.iloc[train], list(filter(None, factors)), partitions, config)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
     inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
     try:
@@ -283,11 +289,14 @@ def real_site(
 
     ``node`` is its id, its label, and of a simulation its number of sites; the label then stands for the id.
     """
-    (site, label, partitions), (file, raw) = node, tables[0]
+    site, label, partitions = node
+    if config.design is not None and SITE in config.design.inputs:  # the site as a fixed effect
+        tables = [(name, table if SITE in table else table.assign(**{SITE: label or site})) for name, table in tables]
+    file, raw = tables[0]
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
     whole, target = checked(raw, *columns, config, file), columns[1]
     frame = whole.reset_index(drop=True)
-    inputs = [str(name) for name in frame if name != target]
+    inputs = [str(name) for name in frame if name not in {target, *config.set_aside}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
@@ -299,4 +308,4 @@ def real_site(
         raise DataError(f"{file}: {'. '.join(problems)}")
     rows = pd.concat(both)
     said = suspicions(rows, target, codes_in(rows), _wants_normal(config))
-    return _site((site, label or site, partitions), both, target, dropped, said, file)
+    return _site((site, label or site, partitions), both, target, inputs, dropped, said, file)

@@ -37,7 +37,15 @@ from fedgp_flower.typing import Facts, NamedArrays
 if TYPE_CHECKING:
     from fedgp_flower.run.predict import Predictor
 
-SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
+SEALED = (
+    "config.toml",
+    "effects.csv",
+    "history.csv",
+    "metrics.json",
+    "posterior.json",
+    "posterior.safetensors",
+    "predictions.csv",
+)
 SEALS, LOCK = "files.json", "lock"
 """Hashes of the files of a finished run; who writes into its folder."""
 
@@ -155,6 +163,13 @@ class Run:
             reason = str(self.saved.model["why_no_posterior"])
         return f"with `method` = {self.metrics.method!r} {reason}"
 
+    def summary(self) -> pd.DataFrame:
+        """The table of effects with their intervals, in units of the data: fixed ones, then random ones."""
+        facts = self.metrics.method_details
+        if "effects" not in facts:
+            raise RunError(f"a run of {self.metrics.method!r} has no table of effects; run a `formula`")
+        return effects_table(facts)
+
     @cached_property
     def posterior(self) -> Predictor | None:
         """What predicts new rows without any site; None for methods that save nothing that does."""
@@ -220,7 +235,12 @@ class RunFolder:
         self._write_history()
 
     def write_metrics(self, metrics: RunMetrics) -> None:
-        """Write ``metrics.json``, the mark of a finished run; the history of a run without a round has none."""
+        """Write ``metrics.json``, the mark of a finished run; the history of a run without a round has none.
+
+        Effects, where the method has a table of them, go into ``effects.csv``.
+        """
+        if "effects" in metrics.method_details:
+            write_bytes(self.path / "effects.csv", effects_table(metrics.method_details).to_csv(index=False).encode())
         if not self._history:
             self._write_history()
         write_json(self.path / "metrics.json", asdict(metrics))
@@ -294,6 +314,12 @@ class RunFolder:
         columns = dict.fromkeys((*HISTORY_COLUMNS, *itertools.chain.from_iterable(self._history)))
         table = pd.DataFrame(self._history, columns=list(columns), dtype=object)
         write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())
+
+
+def effects_table(facts: Facts) -> pd.DataFrame:
+    """The effects among the facts of a method."""
+    fixed = [{"group": "", "kind": "fixed", **row} for row in facts["effects"]]
+    return pd.DataFrame([*fixed, *facts["random"]])
 
 
 def read_run(path: Path) -> Run:

@@ -125,6 +125,15 @@ BUILT_IN: Mapping[str, Method] = {
         panels="fedgp_flower.methods.pvi_weights.panels:panels",
         forget="strategies.pvi:forget_site",
     ),
+    "mixed-model": Method(
+        summary="Mixed models in lme4's notation, equal to the fit of all rows, from sums over groups",
+        paper="Bates et al., Fitting linear mixed-effects models using lme4 (2015); Pinheiro and Bates (1995)",
+        options="fedgp_flower.methods.mixed_model.options:MixedOptions",
+        strategy="strategies.mixed_model:MixedModel",
+        client="fedgp_flower.methods.mixed_model.client:MixedClient",
+        posterior="fedgp_flower.methods.mixed_model.posterior:saved_model",
+        panels="fedgp_flower.methods.mixed_model.posterior:panels",
+    ),
     "pvi-bnn": Method(
         summary="Mean-field Bayesian neural networks for classes by PVI: a factor of the weights per site",
         paper="Ashman et al., Partitioned variational inference (2022), Section 5.3",
@@ -198,6 +207,7 @@ BUILT_IN: Mapping[str, Method] = {
 GROUPS: dict[str, list[str]] = {
     "Predict from the rows of all sites": ["sgpr", "svgp", "sgpr-private"],
     "Keep a factor for each site, which can be forgotten": ["pvi", "pvi-glm", "pvi-bnn"],
+    "Effects with intervals, and groups": ["mixed-model"],
     "A shared trend, and sites that deviate from it": ["hierarchical-gp", "sfvi", "sfvi-avg"],
     "Units with curves of their shape: multi-output models": ["fedmgp", "fedmgp-exact"],
     "Average parameters": ["fsgp", "fgpr", "deep-kernel"],

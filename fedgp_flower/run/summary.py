@@ -135,6 +135,8 @@ def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
 def verdict(metrics: RunMetrics) -> str:
     """The second sentence of a report: whether the run is worse or better than the baselines, by NLL."""
     nll = number(metrics.test.get("nll"))
+    if not arms(metrics)[0].rows:
+        return "No rows were held out, so that predictions are not judged."
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
     differences = {name: paired_difference(metrics, rival) for name, rival in rivals(metrics).items()}

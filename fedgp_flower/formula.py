@@ -1,0 +1,134 @@
+"""A formula in lme4's notation, taken apart: target, fixed part, random terms, offset, smooth terms, and their columns.
+
+It is text that a server sends to sites, so that it may call only the few functions of :data:`FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+FUNCTIONS = ("C", "I", "Treatment", "log", "log10", "log2", "log1p", "exp", "sqrt")
+"""What a formula may call, besides ``offset`` and ``s``."""
+SITE = "site"
+"""The group that is the site itself, whatever its table says."""
+QUOTED = r"`[\w .%/°-]+`|\"[^\"`\\]*\"|'[^'`\\]*'"
+ALLOWED = re.compile(rf"(?:{QUOTED}|(?<![\w.`])\d+\.\d*(?![\w.])|[\w\s+\-*/:^|~(),])*")
+"""A point stands in numbers alone: nothing has attributes."""
+WORD = re.compile(rf"({QUOTED}|[^\W\d]\w*|\d[\d.]*(?:[eE]-?\d+)?)(\s*\()?")
+EXAMPLE = "such as 'wheeze ~ smoke * age + (1 + age | child)'"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTerm:
+    """``(effects | group)``: effects of each group are N(0, Σ) with any Σ."""
+
+    effects: str
+    group: tuple[str, ...]
+    """Columns whose joint value names the group."""
+
+    @property
+    def called(self) -> str:
+        """The group in words."""
+        return ":".join(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """The parts of a formula; ``fixed`` and ``effects`` are for formulaic."""
+
+    text: str
+    target: str
+    fixed: str
+    offset: str
+    random: tuple[RandomTerm, ...]
+    smooths: tuple[tuple[str, ...], ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns that effects are of, in order."""
+        parts = (self.fixed, *(term.effects for term in self.random), self.offset, *map(" ".join, self.smooths))
+        return tuple(dict.fromkeys(name for part in parts for name in columns_of(part)))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Columns that name groups."""
+        return tuple(dict.fromkeys(name for term in self.random for name in term.group))
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """Columns whose numbers are names of levels, by ``C(…)``."""
+        named = re.findall(rf"\bC\(\s*({QUOTED}|\w+)", self.text)
+        return tuple(dict.fromkeys(name.strip("`") for name in named))
+
+
+@cache
+def parse(text: str) -> Formula:
+    """Take a formula apart; ValueError where it is none."""
+    left, tilde, right = text.partition("~")
+    odd = [name for name, called in called_in(text) if called and name not in (*FUNCTIONS, "offset", "s")]
+    if not tilde or "~" in right or len(columns_of(left)) != 1 or not ALLOWED.fullmatch(text):
+        raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}")
+    if odd or "__" in text:
+        raise ValueError(f"`{''.join(odd[:1]) or '__'}` may not be called; allowed: {', '.join(FUNCTIONS)}, offset, s")
+    fixed, random, offsets, smooths = list[str](), list[RandomTerm](), list[str](), list[str]()
+    for sign, term in split_terms(right):
+        inner = term[1:-1] if term.startswith("(") and term.endswith(")") else ""
+        if "|" in inner:
+            random += random_terms(inner)
+        elif match := re.fullmatch(r"(offset|s)\s*\((.*)\)", term):
+            (offsets if match[1] == "offset" else smooths).append(match[2])
+        else:
+            fixed.append(f"{sign} {term}")
+    if any("|" in term for term in (*fixed, *offsets, *smooths)):
+        raise ValueError(f"a random term needs brackets, {EXAMPLE}")
+    inputs = tuple(tuple(name.strip(" `") for name in part.split(",")) for part in smooths)
+    offset = " + ".join(f"({part})" for part in offsets)
+    [target] = columns_of(left)
+    return Formula(text, target, " ".join(fixed).removeprefix("+ ") or "1", offset, tuple(random), inputs)
+
+
+def random_terms(inner: str) -> Iterator[RandomTerm]:
+    """The terms of ``effects | group``: of ``a/b`` those of a and a:b, of ``||`` one for each effect."""
+    effects, bars, group = re.match(r"(.*?)(\|\|?)(.*)", inner, re.DOTALL).groups()  # type: ignore[union-attr]
+    outer = [part.strip() for part in group.split("/")]
+    groups = [tuple(columns_of(":".join(outer[: count + 1]))) for count in range(len(outer))]
+    if "|" in group or not all(groups) or not effects.strip():
+        raise ValueError(f"({inner}) is no random term, {EXAMPLE}")
+    parts = [effects.strip()]
+    if bars == "||":
+        names = [term for _, term in split_terms(effects)]
+        parts = [] if "0" in names else ["1"]
+        parts += [f"0 + {name}" for name in names if name not in {"0", "1"}]
+    for named in groups:
+        yield from (RandomTerm(part, named) for part in parts)
+
+
+def split_terms(text: str) -> Iterator[tuple[str, str]]:
+    """The terms of a sum with their signs."""
+    sign, term, depth = "+", "", 0
+    for piece in re.findall(rf"{QUOTED}|.", text, re.DOTALL):
+        depth += (piece == "(") - (piece == ")")
+        if piece in "+-" and depth == 0 and not re.search(r"\d[eE]$", term):
+            if term.strip():
+                yield sign, term.strip()
+            sign, term = piece, ""
+        else:
+            term += piece
+    if depth or not term.strip():
+        raise ValueError(f"brackets or terms are missing in {text.strip()!r}")
+    yield sign, term.strip()
+
+
+def called_in(text: str) -> Iterator[tuple[str, bool]]:
+    """Every word outside of quotes, without its backticks, and whether it is called; numbers are not."""
+    for word, bracket in WORD.findall(text):
+        if word[0] not in "\"'" and not word[0].isdigit():
+            yield word.strip("`"), bool(bracket)
+
+
+def columns_of(text: str) -> list[str]:
+    """The columns in a part of a formula."""
+    return list(dict.fromkeys(name for name, called in called_in(text) if not called))

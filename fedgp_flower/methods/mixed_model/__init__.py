@@ -1,0 +1,1 @@
+"""Generalised linear mixed models by maximum likelihood, from sums over groups."""

@@ -1,0 +1,171 @@
+"""The site's half of a mixed model: sums over its groups, and predictions with what its groups' rows say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.formula import Formula, parse
+from fedgp_flower.gp.likelihoods import canonical_likelihood
+from fedgp_flower.lazy import pd
+from fedgp_flower.methods.mixed_model.design import Columns, Design, columns, decoded, design, reference, sizes
+from fedgp_flower.methods.mixed_model.effects import (
+    FAMILIES,
+    Conditional,
+    Crossed,
+    Factor,
+    Family,
+    Marginal,
+    Terms,
+    restricted_sums,
+)
+from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, count_scores
+from fedgp_flower.shared_messages import Nothing
+from fedgp_flower.typing import Array
+
+
+class MixedClient(SiteClient):
+    """Sums of the groups of the site."""
+
+    def outline(self, request: Nothing) -> Outline:
+        """Cross-products of the columns, and rough linear predictors."""
+        del request
+        found, around = columns(self.formula, self.site.train, self.preparation), self.around
+        x = found.fixed / sizes(around.fixed)
+        rough = self.family.started(self.targets, torch.from_numpy(found.offset / self.scale)).numpy()
+        effects = (matrix / sizes(other) for matrix, other in zip(found.effects, around.effects, strict=True))
+        grams = [np.empty(0), *((z.T @ z).ravel() for z in effects)]
+        return Outline(x.T @ x, x.T @ rough, np.concatenate(grams), np.array(float(len(x))))
+
+    def restricted(self, request: Trials) -> Restricted:
+        """What restricted maximum likelihood needs, with derivatives by θ."""
+        found = [restricted_sums(self.crossed, torch.tensor(point)) for point in request.points]
+        rows, columns_ = np.tril_indices(request.points.shape[1])
+        values, slopes, curvatures = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
+        return Restricted(values, slopes, curvatures[:, rows, columns_], *self.counted)
+
+    def marginal(self, request: Trials) -> MarginalSums:
+        """Log marginal likelihoods of the groups, with derivatives by (β, θ)."""
+        rows, size = self.crossed, self.crossed.fixed.shape[1]
+        likelihood = Marginal(rows, self.family)
+        found = [likelihood.derivatives(*torch.tensor(p).split([size, len(p) - size])) for p in request.points]
+        values, gradients, hessians = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
+        return MarginalSums(values, gradients, hessians, *self.counted)
+
+    def predict(self, request: MixedView, inputs: Array) -> Prediction:
+        """An observation of a new group."""
+        return self.observed(*self.linear(request, decoded(inputs, self.preparation), known=False), request.noise)
+
+    def held_out(self, request: MixedView) -> Prediction:
+        """Observations of the held-out rows; those of groups with training rows by what these say."""
+        return self.observed(*self.linear(request, self.site.test, known=True), request.noise)
+
+    def score(self, request: MixedView) -> Scores:
+        """Scores by the likelihood."""
+        y, latent = self.rows.y_test, self.linear(request, self.site.test, known=True)
+        if self.config.model.likelihood == "poisson":
+            return count_scores(*latent, y)
+        predicted = self.observed(*latent, request.noise)
+        if self.config.model.likelihood == "bernoulli":
+            return bernoulli_scores(predicted.mean, y)
+        return self.units.gaussian_scores(predicted, y)
+
+    # What the handlers work with.
+
+    @property
+    def formula(self) -> Formula:
+        """The model."""
+        return parse(self.config.formula)
+
+    @property
+    def family(self) -> Family:
+        """The likelihood."""
+        return FAMILIES[self.config.model.likelihood]
+
+    @property
+    def scale(self) -> float:
+        """Units of the target of one of the model's; offsets have none where noise is not Gaussian."""
+        return self.preparation.target_scale
+
+    @cached_property
+    def around(self) -> Columns:
+        """The columns at reference rows."""
+        return reference(self.formula, self.preparation)
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The targets, in units of their standard deviation; about their mean where there is an intercept."""
+        return torch.from_numpy(self.rows.y + self.shift)
+
+    @property
+    def shift(self) -> float:
+        """What is added to standardised targets."""
+        return 0.0 if "intercept" in self.around.names else self.preparation.target_mean / self.scale
+
+    @cached_property
+    def crossed(self) -> Crossed:
+        """The rows and the factors that group them."""
+        found = design(self.formula, self.site.train, self.preparation, self.setting.constants)
+        factors = [self.factor(group, found, self.site.train, known=True) for group in self.grouped]
+        widths = Terms(tuple(effects.shape[1] for effects in found.effects))
+        return Crossed(widths, found.fixed, found.offset / self.scale, self.targets, factors)
+
+    @property
+    def grouped(self) -> Mapping[tuple[str, ...], list[int]]:
+        """The terms of each factor."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for k, term in enumerate(self.formula.random):
+            found.setdefault(term.group, []).append(k)
+        return found
+
+    @property
+    def counted(self) -> tuple[Array, Array]:
+        """Rows, and groups of each factor in the order of the formula."""
+        counts = [labels(self.site.train, self.columns_of(group)).nunique() for group in self.grouped]
+        return np.array(float(self.num_examples)), np.array(counts, dtype=np.float64)
+
+    def columns_of(self, group: tuple[str, ...]) -> list[str]:
+        """The columns that name a group; none for the site."""
+        return [name for name in group if name not in self.config.sites_named]
+
+    def linear(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
+        """Mean and variance of η at rows of a table, in units of the model; unless ``known`` their groups are new."""
+        beta, theta, covariance = map(torch.tensor, (request.beta, request.theta, request.covariance))
+        found = design(self.formula, frame, self.preparation, self.setting.constants)
+        factors = [self.factor(group, found, frame, known) for group in self.grouped]
+        rows = self.crossed
+        ordered = [factors[k] for k in rows.order]
+        conditional = Conditional(Marginal(rows, self.family), beta, theta)
+        inner = ordered[0] if ordered else Factor(torch.zeros(len(frame), dtype=torch.int64), 0, found.fixed[:, :0], ())
+        with torch.no_grad():
+            mean, variance = conditional.linear(found.fixed, inner, ordered[1:], covariance, request.noise)
+        return (mean + found.offset / self.scale).numpy(), variance.numpy()
+
+    def factor(self, group: tuple[str, ...], found: Design, frame: pd.DataFrame, known: bool) -> Factor:
+        """How rows of a table are grouped; −1 for a group without training rows."""
+        here, there = (labels(table, self.columns_of(group)) for table in (self.site.train, frame))
+        names = pd.Index(here.unique())
+        level = names.get_indexer(pd.Index(there)) if known else np.full(len(frame), -1)
+        terms = self.grouped[group]
+        effects = torch.cat([found.effects[k] for k in terms], dim=1)
+        return Factor(torch.from_numpy(level.astype(np.int64)), len(names), effects, tuple(terms))
+
+    def observed(self, mean: Array, variance: Array, noise: float) -> Prediction:
+        """Mean and variance of an observation, standardised, from those of η."""
+        likelihood = canonical_likelihood(self.config.model.likelihood)
+        if self.config.model.likelihood == "gaussian":
+            return Prediction(mean - self.shift, variance + noise)
+        parts = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
+        return Prediction(*(part.numpy() for part in parts))
+
+
+def labels(frame: pd.DataFrame, names: Sequence[str]) -> pd.Series:
+    """The group of every row; one group where no column names it."""
+    parts = [frame[name].astype("str") for name in names]
+    return sum((part + "\n" for part in parts), start=pd.Series("", index=frame.index, dtype="str"))

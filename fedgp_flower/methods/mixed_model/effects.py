@@ -1,0 +1,405 @@
+"""Random effects of the groups of a site, integrated out.
+
+With u ~ N(0, I) and b = Λ(θ) u, rows have linear predictors η = Xβ + offset + Z Λ u. Effects of the factor with most
+levels are independent between its groups, so that the precision of u given the rows is an arrow,
+
+    H = [[I + Λ_aᵀ A Λ_a, Λ_aᵀ B Λ_d], [·, I + Λ_dᵀ C Λ_d]],    A = Z_aᵀ W Z_a by group, B = Z_aᵀ W Z_d, C = Z_dᵀ W Z_d,
+
+a block for each group and one for the levels of all other factors, the site among them. W are weights of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.func import jacfwd
+
+from fedgp_flower.errors import DataError, NumericsError
+from fedgp_flower.typing import Scalar
+
+NODES = {1: 25, 2: 11, 3: 7}
+"""Nodes of the adaptive Gauss–Hermite rule along each of so many effects of a group; of more, and of several factors,
+the one of Laplace."""
+MOST = 30_000_000
+"""Most entries of the blocks between groups of one factor and levels of the others; and of a sheet of rows by nodes."""
+MODE_STEPS, SETTLED = 100, 1e-10
+LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A likelihood with canonical link: log p(y | η), its slope, and the weight −∂²/∂η²."""
+
+    log_density: Callable[[Tensor, Tensor], Tensor]
+    mean: Callable[[Tensor], Tensor]
+    weight: Callable[[Tensor], Tensor]
+    started: Callable[[Tensor, Tensor], Tensor]
+    """A rough η of every row, from y and the offset."""
+
+
+FAMILIES = {
+    "gaussian": Family(
+        lambda y, eta: -0.5 * (y - eta).square(), lambda eta: eta, torch.ones_like, lambda y, offset: y - offset
+    ),
+    "bernoulli": Family(
+        lambda y, eta: y * eta - torch.nn.functional.softplus(eta),
+        torch.sigmoid,
+        lambda eta: torch.sigmoid(eta) * torch.sigmoid(-eta),
+        lambda y, offset: 4 * y - 2 - offset,
+    ),
+    "poisson": Family(
+        lambda y, eta: y * eta - eta.exp() - torch.lgamma(y + 1),
+        torch.exp,
+        torch.exp,
+        lambda y, offset: (y + 0.5).log() - offset,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A grouping of a site's rows."""
+
+    level: Int[Tensor, " N"]
+    """The group of each row, from 0."""
+    count: int
+    effects: Float[Tensor, "N q"]
+    terms: tuple[int, ...]
+    """The terms of the formula whose effects these are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How θ fills the Cholesky factors of the terms: lower triangles row by row, one after the other."""
+
+    widths: tuple[int, ...]
+    """Effects of each term."""
+
+    @property
+    def count(self) -> int:
+        """The length of θ."""
+        return sum(q * (q + 1) // 2 for q in self.widths)
+
+    def factors(self, theta: Float[Tensor, " T"]) -> list[Tensor]:
+        """The Cholesky factor of each term's covariance, whitened."""
+        found = []
+        for q, part in zip(self.widths, theta.split([q * (q + 1) // 2 for q in self.widths]), strict=True):
+            rows, columns = torch.tril_indices(q, q)
+            spread = torch.zeros(q * q, len(part)).to(theta)
+            spread[rows * q + columns, torch.arange(len(part))] = 1.0
+            found.append((spread @ part).reshape(q, q))
+        return found
+
+    @property
+    def first(self) -> Tensor:
+        """Every effect with a standard deviation of 1, whitened."""
+        return torch.cat(
+            [torch.eye(q)[tuple(torch.tril_indices(q, q))] for q in self.widths] or [torch.zeros(0)]
+        ).double()
+
+    def diagonal(self) -> list[int]:
+        """Positions in θ of the diagonals of the factors."""
+        ends = np.cumsum([0, *(q * (q + 1) // 2 for q in self.widths)])
+        return [
+            int(start) + row * (row + 3) // 2 for start, q in zip(ends, self.widths, strict=False) for row in range(q)
+        ]
+
+
+class Arrow:
+    """The Cholesky factor of H."""
+
+    def __init__(self, blocks: Tensor, across: Tensor, rest: Tensor, outer: tuple[Tensor, Tensor]) -> None:
+        self.outer = outer  # Λ_a, Λ_d
+        inner, dense = outer
+        self.blocks = torch.linalg.cholesky(torch.eye(len(inner)).to(inner) + inner.mT @ blocks @ inner)
+        self.across = torch.linalg.solve_triangular(self.blocks, inner.mT @ across @ dense, upper=False)
+        schur = (
+            torch.eye(len(dense)).to(dense)
+            + dense.mT @ rest @ dense
+            - torch.einsum("gqd,gqe->de", self.across, self.across)
+        )
+        self.dense = torch.linalg.cholesky(schur)
+
+    @property
+    def log_determinant(self) -> Scalar:
+        """Log |H|."""
+        return 2 * (self._log(self.blocks).sum() + self._log(self.dense).sum())
+
+    @staticmethod
+    def _log(factor: Tensor) -> Tensor:
+        return factor.diagonal(dim1=-2, dim2=-1).log()
+
+    def half(self, blocks: Float[Tensor, "G q m"], rest: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
+        """The whitened right-hand sides C⁻¹ Λᵀ v, with C Cᵀ = H."""
+        inner, dense = self.outer
+        first = torch.linalg.solve_triangular(self.blocks, inner.mT @ blocks, upper=False)
+        left = dense.mT @ rest - torch.einsum("gqd,gqm->dm", self.across, first)
+        return first, torch.linalg.solve_triangular(self.dense, left, upper=False)
+
+    def back(self, first: Float[Tensor, "G q m"], second: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
+        """C⁻ᵀ of whitened sides: u."""
+        rest = torch.linalg.solve_triangular(self.dense.mT, second, upper=True)
+        return torch.linalg.solve_triangular(self.blocks.mT, first - self.across @ rest, upper=True), rest
+
+
+class Crossed:
+    """Rows of a site, their whitened fixed columns and targets, and the factors that group them."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        fixed: Float[Tensor, "N E"],
+        offset: Float[Tensor, " N"],
+        y: Float[Tensor, " N"],
+        factors: Sequence[Factor],
+    ) -> None:
+        self.terms, self.fixed, self.offset, self.y = terms, fixed, offset, y
+        none = Factor(torch.zeros(len(y), dtype=torch.int64), 0, fixed[:, :0], ())
+        self.order = sorted(range(len(factors)), key=lambda k: -factors[k].count)
+        """Of the factors, that with most levels first."""
+        ordered = [factors[k] for k in self.order]
+        self.inner, self.others = (ordered or [none])[0], ordered[1:]
+        width = sum(factor.count * factor.effects.shape[1] for factor in self.others)
+        if (
+            self.inner.count * max(1, self.inner.effects.shape[1]) * (width + fixed.shape[1] + 1) > MOST
+            or len(y) * width > MOST
+        ):
+            raise DataError(f"`formula`: {self.inner.count} groups crossed with {width} effects of others are too many")
+
+    @cached_property
+    def dense(self) -> Float[Tensor, "N D"]:
+        """Z_d: the effects of all factors but the inner one, a column for each of each level."""
+        parts = [
+            (torch.nn.functional.one_hot(f.level, f.count).to(self.y)[:, :, None] * f.effects[:, None]).flatten(1)
+            for f in self.others
+        ]
+        return torch.cat([self.fixed[:, :0], *parts], dim=1)
+
+    def outer(self, theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor]:
+        """Λ_a and Λ_d."""
+        factors = self.terms.factors(theta)
+        inner = torch.block_diag(*(factors[k] for k in self.inner.terms)) if self.inner.terms else theta.new_zeros(0, 0)
+        parts = [
+            torch.kron(torch.eye(f.count).to(theta), torch.block_diag(*(factors[k] for k in f.terms)))
+            for f in self.others
+        ]
+        return inner, torch.block_diag(*parts) if parts else theta.new_zeros(0, 0)
+
+    def by_group(self, rows: Tensor) -> Tensor:
+        """Sums of rows [N, …] over each group of the inner factor."""
+        return rows.new_zeros(self.inner.count, *rows.shape[1:]).index_add(0, self.inner.level[: len(rows)], rows)
+
+    def sides(self, rows: Float[Tensor, "N m"]) -> tuple[Tensor, Tensor]:
+        """Z_aᵀ of rows by group [G, q, m], and Z_dᵀ of them [D, m]."""
+        return self.by_group(self.inner.effects[:, :, None] * rows[:, None]) if self.inner.terms else rows.new_zeros(
+            0, 0, rows.shape[1]
+        ), self.dense.mT @ rows
+
+    def arrow(self, weight: Float[Tensor, " N"], outer: tuple[Tensor, Tensor]) -> Arrow:
+        """H with weights of rows."""
+        scaled = weight[:, None] * self.dense
+        blocks, _ = self.sides(weight[:, None] * self.inner.effects)
+        across, rest = self.sides(scaled)
+        return Arrow(blocks, across, rest, outer)
+
+    def predictor(self, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Float[Tensor, " N"]:
+        """Z Λ u."""
+        inner = (self.inner.effects * (u[0] @ outer[0].mT)[self.inner.level]).sum(1) if self.inner.terms else 0.0
+        return inner + self.dense @ (outer[1] @ u[1])
+
+
+def restricted_sums(rows: Crossed, theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Log |V| and the lower entries of [X y]ᵀ V⁻¹ [X y], V = I + ZΛΛᵀZᵀ, [Q], and derivatives [T, Q], [T, T, Q]."""
+    whole = torch.cat([rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
+    gram, sides, lower = whole.mT @ whole, rows.sides(whole), torch.tril_indices(whole.shape[1], whole.shape[1])
+    blocks, _ = rows.sides(rows.inner.effects)
+    across, rest = rows.sides(rows.dense)
+
+    def at(point: Float[Tensor, " T"]) -> Float[Tensor, " Q"]:
+        arrow = Arrow(blocks, across, rest, rows.outer(point))
+        first, second = arrow.half(*sides)
+        products = gram - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
+        return torch.cat([arrow.log_determinant[None], products[lower[0], lower[1]]])
+
+    if not len(theta):
+        value = at(theta)
+        return value, value.new_zeros(0, len(value)), value.new_zeros(0, 0, len(value))
+    slopes, curvature = jacfwd(at)(theta), jacfwd(jacfwd(at))(theta)
+    return at(theta), slopes.mT, curvature.permute(1, 2, 0)
+
+
+class Marginal:
+    """The marginal likelihood of the rows of a site whose observations are not Gaussian."""
+
+    def __init__(self, rows: Crossed, family: Family) -> None:
+        self.rows, self.family = rows, family
+
+    def derivatives(self, beta: Float[Tensor, " E"], theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log p(y | β, θ), its gradient and Hessian by (β, θ)."""
+        size, point = len(beta), torch.cat([beta, theta])
+        mode = self.mode(beta, theta)
+
+        def value(at: Float[Tensor, " P"]) -> Scalar:
+            return self.log_evidence(at[:size], at[size:], mode)
+
+        hessian = torch.autograd.functional.hessian(value, point)
+        point = point.requires_grad_()
+        found = value(point)
+        [gradient] = torch.autograd.grad(found, point)
+        return found.detach(), gradient, hessian
+
+    def joint(self, fixed: Tensor, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Scalar:
+        """Log p(y | u) − ½|u|²."""
+        eta = fixed + self.rows.predictor(outer, u)
+        return self.family.log_density(self.rows.y, eta).sum() - 0.5 * sum(part.square().sum() for part in u)
+
+    def newton(
+        self, fixed: Tensor, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]
+    ) -> tuple[Arrow, tuple[Tensor, Tensor]]:
+        """H at u, and Newton's step from there."""
+        rows, eta = self.rows, fixed + self.rows.predictor(outer, u)
+        arrow = rows.arrow(self.family.weight(eta), outer)
+        blocks, rest = rows.sides((rows.y - self.family.mean(eta))[:, None])
+        # The gradient is Λᵀ Zᵀ r − u, and `half` multiplies by Λᵀ: u is whitened beside it.
+        first, second = arrow.half(blocks, rest)
+        prior = torch.linalg.solve_triangular(arrow.blocks, u[0][:, :, None], upper=False)
+        left = u[1][:, None] - torch.einsum("gqd,gqm->dm", arrow.across, prior)
+        other = torch.linalg.solve_triangular(arrow.dense, left, upper=False)
+        step = arrow.back(first - prior, second - other)
+        return arrow, (step[0][:, :, 0], step[1][:, 0])
+
+    @torch.no_grad()
+    def mode(self, beta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """The u that maximises the joint density, by Newton's method with halved steps."""
+        rows, outer = self.rows, self.rows.outer(theta)
+        fixed = rows.offset + rows.fixed @ beta
+        u = beta.new_zeros(rows.inner.count, len(outer[0])), beta.new_zeros(len(outer[1]))
+        value = self.joint(fixed, outer, u)
+        for _ in range(MODE_STEPS):
+            _, step = self.newton(fixed, outer, u)
+            for halving in range(30):
+                tried = u[0] + 0.5**halving * step[0], u[1] + 0.5**halving * step[1]
+                found = self.joint(fixed, outer, tried)
+                if found >= value - 1e-9 * (1 + abs(value)):
+                    break
+            else:
+                raise NumericsError("the mode of random effects was not found: numbers too large, or separated classes")
+            u, value = tried, found
+            if max((float(part.abs().max()) if part.numel() else 0.0) for part in step) < SETTLED:
+                break
+        return u
+
+    def log_evidence(self, beta: Tensor, theta: Tensor, mode: tuple[Tensor, Tensor]) -> Scalar:
+        """By adaptive Gauss–Hermite quadrature (Pinheiro and Bates 1995), or Laplace's approximation.
+
+        Two more Newton steps from the mode carry its first and second derivatives by (β, θ).
+        """
+        rows, outer = self.rows, self.rows.outer(theta)
+        fixed, u = rows.offset + rows.fixed @ beta, mode
+        for _ in range(2):
+            _, step = self.newton(fixed, outer, u)
+            u = u[0] + step[0], u[1] + step[1]
+        arrow, _ = self.newton(fixed, outer, u)
+        nodes = 1 if rows.others else NODES.get(len(outer[0]), 1)
+        if nodes == 1:
+            return self.joint(fixed, outer, u) - 0.5 * arrow.log_determinant
+        points, weights = rule(nodes, len(outer[0]))
+        total = fixed.new_zeros(())
+        for groups in sheets(rows, len(points)):
+            total = total + self._quadrature(fixed, outer, (u[0], arrow.blocks), (points, weights), groups)
+        return total
+
+    def _quadrature(
+        self,
+        fixed: Tensor,
+        outer: tuple[Tensor, Tensor],
+        around: tuple[Tensor, Tensor],
+        rule: tuple[Tensor, Tensor],
+        groups: tuple[int, int],
+    ) -> Scalar:
+        """Log ∫ p(y | u) N(u | 0, I) du of some groups, summed: nodes u + L⁻ᵀ x, with LLᵀ = H."""
+        rows, (points, weights), (low, high) = self.rows, rule, groups
+        mode, factor = around[0][low:high], around[1][low:high]
+        spread = torch.linalg.solve_triangular(factor.mT, points.mT.expand(high - low, -1, -1), upper=True)
+        u = mode[:, None] + spread.mT  # [G, K, q]
+        chosen = torch.nonzero((rows.inner.level >= low) & (rows.inner.level < high))[:, 0]
+        level = rows.inner.level[chosen] - low
+        eta = fixed[chosen, None] + torch.einsum("nq,nkq->nk", rows.inner.effects[chosen], (u @ outer[0].mT)[level])
+        fit = self.family.log_density(rows.y[chosen, None], eta)
+        by_group = fit.new_zeros(high - low, len(weights)).index_add(0, level, fit)
+        joint = by_group - 0.5 * u.square().sum(2) + 0.5 * points.square().sum(1) + weights
+        return joint.logsumexp(1).sum() - factor.diagonal(dim1=1, dim2=2).log().sum()
+
+
+def rule(nodes: int, width: int) -> tuple[Tensor, Tensor]:
+    """Nodes [K, q] and logarithms of weights [K] of the product rule for N(0, I)."""
+    x, w = np.polynomial.hermite_e.hermegauss(nodes)
+    points = torch.tensor(list(itertools.product(x, repeat=width)))
+    weights = torch.tensor(list(itertools.product(np.log(w / math.sqrt(2 * math.pi)), repeat=width)))
+    return points, weights.sum(1)
+
+
+def sheets(rows: Crossed, nodes: int) -> list[tuple[int, int]]:
+    """Ranges of groups whose rows by nodes fit into memory."""
+    each = max(1, MOST // 10 * rows.inner.count // max(1, len(rows.y) * nodes))
+    return [(low, min(low + each, rows.inner.count)) for low in range(0, rows.inner.count, each)]
+
+
+class Conditional:
+    """Random effects of a site given its rows and θ: u ~ N(û(β), H⁻¹), and how û moves with β."""
+
+    def __init__(self, marginal: Marginal, beta: Float[Tensor, " E"], theta: Float[Tensor, " T"]) -> None:
+        rows = marginal.rows
+        self.rows, self.outer, self.beta = rows, rows.outer(theta), beta
+        self.mode = marginal.mode(beta, theta)
+        fixed = rows.offset + rows.fixed @ beta
+        self.arrow, _ = marginal.newton(fixed, self.outer, self.mode)
+        weight = marginal.family.weight(fixed + rows.predictor(self.outer, self.mode))
+        self.slopes = self.arrow.back(*self.arrow.half(*rows.sides(-weight[:, None] * rows.fixed)))
+
+    def linear(
+        self,
+        fixed: Float[Tensor, "N E"],
+        inner: Factor,
+        others: Sequence[Factor],
+        covariance: Float[Tensor, "E E"],
+        noise: float,
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """Mean and variance of Xβ + Zb at other rows, in groups of the site or (level −1) in new ones.
+
+        ``covariance`` is that of the estimates of β; ``noise`` is what covariances of random effects are relative to.
+        """
+        a, known = inner.effects @ self.outer[0], inner.level >= 0
+        level = inner.level.clamp(min=0)
+        dense, unknown, at = [fixed[:, :0]], [a[~known].square().sum(1)], 0
+        extra = fixed.new_zeros(len(fixed)).index_put((torch.nonzero(~known)[:, 0],), unknown[0])
+        for factor in others:
+            width = factor.effects.shape[1]
+            root = self.outer[1][at : at + width, at : at + width]
+            there = factor.level >= 0
+            hot = torch.nn.functional.one_hot(factor.level.clamp(min=0), factor.count).to(a) * there[:, None]
+            dense.append((hot[:, :, None] * (factor.effects @ root)[:, None]).flatten(1))
+            extra = extra + (~there) * (factor.effects @ root).square().sum(1)
+            at += factor.count * width
+        d, a = torch.cat(dense, dim=1), a * known[:, None]
+        first = (
+            torch.linalg.solve_triangular(self.arrow.blocks[level], a[:, :, None], upper=False)
+            if inner.count
+            else a[:, :, None]
+        )
+        pulled = torch.einsum("nqd,nqm->nd", self.arrow.across[level], first) if inner.count else torch.zeros_like(d)
+        second = torch.linalg.solve_triangular(self.arrow.dense, (d - pulled).mT, upper=False)
+        spread = first.square().sum((1, 2)) + second.square().sum(0)
+        mean, sensitivity = fixed @ self.beta + d @ self.mode[1], fixed + d @ self.slopes[1]
+        if inner.count:
+            mean = mean + (a * self.mode[0][level]).sum(1)
+            sensitivity = sensitivity + torch.einsum("nq,nqe->ne", a, self.slopes[0][level])
+        return mean, noise * (spread + extra) + torch.einsum("ne,ef,nf->n", sensitivity, covariance, sensitivity)

@@ -1,0 +1,222 @@
+"""Estimates from totals: the restricted likelihood of Gaussian models, and the table that is quoted.
+
+At a trial θ the totals of log|V| and S = rᵀV⁻¹r, r = [X y], are known with their first and second derivatives. With
+them, ρ² = S_yy − S_yx S_xx⁻¹ S_xy and E fixed effects, the restricted log likelihood at its best σ² = ρ² / (N − E) is
+
+    −2 ℓ(θ) = log|V| + log|S_xx| + (N − E) (1 + log(2π ρ² / (N − E)))
+
+(Bates et al., Fitting linear mixed-effects models using lme4, 2015, Eq. 42).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.special import ndtr, ndtri
+from torch import Tensor
+
+from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.methods.mixed_model.effects import LOG_2PI, Terms
+from fedgp_flower.typing import Array, Facts, Json, Scalar
+
+Z95 = float(ndtri(0.975))
+SINGULAR = 1e-4
+"""A relative standard deviation below this is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A log likelihood to second order at a point."""
+
+    value: float
+    gradient: Array  # [B]
+    hessian: Array  # [B, B]
+
+
+class Totals:
+    """log|V| and S around a trial, to second order in θ."""
+
+    def __init__(self, values: Array, slopes: Array, curvatures: Array, count: float) -> None:
+        self.values, self.slopes, self.count = torch.tensor(values), torch.tensor(slopes), count
+        size = len(slopes)
+        rows, columns = torch.tril_indices(size, size)
+        whole = torch.zeros(size, size, len(values), dtype=torch.float64)
+        whole[rows, columns] = whole[columns, rows] = torch.tensor(curvatures)
+        self.curvatures, self.size = whole, int((math.sqrt(8 * len(values) - 7) - 1) / 2)
+
+    def at(self, step: Float[Tensor, " T"]) -> tuple[Scalar, Float[Tensor, "R R"]]:
+        """log|V| and the Cholesky factor of S a step away."""
+        entries = self.values + step @ self.slopes + 0.5 * torch.einsum("i,j,ijq->q", step, step, self.curvatures)
+        rows, columns = torch.tril_indices(self.size, self.size)
+        matrix = entries.new_zeros(self.size, self.size).index_put((rows, columns), entries[1:])
+        return entries[0], cholesky(matrix + matrix.tril(-1).mT, of="[X y]ᵀ V⁻¹ [X y]")
+
+    @property
+    def freedom(self) -> float:
+        """N − E."""
+        return self.count - self.size + 1
+
+    def profiled(self, step: Float[Tensor, " T"]) -> Scalar:
+        """The restricted log likelihood at the best σ, a step away."""
+        return self.restricted(step, self.log_noise(step))
+
+    def log_noise(self, step: Float[Tensor, " T"]) -> Scalar:
+        """The logarithm of the best σ."""
+        return self.at(step)[1][-1, -1].log() - 0.5 * math.log(self.freedom)
+
+    def restricted(self, step: Float[Tensor, " T"], log_noise: Scalar) -> Scalar:
+        """The restricted log likelihood at a σ."""
+        log_v, factor = self.at(step)
+        free = self.freedom
+        fit = factor[-1, -1].square() * (-2 * log_noise).exp() + free * (2 * log_noise + LOG_2PI)
+        return -0.5 * (log_v + 2 * factor.diagonal()[:-1].log().sum() + fit)
+
+    def expansion(self) -> Expansion:
+        """The profiled restricted likelihood at the trial."""
+        return expanded(self.profiled, torch.zeros(len(self.slopes), dtype=torch.float64))
+
+
+def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:
+    """Value, gradient and Hessian of a function."""
+    point = point.clone().requires_grad_()
+    value = function(point)
+    gradient = torch.autograd.grad(value, point)[0] if len(point) else point.detach()
+    hessian = torch.autograd.functional.hessian(function, point.detach()) if len(point) else point.new_zeros(0, 0)
+    return Expansion(float(value.detach()), gradient.numpy(), np.asarray(hessian.detach()))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Whitened estimates: β and its covariance; θ in units of σ; log σ, and the covariance of θ and it."""
+
+    beta: Array  # [E]
+    covariance: Array  # [E, E]
+    theta: Array  # [T]
+    log_noise: float
+    spread: Array  # [T + 1, T + 1], of (θ, log σ)
+    log_likelihood: float
+
+
+def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
+    """Estimates a last step away from the trial θ."""
+    last = torch.tensor(step)
+    _, factor = totals.at(last)
+    inner, log_noise = factor[:-1, :-1], totals.log_noise(last)
+    beta = torch.linalg.solve_triangular(inner.mT, factor[-1, :-1, None], upper=True)[:, 0]
+    covariance = torch.cholesky_inverse(inner) * (2 * log_noise).exp()  # the inverse is the answer here
+
+    def value(at: Float[Tensor, " T1"]) -> Scalar:
+        return totals.restricted(at[:-1], at[-1])
+
+    around = expanded(value, torch.cat([last, log_noise[None]]))
+    return Estimates(
+        beta.numpy(), covariance.numpy(), theta + step, float(log_noise), inverse(-around.hessian), around.value
+    )
+
+
+def of_marginal(point: Array, around: Expansion, step: Array, fixed: int) -> Estimates:
+    """Estimates a last step away from the trial (β, θ)."""
+    best, covariance = point + step, inverse(-around.hessian)
+    value = around.value + 0.5 * float(around.gradient @ step)
+    spread = np.pad(covariance[fixed:, fixed:], (0, 1))
+    return Estimates(best[:fixed], covariance[:fixed, :fixed], best[fixed:], 0.0, spread, value)
+
+
+def inverse(information: Array) -> Array:
+    """Covariance from an information matrix; directions it says nothing about are NaN in no entry but theirs."""
+    values, vectors = np.linalg.eigh(information)
+    flat = values <= 1e-10 * max(float(np.abs(values).max(initial=0.0)), 1e-300)
+    found = (vectors[:, ~flat] / values[~flat]) @ vectors[:, ~flat].T
+    touched = (np.abs(vectors[:, flat]) > 1e-6).any(axis=1)
+    return np.where(touched[:, None] | touched, np.nan, found)
+
+
+def spreads(terms: Terms, bases: Sequence[Array], scale: float) -> Callable[[Tensor], Tensor]:
+    """Log standard deviations and inverse hyperbolic tangents of correlations of all terms, as (θ, log σ) goes."""
+    turns = [torch.tensor(scale * np.linalg.inv(base)) for base in bases]  # a change of units, of triangular matrices
+
+    def found(at: Tensor) -> Tensor:
+        parts = []
+        for turn, factor in zip(turns, terms.factors(at[:-1]), strict=True):
+            root = turn @ factor
+            covariance = root @ root.mT
+            log_sd = 0.5 * covariance.diagonal().log()
+            rows, columns = torch.tril_indices(len(root), len(root), -1)
+            correlation = covariance[rows, columns] / (log_sd[rows] + log_sd[columns]).exp()
+            parts += [log_sd + at[-1], correlation.clamp(-1, 1).atanh()]
+        return torch.cat([*parts, at[-1:] + math.log(scale)])
+
+    return found
+
+
+def fixed_table(names: Sequence[str], mean: Array, covariance: Array, family: str) -> list[Json]:
+    """A row for each fixed effect, in units of the table: Wald intervals; ratios of odds or rates."""
+    rows = []
+    for name, value, error in zip(names, mean, np.sqrt(covariance.diagonal()), strict=True):
+        low, high = value - Z95 * error, value + Z95 * error
+        row = {"effect": name, "estimate": value, "se": error, "low": low, "high": high}
+        row |= {"p": 2 * float(ndtr(-abs(value) / error))}
+        if family != "gaussian":
+            row |= {"ratio": math.exp(value), "ratio_low": math.exp(low), "ratio_high": math.exp(high)}
+        rows.append({key: item if isinstance(item, str) else float(item) for key, item in row.items()})
+    return rows
+
+
+def random_table(
+    groups: Sequence[str],
+    names: Sequence[Sequence[str]],
+    terms: Terms,
+    bases: Sequence[Array],
+    scale: float,
+    at: Estimates,
+) -> list[Json]:
+    """A row for each standard deviation and each correlation, with intervals by the delta method."""
+    function, point = spreads(terms, bases, scale), torch.tensor(np.append(at.theta, at.log_noise))
+    jacobian = torch.autograd.functional.jacobian(function, point).numpy()
+    values = function(point).numpy()
+    errors = np.sqrt(np.einsum("ij,jk,ik->i", jacobian, np.nan_to_num(at.spread, nan=0.0), jacobian))
+    lost = (np.abs(jacobian) > 0) @ np.isnan(at.spread.diagonal()) > 0
+    errors = np.where(lost, np.nan, errors)
+    low, high, rows, k = values - Z95 * errors, values + Z95 * errors, list[Json](), 0
+    for group, effects in zip(groups, names, strict=True):
+        for name in effects:
+            row = {"group": group, "effect": name, "kind": "sd"}
+            rows.append(row | _ends(np.exp, values[k], low[k], high[k]))
+            k += 1
+        for i, first in enumerate(effects):
+            for second in effects[:i]:
+                row = {"group": group, "effect": f"{second}, {first}", "kind": "correlation"}
+                rows.append(row | _ends(np.tanh, values[k], low[k], high[k]))
+                k += 1
+    return rows
+
+
+def noise_row(at: Estimates, scale: float) -> Json:
+    """The standard deviation of the noise."""
+    value, error = at.log_noise + math.log(scale), math.sqrt(at.spread[-1, -1])
+    row = {"group": "residual", "effect": "", "kind": "sd"}
+    return row | _ends(np.exp, value, value - Z95 * error, value + Z95 * error)
+
+
+def _ends(function: Callable[[float], float], value: float, low: float, high: float) -> Json:
+    return {"estimate": float(function(value)), "low": float(function(low)), "high": float(function(high))}
+
+
+def shares(rows: Sequence[Facts], family: str) -> dict[str, float]:
+    """Intraclass correlations: the share of each group's random intercept in the variance of an observation.
+
+    On the scale of the logit a class has variance π²/3; of counts there is none without their mean.
+    """
+    noise = [row["estimate"] ** 2 for row in rows if row["group"] == "residual"]
+    ends = {"gaussian": noise, "bernoulli": [math.pi**2 / 3]}
+    alone = [row for row in rows if row["kind"] == "sd" and row["effect"] == "intercept"]
+    intercepts = {str(row["group"]): row["estimate"] ** 2 for row in alone}
+    if family not in ends:
+        return {}
+    total = sum(intercepts.values()) + sum(ends[family])
+    return {group: value / total for group, value in intercepts.items()}

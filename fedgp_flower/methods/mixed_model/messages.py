@@ -1,0 +1,104 @@
+"""What the server and the sites of a mixed model say to each other: sums over the groups of a site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.shared_messages import Described
+
+
+@message("query.outline", summand=True, counts="E W")
+class Outline:
+    """What whitens the columns, and where the search starts."""
+
+    gram: Float[ndarray, "E E"] = leaves("XᵀX, columns divided by their size at reference rows", symmetric=True)
+    products: Float[ndarray, " E"] = leaves("Xᵀη₀, η₀ a rough linear predictor from each target")
+    effects: Float[ndarray, " W"] = leaves("ZᵀZ of every random term, row by row, its columns so divided")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        return other_rows(self.count, described) or indefinite("gram", self.gram)
+
+
+@message()
+class Trials:
+    """Parameters to be tried, whitened: Cholesky factors of relative covariances θ; without Gaussian noise (β, θ)."""
+
+    points: Float[ndarray, "K B"]
+
+
+@message("train.restricted", summand=True, counts="R B")
+class Restricted:
+    """What restricted maximum likelihood needs of the rows at each trial: V = I + ZΛΛᵀZᵀ, r = [X y]."""
+
+    values: Float[ndarray, "K Q"] = leaves("log|V|, and lower entries of rᵀV⁻¹r row by row")
+    slopes: Float[ndarray, "K T Q"] = leaves("their derivatives by θ")
+    curvatures: Float[ndarray, "K H Q"] = leaves("their second derivatives, lower entries row by row")
+    count: Float[ndarray, ""] = leaves("number of rows")
+    groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        return other_rows(self.count, described) or next(
+            filter(None, (indefinite("values", lower(row[1:])) for row in self.values)), None
+        )
+
+
+@message("train.marginal", summand=True, counts="B")
+class MarginalSums:
+    """Log marginal likelihoods of groups, summed, at each trial."""
+
+    values: Float[ndarray, " K"] = leaves("log p(y | β, θ), random effects integrated out")
+    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (β, θ)")
+    hessians: Float[ndarray, "K B B"] = leaves("its second derivatives", symmetric=True)
+    count: Float[ndarray, ""] = leaves("number of rows")
+    groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        above = "`values` are above 0: no counts or classes are so likely" if (self.values > 1e-6).any() else None
+        return other_rows(self.count, described) or above
+
+
+@message()
+class MixedView:
+    """What predicts at a site, together with its rows; all in whitened coordinates."""
+
+    beta: Float[ndarray, " E"]
+    covariance: Float[ndarray, "E E"]
+    """Of the estimates of β."""
+    theta: Float[ndarray, " T"]
+    noise: float
+    """Variance of the noise; 1 where there is none."""
+
+
+def other_rows(count: Float[ndarray, ""], described: Described) -> str | None:
+    """Why a sum is not of the rows that were described, or None."""
+    rows = described.rows
+    return None if float(count) == rows else f"sums of {float(count):g} rows, introduced itself with {rows}"
+
+
+def indefinite(name: str, matrix: Float[ndarray, "E E"]) -> str | None:
+    """Why a matrix is no sum of squares, or None."""
+    size = max(float(np.abs(matrix).max(initial=0.0)), 1e-300)
+    wrong = len(matrix) and not np.linalg.eigvalsh(matrix / size)[0] >= -1e-6
+    return f"`{name}` is not positive semi-definite" if wrong else None
+
+
+def lower(entries: Float[ndarray, " Q"]) -> Float[ndarray, "R R"]:
+    """The symmetric matrix of its lower entries row by row."""
+    size = int((np.sqrt(8 * len(entries) + 1) - 1) / 2)
+    matrix = np.zeros((size, size))
+    matrix[np.tril_indices(size)] = entries
+    return np.tril(matrix, -1).T + matrix
+
+
+def pieces(arrays: Mapping[str, ndarray], prefix: str) -> list[ndarray]:
+    """The arrays whose names begin so, in the order of the numbers that follow."""
+    return [arrays[f"{prefix}{k}"] for k in range(sum(name.startswith(prefix) for name in arrays))]

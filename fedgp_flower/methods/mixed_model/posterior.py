@@ -1,0 +1,111 @@
+"""What a finished mixed model predicts for rows of new groups, and its table in the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.formula import parse
+from fedgp_flower.gp.likelihoods import canonical_likelihood
+from fedgp_flower.methods.mixed_model.design import columns, decoded
+from fedgp_flower.methods.mixed_model.messages import pieces
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import Run
+from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.run.summary import show
+from fedgp_flower.typing import Array, Facts
+
+
+class NewGroup:
+    """Prediction for a row of a group without rows."""
+
+    def __init__(self, saved: Posterior) -> None:
+        self.agreed = Preparation.from_wire(saved.arrays, json.dumps(saved.schema))
+        self.formula, self.likelihood = parse(str(saved.model["formula"])), saved.likelihood
+        self.mean, self.covariance = saved.arrays["fixed.mean"], saved.arrays["fixed.covariance"]
+        self.random, self.noise = pieces(saved.arrays, "random.covariance."), float(saved.arrays["noise"])
+
+    def latent(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and variance of η [N], in units of the table."""
+        found = columns(self.formula, decoded(inputs, self.agreed), self.agreed, finite=False)
+        variance = np.einsum("ne,ef,nf->n", found.fixed, self.covariance, found.fixed)
+        for z, covariance in zip(found.effects, self.random, strict=True):
+            variance += np.einsum("ne,ef,nf->n", z, covariance, z)
+        return found.fixed @ self.mean + found.offset, variance
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of an observation [N], standardised."""
+        mean, variance = self.latent(inputs)
+        if self.likelihood == "gaussian":
+            agreed = self.agreed
+            return (mean - agreed.target_mean) / agreed.target_scale, np.sqrt(
+                variance + self.noise
+            ) / agreed.target_scale
+        likelihood = canonical_likelihood(self.likelihood)
+        centre, spread = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
+        return centre.numpy(), spread.sqrt().numpy()
+
+
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewGroup:
+    """The model of a finished run."""
+    del names
+    return NewGroup(saved)
+
+
+RATIOS = {"bernoulli": "odds ratio", "poisson": "rate ratio"}
+
+
+def panels(run: Run) -> list[Panel]:
+    """The table of effects, and of random effects."""
+    facts, family = run.metrics.method_details, "" if run.saved is None else run.saved.likelihood
+    ratio = [RATIOS[family]] if family in RATIOS else []
+    rows = [
+        [
+            str(row["effect"]),
+            *(show(row[name]) for name in ("estimate", "se")),
+            f"{show(row['low'])} to {show(row['high'])}",
+            *([f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"] if ratio else []),
+            probability(row["p"]),
+        ]
+        for row in facts["effects"]
+    ]
+    titles = ["effect", "estimate", "standard error", "95 % interval", *(f"{name} (95 %)" for name in ratio), "p"]
+    spread = [
+        [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), _interval(row)]
+        for row in facts["random"]
+    ]
+    return [
+        Panel("Effects", html_table(titles, rows), caption(facts)),
+        Panel("Random effects", html_table(("effect", "", "estimate", "95 % interval"), spread), _shares(facts)),
+    ]
+
+
+def probability(p: float) -> str:
+    """A p-value as journals print it."""
+    return "< 0.001" if p < 1e-3 else f"{p:.3f}"
+
+
+def _interval(row: Facts) -> str:
+    ends = row["low"], row["high"]
+    return "–" if any(end is None or not np.isfinite(end) for end in ends) else f"{show(ends[0])} to {show(ends[1])}"
+
+
+def caption(facts: Facts) -> str:
+    """How the model was fitted, to how much, and how well."""
+    groups: Sequence[str] = [f"{count:,} groups of `{name}`" for name, count in facts["groups"].items()]
+    said = f"{facts['criterion']} estimates in units of the table, of {facts['rows']:,} rows"
+    said += f" and {', '.join(groups) or 'no groups'}"
+    fit = f"log likelihood {facts['log_likelihood']:.2f}, AIC {facts['aic']:.2f}, BIC {facts['bic']:.2f}"
+    return f"{said}; {fit}. Wald intervals and p-values."
+
+
+def _shares(facts: Facts) -> str:
+    parts = [f"{share:.3f} for `{group}`" for group, share in facts["icc"].items()]
+    singular = " A random effect has no variance: the fit is singular." if facts["singular"] else ""
+    return (
+        f"Intraclass correlation {', '.join(parts)}. " if parts else ""
+    ) + f"Intervals by the delta method.{singular}"

@@ -1,0 +1,302 @@
+"""Generalised linear mixed models from sums over groups: restricted or marginal maximum likelihood by Newton's method.
+
+Sites integrate the random effects of their groups out. Gaussian: REML is exact (Bates et al. 2015, lme4). Otherwise:
+adaptive Gauss–Hermite quadrature, or Laplace's approximation for several factors. An exchange tries a few parameters at
+once; what a site sends is a sum over its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.formula import Formula, parse
+from fedgp_flower.messages import message
+from fedgp_flower.methods.mixed_model import estimates
+from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
+from fedgp_flower.methods.mixed_model.effects import Terms
+from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
+from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials, pieces
+from fedgp_flower.methods.mixed_model.options import MixedOptions
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.shared_messages import Nothing
+from fedgp_flower.typing import AnyShape, Array, Json, NamedArrays
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
+
+START = (0.1, 0.3, 1.0, 3.0, 10.0)
+"""Standard deviations of whitened random effects that the first exchange tries."""
+LENGTHS = (1.0, 0.3, 2.5)
+"""Of the Newton step, that an exchange tries while far from the maximum."""
+NEAR = 1e-2
+"""Nats that a step promises, below which it alone is tried."""
+SETTLED = 1e-8
+"""Nats that the last step promises; it is taken and not evaluated, which leaves an error of its third power."""
+RADIUS = 3.0
+"""Largest entry of the first step."""
+MOST = 30
+"""Exchanges after which the search ends without having converged."""
+EQUATION = (
+    "η = xᵀ fixed.mean + offset + zᵀ b by `formula`, x and z in units of the table; of a new group b ~ N(0,"
+    " random.covariance.k) for the k-th random term. Gaussian: y ~ N(η, noise). Bernoulli: P(y = 1) = E 1/(1 + e^(−η))."
+    " Poisson: y with rate e^η. The estimates of the fixed effects have covariance fixed.covariance."
+)
+
+
+@message()
+class MixedState:
+    """The best trial so far, what the likelihood is around it, and the trials to come."""
+
+    whitening: Mapping[str, AnyShape]
+    trials: Float[ndarray, "K B"]
+    point: Float[ndarray, " B"]
+    value: float
+    gradient: Float[ndarray, " B"]
+    hessian: Float[ndarray, "B B"]
+    totals: Mapping[str, AnyShape]
+    """Of a Gaussian model: log|V| and S at the best trial."""
+    radius: float
+    count: float
+    groups: Float[ndarray, " F"]
+    sites: tuple[str, ...]
+    exchanges: int
+
+    @property
+    def step(self) -> Array:
+        """Newton's step from the best trial, no longer than the radius."""
+        return uphill(self.gradient, self.hessian, self.radius)
+
+    @property
+    def promised(self) -> float:
+        """Nats that the step promises to second order; ∞ before the first trial."""
+        step = self.step
+        return float(self.gradient @ step + 0.5 * step @ self.hessian @ step) if self.sites else np.inf
+
+
+def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
+    """H⁻¹∇ with every eigenvalue of −H taken as positive, shortened where an entry exceeds the radius."""
+    curvatures, directions = np.linalg.eigh(-hessian)
+    size = np.maximum(np.abs(curvatures), 1e-8 * np.abs(curvatures).max(initial=1e-300))
+    step = directions @ ((directions.T @ gradient) / size)
+    return np.asarray(step * min(1.0, radius / max(float(np.abs(step).max(initial=0.0)), 1e-300)))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What stays the same during a run."""
+
+    formula: Formula
+    family: str
+    columns: Columns
+    """The columns of the formula at reference rows."""
+
+    @property
+    def terms(self) -> Terms:
+        """The widths of the random terms."""
+        return Terms(tuple(len(names) for names in self.columns.effect_names))
+
+    @property
+    def factors(self) -> list[str]:
+        """The names of the factors."""
+        return list(dict.fromkeys(term.called for term in self.formula.random))
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether noise is Gaussian, so that β and σ are known at each θ."""
+        return self.family == "gaussian"
+
+
+def start(problem: Problem, roster: Roster) -> Asking[MixedState]:
+    """What whitens the columns, and trials around rough estimates."""
+    columns, terms = problem.columns, problem.terms
+    widths = {"E": columns.fixed.shape[1], "W": sum(q * q for q in terms.widths)}
+    summed: Summed[Outline] = yield Total(Outline, Nothing(), sizes=widths)
+    outline = summed.total
+    if outline is None:
+        raise RuntimeError("no site has answered")
+    count = float(outline.count)
+    arrays: NamedArrays = {FIXED: whitening(outline.gram / count, columns.names, sizes(columns.fixed))}
+    blocks = np.split(outline.effects, np.cumsum([q * q for q in terms.widths])[:-1])
+    for k, (names, matrix) in enumerate(zip(columns.effect_names, columns.effects, strict=True)):
+        gram = blocks[k].reshape(len(names), len(names)) / count
+        arrays[f"{TERM}{k}"] = whitening(gram, names, sizes(matrix))
+    first = np.outer(START if terms.count else START[:1], terms.first.numpy())
+    if not problem.gaussian:
+        root = arrays[FIXED] / sizes(columns.fixed)
+        rough = np.linalg.solve(root.T, outline.products / count)
+        first = np.hstack([np.tile(rough, (len(first), 1)), first])
+    width = first.shape[1]
+    nothing = np.zeros(width), 0.0, np.zeros(width), np.zeros((width, width))
+    return MixedState(arrays, first, *nothing, {}, RADIUS, count, np.zeros(len(problem.factors)), (), 2)
+
+
+def one_round(problem: Problem, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
+    """One exchange: the likelihood at the trials, and from the best of them the next ones."""
+    state = replace(state, exchanges=state.exchanges + 1)
+    count, width = state.trials.shape
+    lengths = {"K": count, "B": width, "F": len(problem.factors)}
+    asked = Trials(state.trials)
+    if problem.gaussian:
+        size = 2 + problem.columns.fixed.shape[1]
+        lengths |= {"T": width, "Q": 1 + size * (size - 1) // 2, "H": width * (width + 1) // 2}
+        summed = yield Total(Restricted, asked, roster.sites, sizes=lengths)
+    else:
+        summed = yield Total(MarginalSums, asked, roster.sites, sizes=lengths)
+    found = summed.total
+    if found is None or summed.silent or summed.sites != roster.sites:
+        return state, {}
+    here = [expansion(found, k) for k in range(count)]
+    best = max(range(count), key=lambda k: here[k].value)
+    rows = float(found.count)
+    if summed.sites == state.sites and not here[best].value >= state.value - 1e-9 * (1 + abs(state.value)):
+        state = replace(state, radius=0.1 * float(np.abs(state.step).max()))
+    else:
+        grown = np.abs(state.trials[best] - state.point).max(initial=0.0) if state.sites else 0.0
+        totals = {} if isinstance(found, MarginalSums) else kept(found, best)
+        around = here[best]
+        state = replace(
+            state,
+            point=state.trials[best],
+            value=around.value,
+            gradient=around.gradient,
+            hessian=around.hessian,
+            totals=totals,
+            radius=max(state.radius, 2 * float(grown)),
+            count=rows,
+            groups=found.groups,
+            sites=summed.sites,
+        )
+    step, promised = state.step, state.promised
+    lengths_tried = LENGTHS if promised > NEAR else LENGTHS[:1]
+    state = replace(state, trials=state.point + np.outer(lengths_tried, step))
+    return state, {"objective": state.value / rows, "promised": promised}
+
+
+def expansion(found: Restricted | MarginalSums, k: int) -> Expansion:
+    """The log likelihood at a trial."""
+    if isinstance(found, MarginalSums):
+        return Expansion(float(found.values[k]), found.gradients[k], found.hessians[k])
+    return Totals(found.values[k], found.slopes[k], found.curvatures[k], float(found.count)).expansion()
+
+
+def kept(found: Restricted, k: int) -> NamedArrays:
+    """What the estimates follow from."""
+    return {"values": found.values[k], "slopes": found.slopes[k], "curvatures": found.curvatures[k]}
+
+
+def estimated(problem: Problem, state: MixedState) -> Estimates:
+    """The estimates a last step away from the best trial."""
+    step = state.step if state.promised < NEAR else np.zeros_like(state.point)
+    if not problem.gaussian:
+        around = Expansion(state.value, state.gradient, state.hessian)
+        return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1])
+    return estimates.of_restricted(Totals(**state.totals, count=state.count), state.point, step)
+
+
+def converged(state: MixedState) -> bool:
+    """Whether the last step is short enough to be taken unseen."""
+    return state.promised < SETTLED and len(state.trials) == 1
+
+
+class MixedModel(FederatedStrategy[MixedState]):
+    """Mixed models by Newton's method on restricted or marginal likelihoods, from sums."""
+
+    method = "mixed-model"
+    options_class = MixedOptions
+    state_class = MixedState
+    options: MixedOptions
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What stays the same during a run."""
+        formula, agreed = parse(self.config.formula), self.preparation
+        return Problem(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
+
+    def initialise(self, roster: Roster) -> Asking[MixedState]:
+        """Whitened columns, and the first trials."""
+        return (yield from start(self.problem, roster))
+
+    def constants(self, state: MixedState) -> NamedArrays:
+        """What whitens the columns."""
+        return dict(state.whitening)
+
+    def one_round(self, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
+        """One exchange."""
+        return (yield from one_round(self.problem, state, roster))
+
+    def finished(self, state: MixedState) -> bool:
+        """Whether the maximum is reached, or too much was tried."""
+        return converged(state) or state.exchanges >= MOST
+
+    def converged(self, state: MixedState) -> bool:
+        """Whether the maximum is reached."""
+        return converged(state)
+
+    @property
+    def scale(self) -> float:
+        """Units of the target of one of the model's."""
+        return float(self.preparation.arrays["target.scale"]) if self.problem.gaussian else 1.0
+
+    def predictive(self, state: MixedState, roster: Roster) -> Asking[Predicted]:
+        """The estimates; no site is asked."""
+        del roster
+        yield from ()
+        problem, found, scale = self.problem, estimated(self.problem, state), self.scale
+        view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)))
+        base, bases = state.whitening[FIXED], pieces(state.whitening, TERM)
+        turn = scale * np.linalg.inv(base)  # a change of units
+        mean, covariance = turn @ found.beta, turn @ found.covariance @ turn.T
+        if problem.gaussian and "intercept" in problem.columns.names:
+            mean[problem.columns.names.index("intercept")] += float(self.preparation.arrays["target.mean"])
+        factors = problem.terms.factors(torch.tensor(found.theta))
+        roots = [
+            scale * np.exp(found.log_noise) * np.linalg.solve(b, f.numpy()) for b, f in zip(bases, factors, strict=True)
+        ]
+        arrays: NamedArrays = {
+            "fixed.mean": mean,
+            "fixed.covariance": covariance,
+            "noise": np.array(scale**2 * view.noise),
+        }
+        arrays |= {f"random.covariance.{k}": root @ root.T for k, root in enumerate(roots)}
+        meanings = {
+            "fixed.mean": "fixed effects",
+            "fixed.covariance": "of their estimates",
+            "noise": "variance of the noise",
+        }
+        meanings |= {name: "of the effects of a group" for name in arrays if name.startswith("random")}
+        model = {"formula": self.config.formula, "columns": list(problem.columns.names), "likelihood": problem.family}
+        saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "original units"), EQUATION, model)
+        return Predicted(view, saved, self.table(state, found, mean, covariance))
+
+    def table(self, state: MixedState, found: Estimates, mean: Array, covariance: Array) -> Json:
+        """What is quoted: effects, random effects, and how well the model fits."""
+        problem, scale, bases = self.problem, self.scale, pieces(state.whitening, TERM)
+        called = [term.called for term in problem.formula.random]
+        random = estimates.random_table(called, problem.columns.effect_names, problem.terms, bases, scale, found)
+        random += [estimates.noise_row(found, scale)] if problem.gaussian else []
+        likelihood = found.log_likelihood
+        if problem.gaussian:  # back to the units of the table, as lme4 counts
+            likelihood -= np.log(np.abs(np.diag(state.whitening[FIXED]))).sum()
+            likelihood -= (state.count - len(mean)) * np.log(scale)
+        free = len(mean) + len(found.theta) + problem.gaussian
+        singular = any(row["kind"] == "sd" and not row["estimate"] > 1e-4 * scale for row in random)
+        return {
+            "effects": estimates.fixed_table(problem.columns.names, mean, covariance, problem.family),
+            "random": random,
+            "icc": estimates.shares(random, problem.family),
+            "log_likelihood": likelihood,
+            "criterion": "REML" if problem.gaussian else "ML",
+            "aic": 2 * free - 2 * likelihood,
+            "bic": free * float(np.log(state.count)) - 2 * likelihood,
+            "rows": int(state.count),
+            "groups": dict(zip(problem.factors, map(int, state.groups), strict=True)),
+            "singular": singular,
+            "exchanges": state.exchanges,
+            "promised_rise": state.promised,
+        }

@@ -1,0 +1,239 @@
+"""Mixed models: restricted likelihoods by dense algebra, quadrature by another rule, and lme4's figures from sums."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.stats import multivariate_normal, poisson
+
+import fedgp_flower as fg
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.formula import parse
+from fedgp_flower.methods.mixed_model.effects import (
+    FAMILIES,
+    Conditional,
+    Crossed,
+    Factor,
+    Marginal,
+    Terms,
+    restricted_sums,
+)
+from fedgp_flower.methods.mixed_model.estimates import Totals, of_restricted
+from fedgp_flower.run.registry import parse_config
+from simulations.studies import mixed_models
+
+DRAW = np.random.default_rng(5)
+
+
+def numbers(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def crossed_rows(y: np.ndarray | None = None, count: int = 24) -> tuple[Crossed, torch.Tensor]:
+    """Slopes of six groups, correlated, and an intercept of three levels across them; and their dense Z Λ."""
+    x = np.column_stack([np.ones(count), DRAW.normal(size=count)])
+    levels = np.arange(count) % 6, np.arange(count) // 8
+    z = torch.tensor(x), torch.ones(count, 1).double()
+    factors = [
+        Factor(torch.tensor(level), n, e, (k,)) for k, (level, n, e) in enumerate(zip(levels, (6, 3), z, strict=True))
+    ]
+    y = DRAW.normal(size=count) if y is None else y
+    rows = Crossed(Terms((2, 1)), torch.tensor(x), torch.zeros(count).double(), torch.tensor(y), factors)
+    hot = [torch.nn.functional.one_hot(f.level, f.count).double() for f in factors]
+    dense = torch.cat([(h[:, :, None] * f.effects[:, None]).flatten(1) for h, f in zip(hot, factors, strict=True)], 1)
+    return rows, dense
+
+
+THETA = numbers([1.3, -0.4, 0.7, 0.9])
+
+
+def spread(theta: torch.Tensor) -> torch.Tensor:
+    """Λ of all levels."""
+    slopes = numbers([[theta[0], 0.0], [theta[1], theta[2]]])
+    return torch.block_diag(*[slopes] * 6, *[theta[3].reshape(1, 1)] * 3).double()
+
+
+def restricted(rows: Crossed, dense: torch.Tensor, theta: torch.Tensor, sd: float) -> float:
+    """The density of contrasts Aᵀy that have no fixed effects, A orthonormal, less ½ log|XᵀX| (Harville 1974)."""
+    root = dense @ spread(theta)
+    v = (sd**2 * (root @ root.T + torch.eye(len(root)))).numpy()
+    x = rows.fixed.numpy()
+    contrasts = np.linalg.svd(x)[0][:, x.shape[1] :]
+    value = multivariate_normal.logpdf(contrasts.T @ rows.y.numpy(), cov=contrasts.T @ v @ contrasts)
+    return float(value - 0.5 * np.linalg.slogdet(x.T @ x)[1])
+
+
+def totals(rows: Crossed, theta: torch.Tensor) -> Totals:
+    values, slopes, curvature = (part.numpy() for part in restricted_sums(rows, theta))
+    return Totals(values, slopes, curvature[np.tril_indices(len(theta))], float(len(rows.y)))
+
+
+def test_the_restricted_likelihood_is_that_of_contrasts():
+    rows, dense = crossed_rows()
+    found = totals(rows, THETA).restricted(torch.zeros(4).double(), numbers(0.3))
+    assert float(found) == pytest.approx(restricted(rows, dense, THETA, math.exp(0.3)), abs=1e-10)
+    around, step = totals(rows, THETA).expansion(), 1e-5 * np.eye(4)
+    near = [[totals(rows, THETA + torch.tensor(s * e)).expansion() for s in (1, -1)] for e in step]
+    slope = [(up.value - down.value) / 2e-5 for up, down in near]
+    np.testing.assert_allclose(around.gradient, slope, atol=1e-8)
+    np.testing.assert_allclose(around.hessian, [(up.gradient - down.gradient) / 2e-5 for up, down in near], atol=1e-7)
+
+
+def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
+    """With a flat prior on β (Henderson's equations): known groups, a new group, a new level across."""
+    rows, dense = crossed_rows()
+    x = numbers([[1.0, 0.3], [1.0, -2.0], [1.0, 0.5]])
+    at = [torch.tensor([2, -1, 4]), torch.tensor([1, 2, -1])]
+    effects = x, torch.ones(3, 1).double()
+    asked = [
+        Factor(level, f.count, e, f.terms) for level, f, e in zip(at, [rows.inner, *rows.others], effects, strict=True)
+    ]
+    known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
+    noise = math.exp(2 * known.log_noise)
+    covariance = torch.tensor(known.covariance)
+    found = Conditional(Marginal(rows, FAMILIES["gaussian"]), torch.tensor(known.beta), THETA)
+    mean, variance = found.linear(x, asked[0], asked[1:], covariance, noise)
+    wide = torch.zeros(3, 18).double()  # levels of the new ones are columns of zeros beside those with rows
+    wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]
+    root, there = dense @ spread(THETA), wide[:, :15] @ spread(THETA)
+    flat = 1e8
+    prior = [
+        flat * a @ b.T + noise * c @ d.T
+        for a, b, c, d in ((rows.fixed, rows.fixed, root, root), (x, rows.fixed, there, root))
+    ]
+    gain = torch.linalg.solve(prior[0] + noise * torch.eye(len(root)), prior[1].T).T
+    torch.testing.assert_close(mean, gain @ rows.y, atol=1e-5, rtol=1e-5)
+    fresh = torch.stack([torch.zeros(()), (x[1] @ spread(THETA)[:2, :2]).square().sum(), THETA[3] ** 2]).double()
+    whole = flat * (x**2).sum(1) + noise * (there.square().sum(1) + fresh) - (gain * prior[1]).sum(1)
+    torch.testing.assert_close(variance, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_quadrature_is_the_integral_of_each_group():
+    y, level = np.array([3.0, 0.0, 2.0, 7.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])
+    fixed = torch.ones(5, 1).double()
+    rows = Crossed(Terms((1,)), fixed, torch.zeros(5).double(), torch.tensor(y), [Factor(level, 2, fixed, (0,))])
+    beta, theta = numbers([0.4]), numbers([0.8])
+    value, gradient, hessian = Marginal(rows, FAMILIES["poisson"]).derivatives(beta, theta)
+
+    def whole(b: float, t: float) -> float:
+        parts = (y[:3], y[3:])
+        density = (
+            lambda u, p=p: math.exp(-(u**2) / 2) / math.sqrt(2 * math.pi) * poisson.pmf(p, math.exp(b + t * u)).prod()
+            for p in parts
+        )
+        return sum(math.log(quad(one, -9, 9, epsabs=1e-14)[0]) for one in density)
+
+    assert float(value) == pytest.approx(whole(0.4, 0.8), abs=1e-9)
+    step = 1e-4
+    numeric = [(whole(0.4 + step, 0.8) - whole(0.4 - step, 0.8)), (whole(0.4, 0.8 + step) - whole(0.4, 0.8 - step))]
+    np.testing.assert_allclose(gradient.detach().numpy(), np.array(numeric) / (2 * step), atol=1e-6)
+    second = (whole(0.4, 0.8 + step) - 2 * whole(0.4, 0.8) + whole(0.4, 0.8 - step)) / step**2
+    assert float(hessian[1, 1]) == pytest.approx(second, abs=1e-4)
+
+
+def test_laplace_has_exact_derivatives():
+    rows, _ = crossed_rows((DRAW.random(24) < 0.5).astype(float))
+    likelihood, point = Marginal(rows, FAMILIES["bernoulli"]), torch.cat([numbers([0.3, -0.5]), THETA])
+    _, gradient, hessian = likelihood.derivatives(point[:2], point[2:])
+    for entry, step in enumerate(1e-5 * torch.eye(6).double()):
+        (up, right, _), (down, left, _) = (likelihood.derivatives(*(point + s * step).split([2, 4])) for s in (1, -1))
+        assert float(gradient[entry]) == pytest.approx(float(up - down) / 2e-5, abs=1e-7)
+        torch.testing.assert_close(hessian[entry], (right - left).detach() / 2e-5, atol=1e-6, rtol=0)
+
+
+KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
+
+
+ALONE = {"baselines.linear": False, "baselines.local-only": False, "baselines.pooled": False}
+
+
+def fitted(name: str, folder: object, **more: object) -> fg.Run:
+    make, *_, sites = mixed_models.SETS[name]
+    keys = mixed_models.keys(name) | ALONE | {"output-dir": str(folder), **more}
+    return fg.run(make(), sites=sites, options=keys)
+
+
+LONG = ("nested", "slopes", "independent slopes", "crossed", "counts")
+
+
+@pytest.mark.parametrize("name", ["counts, nested", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
+def test_estimates_are_those_of_lme4(name, tmp_path):
+    as_lme4(name, fitted(name, tmp_path))
+
+
+def as_lme4(name: str, run: fg.Run) -> None:
+    details = run.metrics.method_details
+    found = mixed_models.apart(details, KNOWN[name])
+    assert details["exchanges"] <= 12
+    exact = mixed_models.SETS[name][2] == "gaussian"
+    assert max(found["effects"], found["standard errors"], found["sd"]) < (1e-6 if exact else 1e-4)
+    if exact:
+        assert abs(found["log likelihood"]) < 1e-6
+        assert details["aic"] == pytest.approx(KNOWN[name]["aic"], abs=1e-6)
+
+
+def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
+    run = fitted("slopes", tmp_path, **{"privacy.secure-aggregation": True})
+    as_lme4("slopes", run)
+    shown = run.summary()
+    assert list(shown["effect"]) == ["intercept", "days", "intercept", "days", "intercept, days", ""]
+    assert (run.path / "effects.csv").read_text(encoding="utf-8").startswith("group,kind,effect,estimate,se")
+    assert "REML estimates in units of the table" in run.report_path.read_text(encoding="utf-8")
+    new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))
+    first, residual = (shown.loc[shown["group"] == group, "estimate"].iloc[0] for group in ("subject", "residual"))
+    assert new["sd"][0] == pytest.approx(math.hypot(first, residual, shown.loc[0, "se"]), rel=1e-6)
+
+
+@pytest.mark.long
+def test_the_site_is_a_group(tmp_path):
+    keys = {**mixed_models.keys("nested"), "formula": "score ~ kind * hours + (1 | site) + (1 | school:room)"}
+    run = fg.run(mixed_models.schools(), site="school", options={**keys, **ALONE, "output-dir": str(tmp_path)})
+    as_lme4("nested", run)
+
+
+@pytest.mark.long
+def test_the_site_is_an_effect(tmp_path):
+    keys = {"formula": "score ~ hours + school", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
+    run = fg.run(mixed_models.schools(), site="school", options=keys)
+    assert len(run.summary()) == 1 + 11 + 1 + 1
+
+
+def test_formulas_are_taken_apart_and_call_little():
+    found = parse("y ~ x * C(`a b`, Treatment('n')) + offset(log(t)) + (1 + x || s / r) + s(age, bmi)")
+    assert found.inputs == ("x", "a b", "t", "age", "bmi")
+    assert [(term.effects, term.group) for term in found.random] == [
+        ("1", ("s",)),
+        ("0 + x", ("s",)),
+        ("1", ("s", "r")),
+        ("0 + x", ("s", "r")),
+    ]
+    assert (found.categories, found.groups, found.offset) == (("a b",), ("s", "r"), "(log(t))")
+    for text in (
+        "y ~ eval(x)",
+        "y ~ x.real",
+        "y ~ x | g",
+        "y ~ (1 | g",
+        "y",
+        "y ~ [x]",
+        "y ~ `a`.b",
+        "y ~ __import__('os')",
+    ):
+        with pytest.raises(ConfigError, match="formula"):
+            parse_config({"formula": text})
+    with pytest.raises(ConfigError, match="leave out `target`"):
+        parse_config({"formula": "y ~ x", "target": "y"})
+    with pytest.raises(ConfigError, match="reads none"):
+        parse_config({"formula": "y ~ x", "method": "sgpr"})
+
+
+def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
+    with pytest.raises(DataError, match="at most 1"):
+        fg.run(
+            mixed_models.crossed(),
+            sites=3,
+            options={"formula": mixed_models.SETS["crossed"][1], "output-dir": str(tmp_path)},
+        )
