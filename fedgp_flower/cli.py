@@ -214,10 +214,12 @@ def join(
 
 
 def _predict(predictors: dict[str, predict.Predictor], source: Path, output: Path, picture: Path | None) -> None:
-    rows, unknown = predict.predict_file(predictors, source, output)
+    rows, unknown, beyond = predict.predict_file(predictors, source, output)
     terminal.show(f"{rows} rows predicted into {output}")
     if unknown:
         terminal.show(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
+    if beyond:
+        terminal.show(f"{beyond} row(s) lie outside of all training rows; the column `outside` names the inputs")
     if picture is not None:
         figures.draw_curves(predictors, source, picture)
         terminal.show(f"drawn into {picture}")

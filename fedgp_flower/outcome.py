@@ -73,7 +73,8 @@ def figures_of(row: Facts) -> str:
     """The figures of a round that people watch, in words."""
     shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
     trips = [f"{row['exchanges']:.0f} exchanges"] if "exchanges" in row else []
-    return "  ".join(trips + [f"{name} {row[name]:.4f}" for name in shown if name in row])
+    named = {"objective": "objective (higher is better)"}
+    return "  ".join(trips + [f"{named.get(name, name)} {row[name]:.4f}" for name in shown if name in row])
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,24 +124,20 @@ def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) ->
     if count >= ROWS_PER_POINT * points:
         return []
     return [
-        f"{count} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points that their sums are at:"
-        " even the total over sites, under masks too, can reveal whether a row is among them;"
-        f" `model.num-inducing` = {max(1, count // (chosen_from * ROWS_PER_POINT))} or less hides that better"
+        f"{count} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points: even their total can"
+        f" reveal whether a row is in it; `model.num-inducing` = {max(1, count // (chosen_from * ROWS_PER_POINT))} or"
+        " less hides that better (docs/privacy.md)"
     ]
 
 
-def told_by_sites(
-    points: int, count: int, rows: Mapping[str, int], small_sites: str, called: Callable[[Sequence[str]], str]
-) -> list[str]:
+def told_by_sites(points: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
     """A warning where the sums of single sites nearly reveal rows; ``called`` names sites for people."""
     small = [site for site, number in rows.items() if number < ROWS_PER_POINT * points]
     if not small:
         return []
     return [
-        f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {points} points that"
-        f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
-        f" `sgpr.small-sites` = {small_sites!r} allows that, 'cap' takes fewer points, 'masks'"
-        " insists on `privacy.secure-aggregation` = true, which hides them"
+        f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {points} points: their sums are"
+        " nearly their rows to the server; `privacy.secure-aggregation` = true hides them (docs/privacy.md)"
     ]
 
 

@@ -541,9 +541,10 @@ class SGPR(FederatedStrategy[SGPRState]):
         count, roster, policy = len(self.current.best.values[LOCATIONS]), self.roster(), self.options.small_sites
         most, large = pooled_bound.candidates(count, roster, policy), self.current.large
         most = most if large is None else max(most, large.asked)
-        found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
-        if not roster.totals_only:
-            found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
+        told = pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
+        if not told and not roster.totals_only:  # what a total tells, the sums of a site tell all the more
+            told = pooled_bound.told_by_sites(most, roster.rows, self.called)
+        found = super().warnings() + told
         if self.current.weight < 1:
             found.append(
                 f"rows are copies of each other, about {1 / self.current.weight:.1f} of each: all sums count"

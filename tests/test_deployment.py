@@ -9,7 +9,10 @@ import psutil
 import pytest
 
 from fedgp_flower.data.sites import write_partition
+from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.user_config import read_config
 
 pytestmark = [
     pytest.mark.deployment,
@@ -19,6 +22,7 @@ pytestmark = [
 
 def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     files = write_partition(parse_config({"dataset": "diabetes"}), 2, tmp_path / "data")
+    files[0].with_suffix(".test.csv").unlink()  # this site holds out rows by itself
     keys = ["method=fsgp", "num-server-rounds=1", "model.num-inducing=8", "name=run"]
     keys += ["baselines.linear=false", "baselines.local-only=false", "keep-predictions=false"]
     command = [sys.executable, "-m", "fedgp_flower.cli", "deploy", "demo", *keys, f"output-dir={tmp_path}"]
@@ -29,6 +33,10 @@ def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     assert [row["site"] for row in metrics["per_site"]] == ["site-00", "site-01"]
     assert metrics["failures"] == []
     assert str(tmp_path / "run" / "report.html") in done.stdout
+    config = read_config(tmp_path / "run" / "config.toml") | {"dataset": ",".join(map(str, files)), "name": "again"}
+    again = read_run(run_in_process(config)).metrics
+    assert metrics["test"] == pytest.approx(dict(again.test), rel=1e-9)
+    assert [row["num_examples"] for row in metrics["per_site"]] == [row["num_examples"] for row in again.per_site]
     (folder,) = (tmp_path / "deploy").iterdir()  # rows stay where they are
     assert not list((folder / "coordinator").rglob("*.csv"))
     lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))

@@ -70,7 +70,7 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     ids = [f"00{number}" for number in range(len(told))]
     new = pd.DataFrame({"sd": "own", "x": shuffled["input.x"], "id": ids, "note": None})
     new.to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file({"": Predictor.of_run(line)}, tmp_path / "new.csv", tmp_path / "out.csv") == (len(told), 0)
+    assert predict_file({"": Predictor.of_run(line)}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (len(told), 0)
     found = pd.read_csv(tmp_path / "out.csv", dtype={"id": str})
     assert list(found)[:5] == ["input.sd", "id", "note", "mean", "sd"]
     assert list(found["id"]) == ids
@@ -80,6 +80,16 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     for level in QUANTILES:
         expected = norm.ppf(level, shuffled["mean"], shuffled["sd"])
         np.testing.assert_allclose(found[f"q{100 * level:g}"], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_beyond_all_training_rows_are_marked(line, tmp_path):
+    predictor = Predictor.of_run(line)
+    mean, scale = float(predictor.preparation.input_mean[0]), float(predictor.preparation.input_scale[0])
+    frame = pd.DataFrame({"x": [mean, mean + 5.7 * scale, mean - 9 * scale]})
+    assert predictor.outside(frame).tolist() == ["", "x", "x"]
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    assert predict_file({"": predictor}, tmp_path / "new.csv", tmp_path / "out.csv") == (3, 0, 2)
+    assert pd.read_csv(tmp_path / "out.csv")["outside"].fillna("").tolist() == ["", "x", "x"]
 
 
 def by_hand(run, inputs):
@@ -111,7 +121,7 @@ def test_the_equation_beside_the_posterior_is_the_prediction_whatever_the_order_
     new = table(20)
     new.loc[[3, 7], "clinic"] = "east"
     new[["clinic", "sex", "dose", "age"]].to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file({"": Predictor.of_run(mixed)}, tmp_path / "new.csv", tmp_path / "out.csv") == (20, 2)
+    assert predict_file({"": Predictor.of_run(mixed)}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (20, 2)
     mean, sd = by_hand(mixed, encoded(new))
     found = pd.read_csv(tmp_path / "out.csv")
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-8)

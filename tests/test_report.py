@@ -119,6 +119,39 @@ def test_the_verdict_follows_the_numbers(line_run, mine, local, words):
     assert len(beside(metrics)) == (local is not None)
 
 
+def test_the_first_sentence_is_the_error_beside_the_others(line_run):
+    run, beside = read_run(line_run), {"rmse": 12345.6, "per_site": []}
+    metrics = judged(line_run, NLL, NLL, [10, 20, 62], 0.978)
+    alone = replace(metrics, test={**metrics.test, "rmse": 1.8383}, local_only={**metrics.local_only, "rmse": 4.6})
+    known = replace(alone, mean=beside, linear=None, pooled=None)
+    held = "95 % intervals held 97.8 % of 92 held-out rows."
+    said = f"Typical error of yield: 1.84, against 4.6 for each site alone; {held}"
+    assert summary.answer(replace(run, metrics=known)) == said
+    assert "against 12,300 for their mean" in summary.answer(replace(run, metrics=replace(known, local_only=None)))
+    classes = replace(known, test={"accuracy": 0.931}, linear={"accuracy": 0.9}, local_only={"accuracy": 0.876})
+    others = "90.0 % for logistic regression and 87.6 % for each site alone"
+    said = f"93.1 % of 92 held-out rows in the right class, against {others}."
+    assert summary.answer(replace(run, metrics=classes)) == said
+    nothing = replace(run, metrics=replace(known, test={}, per_site=[], calibration={}))
+    assert summary.opening(nothing) == ["Nothing was held out, so nothing was scored: all rows were trained on."]
+
+
+@pytest.mark.parametrize(
+    ("converged", "facts", "said"),
+    [
+        (True, {}, ""),
+        (None, {}, ""),
+        (False, {"forecast_rise": 3.4, "latest_gain_per_row": 0.5}, ""),  # .0094 nats a row
+        (False, {"forecast_rise": 36.6}, "may gain 0.1 nats a row"),
+        (False, {"latest_gain_per_row": 0.02}, "may gain 0.02 nats a row"),
+        (False, {}, "before it had converged: raise"),
+    ],
+)
+def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, converged, facts, said):
+    metrics = replace(read_run(line_run).metrics, converged=converged, method_details=facts, data={"rows": 366})
+    assert said in summary.convergence_note(metrics) if said else not summary.convergence_note(metrics)
+
+
 @pytest.mark.parametrize(
     ("local", "pooled", "boosting", "words"),
     [

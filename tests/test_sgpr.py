@@ -365,7 +365,7 @@ def test_small_sites_are_named_capped_or_sent_under_masks():
     assert "141 rows of all sites are fewer than 3 for each of 48 points" in told
     assert "`model.num-inducing` = 23 or less" in told  # 6 × 23 ≤ 141 < 6 × 24
     assert told_by_total(47, rows, 2) == []
-    [told] = told_by_sites(27, 24, rows, "warn", ", ".join)
+    [told] = told_by_sites(27, rows, ", ".join)
     assert told.startswith("site(s) big, mid, low have fewer than 3 rows for each of 27 points")
 
 

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import (
 from numpy import ndarray
 from schedules import METHODS, keys_of
 
+import strategies
 from fedgp_flower.client_app import make_client_app
 from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
@@ -45,6 +46,13 @@ KEYWORDS: dict[str, Any] = {"num_inducing": 5, "sites": 3, "round_timeout": 5.0,
 
 def own_grid(app: SiteApp | None = None, sites: int = 3) -> InProcessGrid:
     return InProcessGrid(app or make_client_app("fsgp", load_rows), {}, simulated_nodes(sites))
+
+
+@pytest.mark.parametrize("name", ["PVIGLM", "DeepKernelGP", "SFVI", "FedMGPExact"])
+def test_a_strategy_exported_by_name_runs_at_its_defaults(name):
+    strategy = getattr(strategies, name)()
+    result = strategy.start(own_grid(make_client_app(strategy.method, load_rows)), num_rounds=1)
+    assert all(np.isfinite(array.numpy()).all() for array in result.arrays.values())
 
 
 def watched(grid: InProcessGrid) -> list[Message]:

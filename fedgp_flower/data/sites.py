@@ -193,7 +193,7 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         held_out = _share(config, table, test, dealt, site)
     else:
         keys = None if table.keys is None else table.keys.iloc[rows]
-        rows, held_out = (rows[part] for part in divided(rows.size, keys, config, dealt.labels[site]))
+        rows, held_out = (rows[part] for part in divided(rows.size, keys, config, str(site)))
     both = [table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out)]
     here = np.concatenate([rows, held_out])
     codes = {name: mask for name, mask in table.codes.items() if mask[here].any()}

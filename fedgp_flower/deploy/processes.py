@@ -98,6 +98,27 @@ class Processes:
             check=False,
         )
 
+    def follow(self, command: Sequence[str], folder: Path, hidden: Sequence[str]) -> None:
+        """Run a command to its end and print its lines, but for those with words that mislead."""
+        process = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
+            list(command),
+            cwd=folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            for line in process.stdout or ():
+                if not any(words in line for words in hidden):
+                    print(line, end="", flush=True)
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+
     def require_alive(self) -> None:
         """Raise where a background process has ended by itself."""
         for name, process in self._background.items():

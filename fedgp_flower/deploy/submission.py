@@ -41,6 +41,8 @@ _QUIET = {
     "RAY_ADDRESS": "local",
 }
 
+MISLEADING = ("default simulated SuperNodes", "change federation size", "federation simulation-config")
+"""In lines of Flower: how many sites there are is said by the run."""
 COMPLETED = "finished:completed"
 HOST = "127.0.0.1"
 
@@ -158,7 +160,7 @@ class Flower:
         """Hand over app and configuration, follow the run and print its end; a signal that ends this ends the run."""
         run = self.submit(project_folder(self.home), config, *options)
         try:
-            self.processes.call([program("flwr"), "log", run, self.connection, "--stream"], self.home, capture=False)
+            self.processes.follow([program("flwr"), "log", run, self.connection, "--stream"], self.home, MISLEADING)
             status, details = self.outcome(run)
         except (SystemExit, KeyboardInterrupt):
             self.stop(run)

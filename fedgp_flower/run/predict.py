@@ -218,6 +218,18 @@ class Predictor:
             return self.predict(frame)["mean"].to_numpy()
         return self.units.values(alone(self._encoded(frame, whole=False)))
 
+    def outside(self, frame: pd.DataFrame) -> pd.Series:
+        """Of each row the columns whose number lies beyond those of all training rows, as counts in bins show these."""
+        columns, x = self.preparation.columns, self._encoded(frame, whole=False)
+        starts = np.cumsum([0, *(len(column.names) for column in columns)])
+        known = {str(column["name"]): column.get("reach") for column in self.run.metrics.data.get("columns", ())}
+        found = pd.Series("", index=range(len(frame)))
+        for column, start in zip(columns, starts, strict=False):
+            low, high = known.get(column.name) or (None, None)
+            below = x[:, start] < (-np.inf if low is None else low)
+            found[below | (x[:, start] > (np.inf if high is None else high))] += f"{column.name}; "
+        return found.str.removesuffix("; ")
+
     def inputs(self, frame: pd.DataFrame) -> Rows:
         """Rows of a table as a model of :meth:`to_gpytorch` takes them: encoded and standardised, float64 [N, D]."""
         return torch.from_numpy(self._encoded(frame))
@@ -294,11 +306,17 @@ class Predictor:
         return encoded
 
 
-def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:
-    """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had."""
-    preparation = next(iter(predictors.values())).preparation
+def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int, int]:
+    """Predict every row of a table into a CSV; returns the rows, the cells with a level no site had, and rows outside.
+
+    A column ``outside`` names the inputs that lie beyond those of all training rows, if any row has one.
+    """
+    first = next(iter(predictors.values()))
+    preparation = first.preparation
     frame = read_inputs(source, preparation)
-    tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
+    outside = first.outside(frame)
+    beyond = {"outside": outside} if outside.any() else {}
+    tables = {site: predictor.predict(frame).assign(**beyond) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
     # Columns that are no inputs, such as ids, come first, as they are written.
     others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
@@ -310,7 +328,7 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
         together.to_csv(output, index=False)
     except OSError as error:
         raise RunError(f"{output} cannot be written: {error.strerror or error}") from None
-    return len(frame), count_unknown_levels(frame, preparation)
+    return len(frame), count_unknown_levels(frame, preparation), int((outside != "").sum())
 
 
 def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:

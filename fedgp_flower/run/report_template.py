@@ -47,20 +47,24 @@ TEMPLATE = """<!DOCTYPE html>
 <title>{{ title }}</title><style>{{ style }}</style></head><body><main>
 <h1>{{ title }}</h1>
 <p class="facts">{{ facts }}</p>
-<div class="verdict">{% for sentence in verdicts %}<p>{{ sentence }}</p>{% endfor %}</div>
-<nav></nav>
+<div class="verdict">{% for sentence in opening %}<p>{{ sentence }}</p>{% endfor %}</div>
 {%- if metrics.failures %}
 <p class="warning">{{ failed }}</p>
 {%- endif %}
+{%- if opening | length > 1 %}
 <div class="wide first">{{ table(*headline) }}</div>
 <p class="note">{{ note }}</p>
+{% endif %}
 {% if beside %}<div class="wide">{{ table(["", "NLL, difference", "95 % interval over sites"], beside) }}</div>
 <p class="note">Federated minus the other: below zero, federated is better.</p>{% endif %}
+<nav></nav>
 
 <h2>Predictions on held-out rows</h2>
 {% for panel in predictions %}{{ panel.drawn(plots) }}{% else %}
-<p class="note">No held-out predictions were kept: real sites never send rows, only sums of their scores.</p>
+<p class="note">{{ "No held-out predictions were kept: real sites never send rows, only sums of their scores." if
+opening | length > 1 else "No row was held out: set `test-fraction` above zero to see how good predictions are." }}</p>
 {% endfor %}
+{% if notes %}<h2>Notes</h2><ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
 {% if calibration %}<h2>Calibration</h2>{{ calibration.drawn(plots) }}{% endif %}
 {% if convergence %}<h2>Convergence</h2>{{ convergence.drawn(plots) }}{% endif %}
 

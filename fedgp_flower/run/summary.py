@@ -22,6 +22,8 @@ CLASSIFICATION = {"accuracy": "accuracy", "auc": "AUC", "nll": "NLL", "brier": "
 CLASSIFICATION["calibration_slope"] = "slope"
 """Figures that are shown, by kind of task, and what they are called in a table."""
 TITLES = {**REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
+MATTERS = 0.01
+"""Nats a row that more training has to promise to be worth a note."""
 IN_ONE_PLACE = ("pooled", "gradient boosting")
 """Baselines that see all rows."""
 HIGHER, LOWER = "with a higher NLL than", "with a lower NLL than"
@@ -131,7 +133,7 @@ def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
 
 
 def verdict(metrics: RunMetrics) -> str:
-    """The first sentence of a report: whether the run is worse or better than the baselines, by NLL."""
+    """The second sentence of a report: whether the run is worse or better than the baselines, by NLL."""
     nll = number(metrics.test.get("nll"))
     if not arms(metrics)[0].rows:
         return "No rows were held out, so that predictions are not judged."
@@ -217,26 +219,58 @@ def calibration_verdict(metrics: RunMetrics) -> str:
     return f"Its 95 % intervals hold {percent(observed)} of {rows:,} held-out rows, {judgement}."
 
 
-def convergence_verdict(metrics: RunMetrics) -> str:
-    """One sentence on whether training had ended by itself; empty where the method cannot tell."""
+def convergence_note(metrics: RunMetrics) -> str:
+    """One sentence where more training would change predictions; empty where it would not, or nobody knows."""
     if metrics.converged is not False:
-        return f"Training had converged after {metrics.rounds} rounds." if metrics.converged else ""
-    names = ("latest_gain_per_row", "promised_rise", "forecast_rise", "forecast_exchanges")
-    gained, promised, rise, exchanges = (number(metrics.method_details.get(name)) for name in names)
-    more = f"; the latest gained {_short(gained)} nats a row" if math.isfinite(gained) else ""
-    more = f"; the next step promised {_short(promised)} nats of the bound" if math.isfinite(promised) else more
-    if math.isfinite(rise):
-        more += f", and {exchanges:.0f} more exchanges would raise the bound by about {_short(rise)} nats"
-    rising, after = number(metrics.method_details.get("rise_per_round")), f"after {metrics.rounds} rounds"
-    if rising > 0:
-        return f"Training stopped {after}, still rising by {_short(rising)} nats a row in a round."
-    return f"Training ended {after}, before it had converged{more}."
+        return ""
+    facts, rows = metrics.method_details, metrics.data.get("rows", math.nan)
+    forecasts = [number(facts.get(name)) / rows for name in ("forecast_rise", "promised_rise")]
+    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "rise_per_round")]
+    known = [rise for rise in forecasts if math.isfinite(rise)]
+    if known and known[0] < MATTERS:
+        return ""
+    more = f"; a longer one may gain {_short(known[0])} nats a row" if known else ""
+    return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: raise what limits it"
 
 
-def sentences(metrics: RunMetrics) -> list[str]:
-    """What the figures say in words, the verdict first."""
-    said = (verdict(metrics), *metrics.warnings, calibration_verdict(metrics), convergence_verdict(metrics))
-    return [words if words.endswith(".") else f"{words}." for words in said if words]
+def answer(run: Run) -> str:
+    """The first sentence: the error in units of the target, or right classes, beside comparisons; and the intervals."""
+    mine, *others = arms(run.metrics)
+    if not mine.rows:
+        return "Nothing was held out, so nothing was scored: all rows were trained on."
+    classes = is_classification(run.metrics)
+    figure = "accuracy" if classes else "rmse"
+    scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
+    plainest = {"mean of the target", "class shares"}
+    chosen = [arm for arm in scored if arm.name not in plainest] or scored
+    called = {"local-only": "each site alone", "pooled": "a GP of all rows in one place"}
+    called |= {"mean of the target": "their mean"}
+    found = [f"{_plain(figure, arm)} for {called.get(arm.name, arm.name)}" for arm in chosen]
+    beside = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
+    rows, covered = f"{mine.rows:,} held-out rows", number(mine.figures.get("coverage_95"))
+    if classes:
+        return f"{_plain(figure, mine)} of {rows} in the right class{beside}."
+    held = f"; 95 % intervals held {percent(covered)} of {rows}" if math.isfinite(covered) else f", on {rows}"
+    return f"Typical error of {target_of(run)}: {_plain(figure, mine)}{beside}{held}."
+
+
+def _plain(figure: str, arm: Arm) -> str:
+    """A figure in a sentence: a percentage, or three significant digits."""
+    value = number(arm.figures.get(figure))
+    return percent(value) if figure in PERCENTAGES else f"{float(f'{value:.3g}'):,.9g}".replace("-", "−")
+
+
+def opening(run: Run) -> list[str]:
+    """What a report begins with: the answer, and whether the comparisons are more than chance."""
+    return [answer(run)] + ([verdict(run.metrics)] if arms(run.metrics)[0].rows else [])
+
+
+def notes(metrics: RunMetrics) -> list[str]:
+    """What to know besides, a sentence each."""
+    calibrated = calibration_verdict(metrics)
+    odd = "too " in calibrated
+    said = (*metrics.warnings, calibrated if odd else "", convergence_note(metrics))
+    return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in said if words]
 
 
 def unlike(runs: Sequence[Run]) -> list[str]:

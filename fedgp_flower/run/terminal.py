@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fedgp_flower.outcome import Progress, figures_of
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import beside, data_name, headline, sentences
+from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening
 from fedgp_flower.typing import Facts
 
 
@@ -60,16 +60,20 @@ def show(what: str | Table) -> None:
 
 
 def show_result(folder: Path) -> None:
-    """Print the closing table of a finished run, where its files are, and what it says in words, the verdict last."""
-    metrics = read_run(folder).metrics
+    """Print what a finished run says: the answer, the tables behind it, notes, and where the files are."""
+    run = read_run(folder)
+    metrics = run.metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
     console = Console(soft_wrap=True)
+    first, *others = opening(run)
+    console.print(first, markup=False, highlight=False, style="bold")
+    for sentence in others:
+        console.print(sentence, markup=False, highlight=False)
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
-    console.print(table(*headline(metrics), title=title, numbers=True))
+    if arms(metrics)[0].rows:
+        console.print(table(*headline(metrics), title=title, numbers=True))
     if differences := beside(metrics):
         console.print(table(["", "NLL, difference", "95 % interval over sites"], differences, numbers=True))
-    verdict, *others = sentences(metrics)
-    for sentence in others:
-        console.print(sentence, markup=False)
+    for note in notes(metrics):
+        console.print(f"Note: {note}", markup=False, highlight=False)
     console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", markup=False, highlight=False)
-    console.print(verdict, markup=False, style="bold")

@@ -348,7 +348,7 @@ class Network:
     def latest_failures(self) -> str:
         """The end of an error that failures led to."""
         seen = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
-        return f"Latest failures: {seen or 'none'}"
+        return f"Latest failures: {seen}" if seen else "No site failed: more were not there."
 
     def _note(self, site: str, reply: Message) -> None:
         """Count a valid reply, and the seconds, repairs and warning that it brings."""

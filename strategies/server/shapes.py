@@ -47,7 +47,7 @@ def shape_of_inputs(roster: Roster) -> Asking[Shape]:
 
 
 def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
-    """Note from an answer of shapes the standardised ``range`` of about 95 % of the rows of each column."""
+    """Note from an answer of shapes where each column lies, standardised: ``range`` 95 % of its rows, ``reach`` all."""
     if answer is not Shape:
         return
     shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
@@ -59,6 +59,10 @@ def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
             reached = np.cumsum(counts[start]) / counts[start].sum()
             low, high = (int((reached >= level).argmax()) for level in (0.025, 0.975))
             column["range"] = [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
+            filled = np.flatnonzero(counts[start])
+            open_ended = (0, len(INPUT_EDGES) - 1)  # these bins hold all that lies farther out
+            ends = filled[0], filled[-1] + 1
+            column["reach"] = [None if end in open_ended else float(INPUT_EDGES[end]) for end in ends]
 
 
 def initial_locations(shape: Shape, model: ModelSection, seed: int) -> Array:
