@@ -21,10 +21,8 @@ from fedgp_flower.gp.likelihoods import (
     Logit,
     Noise,
     build_point_likelihood,
-    expected_log_probit,
-    expected_softplus,
-    logistic_mixture,
 )
+from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.options import ModelSection, kernel_names
 

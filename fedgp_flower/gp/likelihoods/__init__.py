@@ -1,0 +1,32 @@
+"""Distributions of an observation around the function f, a file for each kind of target."""
+
+from __future__ import annotations
+
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.labels import Logit, Probit
+from fedgp_flower.gp.likelihoods.numbers import GaussianNoise, HeavyTailed, gaussian_likelihood
+from fedgp_flower.gp.likelihoods.point import NONE, LearnedLikelihood, Noise, PointLikelihood
+
+__all__ = [
+    "NONE",
+    "GaussianNoise",
+    "LearnedLikelihood",
+    "Logit",
+    "Noise",
+    "PointLikelihood",
+    "build_point_likelihood",
+    "canonical_likelihood",
+    "gaussian_likelihood",
+]
+
+
+def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
+    """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
+    if name in {"gaussian", "student-t"}:
+        return (GaussianNoise if name == "gaussian" else HeavyTailed)(noise)
+    return (Probit if name == "bernoulli" else Counts)(nodes)
+
+
+def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:
+    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit."""
+    return Logit() if name == "bernoulli" else build_point_likelihood(name, noise=noise)

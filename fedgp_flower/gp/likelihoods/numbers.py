@@ -1,0 +1,137 @@
+"""Numbers with Gaussian noise, in closed form, and with the heavy tails of Student's t."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood, StudentTLikelihood
+from torch import Tensor
+from torch.distributions import StudentT
+
+from fedgp_flower.gp.kernels import log_positive
+from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64
+from fedgp_flower.scores import Scores, mixture_quantiles, mixture_scores
+from fedgp_flower.typing import Array
+
+
+def gaussian_likelihood(noise: float) -> GaussianLikelihood:
+    """Gaussian noise of this variance, learned in log coordinates without a floor."""
+    likelihood = GaussianLikelihood(noise_constraint=log_positive()).double()
+    likelihood.noise = torch.tensor(noise, dtype=torch.float64)
+    return likelihood
+
+
+class GaussianNoise(PointLikelihood):
+    """p(y | f) = N(y; f, σ²) with σ = exp(β_last): everything in closed form."""
+
+    def __init__(self, noise: float = 0.1) -> None:
+        super().__init__()
+        self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
+
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """Log N(y; f, σ²)."""
+        return self.expected(targets, function, torch.zeros_like(function), hyper)
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """GPyTorch's Gaussian likelihood."""
+        return gaussian_likelihood(float((2.0 * hyper[-1]).exp()))
+
+    def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets themselves, with precision 1 in units of 1/σ²."""
+        return targets, torch.ones_like(targets)
+
+    def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """−½ log 2πσ² − ((y − m)² + v) / 2σ²."""
+        noise = (2.0 * hyper[..., -1:]).exp()
+        return -0.5 * (torch.log(2 * math.pi * noise) + ((targets - mean).square() + variance) / noise)
+
+    def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """Log density log N(y; m, v + σ²)."""
+        total = variance + (2.0 * hyper[..., -1:]).exp()
+        return -0.5 * (torch.log(2 * math.pi * total) + (targets - mean).square() / total)
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean m and variance v + σ²."""
+        return mean, variance + (2.0 * hyper[..., -1:]).exp()
+
+
+FREEDOM = 4.0
+"""Degrees of freedom ν of Student-t noise: tails that outliers do not move, and a variance, 2σ²."""
+
+
+class HeavyTailed(PointLikelihood):
+    """Student-t noise with ν = 4; the parameter is log of its scale σ."""
+
+    def __init__(self, noise: float = 0.1) -> None:
+        super().__init__(nodes=200)
+        self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
+
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """Log density of Student-t noise around f."""
+        return StudentT(FREEDOM, function, hyper[..., -1:].exp(), validate_args=False).log_prob(targets)
+
+    def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """By an integral of closed forms, as exact where f is wider than the noise.
+
+        With a = νσ², r = y − f ~ N(d, s) and any B > 0 (Frullani's integral),
+
+            E log(a + r²) = log B + ∫ [e^{−t} − E e^{−t (a + r²)/B}] dt/t,
+            E e^{−t r²/B} = (1 + 2ts/B)^{−½} exp(−t d²/(B + 2ts)).
+
+        With B = E(a + r²) the integrand vanishes as t² where t is small.
+        """
+        scale, apart = FREEDOM * (2.0 * hyper[..., -1:]).exp(), (targets - mean).square()
+        size = scale + apart + variance
+        t = logarithmic_rule(-13.0, 17.0, size.ndim)
+        wide = 1.0 + 2.0 * t * variance / size
+        inside = (-t * (scale + apart / wide) / size).exp() * wide.rsqrt()
+        logarithm = size.log() + SPACING * ((-t).exp() - inside).sum(0)
+        half = (FREEDOM + 1.0) / 2.0
+        normaliser = math.lgamma(half) - math.lgamma(FREEDOM / 2.0) - 0.5 * math.log(math.pi)
+        return normaliser + FREEDOM / 2.0 * scale.log() - half * logarithm
+
+    def components(self, mean: Tensor, variance: Tensor, hyper: Tensor, low: float = -9.0) -> tuple[Tensor, Tensor]:
+        """Variances and shares [Q, *S, N] of Gaussians around the mean that are the predictive distribution.
+
+        Student-t noise is normal with variance σ²/g, g ~ Gamma(ν/2, ν/2).
+        """
+        del mean
+        g, half = logarithmic_rule(low, 3.2, variance.ndim), FREEDOM / 2.0
+        shares = SPACING * (half * (half * g).log() - half * g - math.lgamma(half)).exp()
+        return variance + (2.0 * hyper[..., -1:]).exp() / g, shares
+
+    def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """Log density of Student-t noise and a normal f together."""
+        total, shares = self.components(mean, variance, hyper, low=-45.0)
+        parts = shares.log() - 0.5 * (torch.log(2 * math.pi * total) + (targets - mean).square() / total)
+        return torch.logsumexp(parts, 0)
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean m and variance v + σ² ν / (ν − 2)."""
+        return mean, variance + (2.0 * hyper[..., -1:]).exp() * FREEDOM / (FREEDOM - 2.0)
+
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+        """Of the true predictive distribution."""
+        centre, spread, hyper = torch.from_numpy(mean), torch.from_numpy(variance), hyper.detach().double().cpu()
+        total, shares = (part.numpy() for part in self.components(centre, spread, hyper))
+        sds = scale * np.sqrt(total)
+        found = mixture_scores(np.broadcast_to(scale * mean, sds.shape), sds, scale * target, shares[:, 0])
+        density = self.log_predictive(torch.from_numpy(target), centre, spread, hyper)
+        return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)
+
+    def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
+        """Of the true predictive distribution."""
+        spread = torch.from_numpy(variance)
+        total, shares = (part.numpy() for part in self.components(spread, spread, hyper))
+        sds = np.sqrt(total)
+        return mixture_quantiles(np.broadcast_to(mean, sds.shape), sds, levels, shares[:, 0])
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """GPyTorch's Student-t likelihood."""
+        likelihood = StudentTLikelihood(noise_constraint=log_positive()).double()
+        likelihood.noise, likelihood.deg_free = (2.0 * hyper[-1]).exp(), FREEDOM
+        return in_float64(likelihood, self)
