@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "privacy__epsilon": 1.0,
         "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}',
     },
+    "mixed-model": {"method": "mixed-model", "formula": "y ~ x + (1 | site)"},
     "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from schedules import METHODS, scaled
 
-from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.shared_messages import Described, Shape
 
@@ -123,9 +123,11 @@ def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> No
     assert all(own["nll"] < 1.0 for own in found.values())
 
 
-def test_only_a_column_constant_over_all_sites_is_an_error(tmp_path: Path) -> None:
+def test_a_column_that_never_varies_is_said_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     frames = {name: frame.assign(x3=3.0) for name, frame in landscape().items()}
-    with pytest.raises(DataError, match=r"constant column `x3`: one value at all sites; leave it out of `features`"):
-        scores(tmp_path, frames, **MEMBERS["fsgp"])
+    assert set(scores(tmp_path, frames, **MEMBERS["fsgp"])) == set(landscape())
+    assert "constant at every site, of no use to a model: x3" in caplog.messages
+    caplog.clear()
     frames["islet"]["x3"] = 4.0
     assert set(scores(tmp_path, frames, **MEMBERS["fsgp"])) == set(landscape())
+    assert not any(message.startswith("constant") for message in caplog.messages)

@@ -103,7 +103,7 @@ def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path)
             self.ended.append(run)
 
     with pytest.raises(SystemExit):
-        Interrupted(SimpleNamespace(call=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})  # type: ignore[arg-type]
+        Interrupted(SimpleNamespace(follow=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})  # type: ignore[arg-type]
     assert Interrupted.ended == ["7"]
 
 

@@ -235,7 +235,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if self.watched in figures and self.watching():
             self.course.add(figures[self.watched], number)
         result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
-        if self.config.evaluate_every and number % self.config.evaluate_every == 0:
+        known = self.merged or not self.trains  # before an answer there is nothing to score
+        if known and self.config.evaluate_every and number % self.config.evaluate_every == 0:
             figures |= self._evaluate(result)
         left, most = self.exchanges_to_come(self.current), self.config.num_server_rounds
         row = {"round": number, **self.clock.since_last_round(network.traffic), **figures}
