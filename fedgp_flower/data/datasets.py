@@ -53,7 +53,7 @@ def choose_columns(
         raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
     features = wanted or [name for name in usable if name not in (goal, *without)]
     if named := [name for name in (goal, config.beside) if name in features]:
-        raise DataError(f"`features` names `{named[0]}`, which belongs to the target; leave it out")
+        raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
     nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
