@@ -191,13 +191,14 @@ def predict_rows(
     state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
     policy: PolicyFile = None,
     picture: Picture = None,
+    times: Annotated[str, typer.Option(help="of times to an event: also survival at these, such as 30,365")] = "",
 ) -> None:
     """Predict new rows from a run's saved posterior, or at `--site`; of units with curves, at all simulated ones."""
     where = {"data": site_data, "state_dir": state_dir, "policy": policy}
     if not site and any(where.values()):
         raise RunError("`--site-data`, `--state-dir` and `--policy` say where a site is: name it with `--site`")
     at_site = {site: predict.Predictor.at_site(run, site, **where)} if site else predict.Predictor.of_all(run)
-    _predict(at_site, source, output, picture)
+    _predict(at_site, source, output, picture, predict.times_of(times))
 
 
 @app.command()
@@ -213,8 +214,14 @@ def join(
     _predict({name: predict.Predictor.joined(run, name, site_data)}, source, output, picture)
 
 
-def _predict(predictors: dict[str, predict.Predictor], source: Path, output: Path, picture: Path | None) -> None:
-    rows, unknown, beyond = predict.predict_file(predictors, source, output)
+def _predict(
+    predictors: dict[str, predict.Predictor],
+    source: Path,
+    output: Path,
+    picture: Path | None,
+    times: Sequence[float] = (),
+) -> None:
+    rows, unknown, beyond = predict.predict_file(predictors, source, output, times)
     terminal.show(f"{rows} rows predicted into {output}")
     if unknown:
         terminal.show(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")

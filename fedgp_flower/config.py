@@ -141,7 +141,8 @@ class CoreConfig(Section):
     """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out some of its rows."""
     target: Annotated[str, BASIC] = ""
     """Target column; empty means ``y``, else the last column. Counts and times take a second column after a comma: the
-    ``exposure`` of a count (``cases,person_years``), the trials of ``binomial`` (``cured,treated``)."""
+    exposure of a count (``cases,person_years``), the trials of ``binomial`` (``cured,treated``), and for times whether
+    the event was seen, 1, or is still to come, 0 (``days,died``)."""
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     formula: Annotated[str, BASIC] = ""

@@ -108,11 +108,22 @@ class ModelSection(Section):
     stays below this: 64 holds 4000 points, M² / 2 numbers; under masks it is twice as large. 0 is 64 where
     ``num-inducing`` is left to the method, and no more points where it is set."""
     likelihood: Annotated[
-        Literal["gaussian", "bernoulli", "poisson", "student-t", "negative-binomial", "binomial"],
+        Literal[
+            "gaussian",
+            "bernoulli",
+            "poisson",
+            "student-t",
+            "negative-binomial",
+            "binomial",
+            "time-to-event",
+            "log-logistic",
+            "log-normal",
+        ],
         BASIC,
     ] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t with 4 degrees of freedom; counts that vary more than ``poisson`` says; successes among so many trials."""
+    Student-t with 4 degrees of freedom; counts that vary more than ``poisson`` says; successes among so many trials;
+    times to an event, some of them censored, which are Weibull (``time-to-event``), log-logistic or log-normal."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0

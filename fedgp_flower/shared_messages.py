@@ -15,7 +15,15 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.scores import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
+from fedgp_flower.scores import (
+    CLASSIFICATION_SUMS,
+    PIT_BINS,
+    RANK_BINS,
+    REGRESSION_SUMS,
+    RELIABILITY_BINS,
+    TIME_SUMS,
+    Scores,
+)
 from fedgp_flower.typing import AnyShape, Array, Facts, NamedArrays
 
 A = TypeVar("A")
@@ -27,6 +35,8 @@ OUTLIER = 300.0
 DIRECTIONS = 4
 """Along so many a matrix is looked at before the total that it is added to is judged."""
 _directions = np.random.default_rng()
+TASK_SUMS = (REGRESSION_SUMS, CLASSIFICATION_SUMS, TIME_SUMS)
+"""Names of the sums of an evaluation by kind of task, in the order of :class:`ScoreSums`."""
 HISTOGRAM_SHAPES = {
     "evaluation.pit": (PIT_BINS,),
     "evaluation.reliability": (RELIABILITY_BINS, 3),
@@ -293,28 +303,32 @@ class WeightedStep:
 
 @message("query.score_sums", summand=True)
 class ScoreSums:
-    """Scores of held-out rows, see :mod:`fedgp_flower.scores`; those of the other kind of task are zero."""
+    """Scores of held-out rows, see :mod:`fedgp_flower.scores`; those of the other kinds of task are zero."""
 
     regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
     classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
+    times: Float[ndarray, " 8"] = leaves(
+        "rows, events, NLL, pairs in the predicted order, pairs, rows inside intervals"
+    )
     pit: Float[ndarray, " 20"] = leaves("histogram of the PIT")
     reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
     ranks: Float[ndarray, "80 2"] = leaves("rows of each class by predicted log odds")
 
     @property
-    def classes(self) -> bool:
-        """Whether these are scores of classes."""
-        return bool(self.classification[0] > 0)
+    def known(self) -> dict[str, float]:
+        """The sums of the kind of task that these are scores of, by name."""
+        kinds = zip(TASK_SUMS, (self.regression, self.classification, self.times), strict=True)
+        return next((dict(zip(names, map(float, sums), strict=True)) for names, sums in kinds if sums[0] > 0), {})
 
     @property
     def rows(self) -> float:
         """Held-out rows."""
-        return float(self.regression[0] + self.classification[0])
+        return self.known.get("count", 0.0)
 
     @property
     def nll(self) -> float:
         """Of these rows, in nats."""
-        return float(self.regression[3] + self.classification[2])
+        return self.known.get("nll", 0.0)
 
     @property
     def histograms(self) -> NamedArrays:
@@ -328,18 +342,21 @@ class ScoreSums:
 
     def refusal(self, described: Described) -> str | None:
         """Why these cannot be scores of some rows, or None."""
-        _, correct, _, brier = self.classification
-        if min(*np.delete(self.regression, 3), correct, brier, self.rows) < 0:  # a density may be above one
+        sums = np.concatenate(
+            [np.delete(self.regression, 3), np.delete(self.classification, 2), np.delete(self.times, 2)]
+        )
+        if not (sums >= 0).all():  # a density may be above one, so that a NLL may be
             return "a score that cannot be negative is"
-        too_many = max(*self.regression[5:], correct) > self.rows
-        return "scores count more rows than there are" if too_many else None
+        counted = max(*self.regression[5:], self.classification[1], self.times[1], *self.times[5:])
+        too_many = counted > self.rows + 1e-6 or self.times[3] > self.times[4]
+        return "scores count more rows or pairs than there are" if too_many else None
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
         """From the scores of a site."""
         parts = [
             np.array([scores.sums[name] for name in names] if set(names) <= set(scores.sums) else np.zeros(len(names)))
-            for names in (REGRESSION_SUMS, CLASSIFICATION_SUMS)
+            for names in TASK_SUMS
         ]
         for name, shape in HISTOGRAM_SHAPES.items():
             parts.append(np.asarray(scores.arrays.get(name, np.zeros(shape)), np.float64).reshape(shape))
@@ -348,7 +365,7 @@ class ScoreSums:
     @classmethod
     def told(cls, metrics: Facts) -> Self:
         """From the metrics of a reply to ``evaluate``; ProtocolError where these are no scores."""
-        names = CLASSIFICATION_SUMS if set(CLASSIFICATION_SUMS) <= metrics.keys() else REGRESSION_SUMS
+        names = next((names for names in TASK_SUMS if set(names) <= metrics.keys()), REGRESSION_SUMS)
         if missing := [name for name in names if np.ndim(metrics.get(name, ()))]:
             raise ProtocolError(f"scores missing: {', '.join(missing)}")
         sent = {name: np.array(metrics[name]) for name in HISTOGRAM_SHAPES if name in metrics}

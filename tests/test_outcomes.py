@@ -1,4 +1,4 @@
-"""Counts with exposure and trials: expectations against adaptive quadrature, limits, and whole runs."""
+"""Counts with exposure and trials, times to an event: expectations against quadrature, limits, and whole runs."""
 
 import math
 from itertools import pairwise
@@ -14,6 +14,7 @@ import fedgp_flower as fg
 from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
+from fedgp_flower.scores import time_scores
 
 ALPHA = 0.4
 
@@ -23,6 +24,23 @@ def negative_binomial(y, e, f):
     r, mu = 1 / ALPHA, e * math.exp(f)
     ways = gammaln(y + r) - gammaln(r) - gammaln(y + 1)
     return ways + y * (math.log(mu) - math.log(r + mu)) - r * math.log1p(mu / r)
+
+
+SIGMA = 0.6
+TAILS = {
+    "time-to-event": (lambda z: z - math.exp(z), lambda z: -math.exp(z)),
+    "log-logistic": (lambda z: z - 2 * np.logaddexp(0, z), lambda z: -np.logaddexp(0, z)),
+    "log-normal": (stats.norm.logpdf, stats.norm.logsf),
+}
+"""Log density and log survival of ε."""
+
+
+def of_time(name):
+    def log_density(t, seen, f):
+        z, (density, tail) = (math.log(t) - f) / SIGMA, TAILS[name]
+        return density(z) - math.log(SIGMA * t) if seen else tail(z)
+
+    return log_density
 
 
 CASES = {
@@ -35,6 +53,10 @@ CASES = {
         lambda y, n, f: math.log(math.comb(7, 3)) - y * np.logaddexp(0, -f) - (n - y) * np.logaddexp(0, f),
     ),
 }
+
+
+CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
+CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
 
 
 def targets_of(*rows):
@@ -53,18 +75,19 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
         def integrand(z):
             return weight(z) * log_density(y, beside, mean + sd * z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
-        ends = (-14.0, -4.0, 0.0, 4.0, 14.0)  # e^f, f ~ N(m, 25), has its mass around z = 5
+        ends = (-18.0, -8.0, -4.0, 0.0, 4.0, 18.0)  # of e^(f/σ), f ~ N(m, 25), most is around 8 sd
         found = (integrate.quad(integrand, *pair, epsabs=1e-11, epsrel=1e-11, limit=400) for pair in pairwise(ends))
         return sum(part for part, _ in found)
 
-    likelihood = build_point_likelihood(name)
+    likelihood = build_point_likelihood(name.partition(",")[0])
     at = torch.tensor([mean]).double(), torch.tensor([variance]).double(), torch.tensor(hyper).double()
     value, alpha, beta, by_hyper = likelihood.slopes(targets_of([y, beside]), *at)
-    assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=1e-6)
-    assert float(alpha) == pytest.approx(expected(lambda z: z) / sd, rel=1e-6, abs=1e-6)
+    mixed = name == "log-normal, censored"  # E log Φ is a mixture that is as wrong as for labels
+    assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=3e-6 if mixed else 1e-6)
+    assert float(alpha) == pytest.approx(expected(lambda z: z) / sd, rel=1e-6, abs=2e-5 if mixed else 1e-6)
     by_variance = expected(lambda z: z * z - 1) / (2 * variance)
     if variance > 1e-3:  # below, the difference of nearly equal numbers is rounding
-        assert float(beta) == pytest.approx(-2 * by_variance, rel=1e-5, abs=1e-6)
+        assert float(beta) == pytest.approx(-2 * by_variance, rel=1e-5, abs=1e-3 if mixed else 1e-6)
     assert beta >= 0
     if hyper:
         size = 1e-5
@@ -173,3 +196,86 @@ def test_what_stands_beside_the_target_is_checked(tmp_path):
         fg.run(frame, target="cases,years", method="pvi", options=options | {"model.likelihood": "poisson"})
     with pytest.raises(ConfigError, match="take 'svgp'"):
         fg.run(frame, target="cases", method="pvi", options=options | {"model.likelihood": "negative-binomial"})
+
+
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        ("time-to-event", lambda f: stats.weibull_min(1 / SIGMA, scale=math.exp(f))),
+        ("log-logistic", lambda f: stats.fisk(1 / SIGMA, scale=math.exp(f))),
+        ("log-normal", lambda f: stats.lognorm(SIGMA, scale=math.exp(f))),
+    ],
+)
+def test_times_are_those_of_scipy_and_of_what_is_exported(name, law):
+    """At a certain f; draws of the likelihood of GPyTorch have the same median within five standard errors."""
+    likelihood, hyper, f = build_point_likelihood(name), torch.tensor([math.log(SIGMA)]).double(), 0.7
+    moments = torch.tensor([f]).double(), torch.tensor([1e-14]).double()
+    for t in (0.3, 2.0, 9.0):
+        tail = likelihood.survival(torch.tensor([t]).double(), *moments, hyper)
+        assert float(tail) == pytest.approx(law(f).sf(t), rel=1e-6)
+        density = likelihood.log_predictive(targets_of([t, 1.0]), *moments, hyper)
+        assert float(density) == pytest.approx(law(f).logpdf(t), rel=1e-6)
+    levels = (0.025, 0.5, 0.9)
+    found = likelihood.quantiles(np.array([f]), np.array([1e-14]), hyper, levels)[:, 0]
+    np.testing.assert_allclose(found, law(f).ppf(levels), rtol=1e-6)
+    torch.manual_seed(0)
+    drawn = likelihood.to_gpytorch(hyper)(torch.full((20_000,), f).double()).sample()
+    assert float((drawn < law(f).median()).double().mean()) == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(20_000))
+
+
+def test_seen_times_alone_are_a_regression_on_their_logarithm():
+    """With log-normal times: the same α and β; the densities differ by the 1/t of the change of variables."""
+    time, hyper = torch.tensor([0.5, 2.0, 7.0]).double(), torch.tensor([math.log(SIGMA)]).double()
+    at = torch.tensor([0.2, 0.4, 1.0]).double(), torch.tensor([0.3, 0.5, 0.1]).double(), hyper
+    times = build_point_likelihood("log-normal").slopes(torch.stack([time, torch.ones(3)], 1), *at)
+    noise = build_point_likelihood("gaussian").slopes(time.log(), *at)
+    for one, other in zip(times[1:], noise[1:], strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(times[0], noise[0] - time.log().sum())
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_a_censored_time_only_says_that_the_event_comes_later(name):
+    hyper, mean = torch.tensor([math.log(SIGMA)]).double(), torch.linspace(-3, 3, 7).double()
+    rows = torch.stack([torch.full((7,), 1.5).double(), torch.zeros(7)], 1)
+    _, alpha, beta, _ = build_point_likelihood(name).slopes(rows, mean, torch.full((7,), 0.4).double(), hyper)
+    assert (alpha > 0).all()
+    assert (beta > 0).all()
+
+
+def test_scores_of_times():
+    """Five pairs are known, of which one is predicted the wrong way round and one a tie."""
+    time, seen = np.array([1.0, 2.0, 3.0, 2.5]), np.array([1.0, 0.0, 1.0, 1.0])
+    order, reached = np.array([0.0, 1.0, 0.5, 0.5]), np.array([0.2, 0.4, 0.97, 0.5])
+    found = time_scores(order, reached, np.zeros(4), time, seen)
+    assert (found.sums["concordant"], found.sums["comparable"], found.sums["events"]) == (3.5, 4.0, 3.0)
+    # what is censored where F = 0.4 lies above with the share (0.975 − 0.4) / 0.6 below the upper end
+    assert found.sums["inside-95"] == pytest.approx(1 + 0.575 / 0.6 + 1 + 1)
+    assert found.arrays["evaluation.pit"].sum() == pytest.approx(4.0)
+
+
+def followed(rows=400):
+    draw = np.random.default_rng(2)
+    x = draw.uniform(-2, 2, rows)
+    time = np.exp(3 + np.sin(2 * x) + SIGMA * np.log(draw.exponential(size=rows)))
+    ends = np.exp(3.6 + draw.normal(size=rows))
+    return pd.DataFrame({"x": x, "days": np.minimum(time, ends), "died": (time <= ends).astype(int)})
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_times_to_an_event_are_learned_though_many_are_censored(tmp_path, masks):
+    frame = followed()
+    options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "time-to-event"}
+    options |= {"privacy.secure-aggregation": masks, "name": f"masks-{masks}"}
+    found = fg.run(frame, target="days,died", sites=3, options=options)
+    assert found.saved.arrays["likelihood.parameters"] == pytest.approx(SIGMA, rel=0.2)
+    assert found.metrics.test["concordance"] > 0.7
+    table = found.posterior.predict(frame, times=(10.0, 40.0))
+    median = np.exp(3 + np.sin(2 * frame["x"]) + SIGMA * math.log(math.log(2)))
+    assert np.log(table["q50"] / median).std() < 0.2
+    assert (table["survival at 10"] > table["survival at 40"]).all()
+    wrong = frame.assign(died=2 * frame["died"])
+    with pytest.raises(DataError, match="1 where the event was seen"):
+        fg.run(wrong, target="days,died", sites=3, options=options | {"name": ""})
+    with pytest.raises(DataError, match="times above zero"):
+        fg.run(frame.assign(days=frame["days"] - 30), target="days,died", options=options | {"name": ""})

@@ -23,7 +23,7 @@ from strategies.server.questions import Roster, drive
 from strategies.svgp import SVGP, at, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
-OUTCOMES = ("negative-binomial", "binomial")
+OUTCOMES = ("negative-binomial", "binomial", "time-to-event", "log-logistic", "log-normal")
 """Targets with a column beside them."""
 INDUCING = 7
 
@@ -41,6 +41,8 @@ def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor
     beside = draw.uniform(0.5, 3, rows), draw.integers(1, 9, rows)
     targets["negative-binomial"] = np.column_stack([draw.negative_binomial(2, 1 / (1 + 0.5 * np.exp(f))), beside[0]])
     targets["binomial"] = np.column_stack([draw.binomial(beside[1], 1 / (1 + np.exp(-f))), beside[1]]).astype(float)
+    times = np.column_stack([np.exp(f + 0.5 * draw.standard_normal(rows)), draw.random(rows) < 0.6])
+    targets |= dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), times)
     return torch.from_numpy(x), torch.from_numpy(targets[likelihood])
 
 

@@ -210,6 +210,8 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str) 
     wrong = (values < 0) | (values != np.round(values))
     if likelihood in COUNTS and wrong.any():
         raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
+    if BESIDE.get(likelihood) == "event" and (values <= 0).any():
+        raise DataError(f"{name}: expected times above zero; another number {_at(values <= 0)}")
     if transform in TRANSFORMS and Transform(transform).positive and (values <= 0).any():
         raise DataError(
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."

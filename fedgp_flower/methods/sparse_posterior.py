@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.likelihoods.times import Times
 from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior, sparse_gp
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
@@ -55,6 +57,14 @@ class SavedLatentGP(SavedSparseGP):
         """Quantiles of an observation [levels, N]."""
         mean, variance = self.model.latent(torch.from_numpy(inputs), self.whitened)
         return self.model.observed.quantiles(mean.numpy(), variance.numpy(), self.model.hyper.detach(), levels)
+
+    def survival(self, inputs: Array, times: Sequence[float]) -> Array:
+        """P(T > t) [times, N] where the target is a time to an event."""
+        if not isinstance(self.model.observed, Times):
+            raise RunError("`times` are for a target that is a time to an event")
+        moments = self.model.latent(torch.from_numpy(inputs), self.whitened)
+        at = torch.tensor(times, dtype=torch.float64)[:, None]
+        return self.model.observed.survival(at, *moments, self.model.hyper.detach()).detach().numpy()
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.special import ndtr, ndtri
+from scipy.special import expit, ndtr, ndtri
 
 from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
+from fedgp_flower.options import BESIDE
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
@@ -86,7 +87,9 @@ def effects(posterior: Predictor) -> list[Effect]:
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
-    outcome = {"bernoulli": ndtr, "poisson": np.exp}.get(posterior.saved.likelihood, posterior.units.values)
+    links = {"": posterior.units.values, "exposure": np.exp, "trials": expit, "event": np.exp}
+    name = posterior.saved.likelihood
+    outcome = ndtr if name == "bernoulli" else links[BESIDE.get(name, "")]
     points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
     # Standardised values between which about 95 % of the rows lie, where that is known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
-from fedgp_flower.options import Value
+from fedgp_flower.options import BESIDE, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Run, read_run
@@ -64,6 +65,14 @@ class Quantiles(Protocol):
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles [levels, N], standardised."""
+
+
+@runtime_checkable
+class Survival(Protocol):
+    """A :data:`Standardised` that knows how many rows have not had an event at a time."""
+
+    def survival(self, inputs: Array, times: Sequence[float]) -> Array:
+        """P(T > t) [times, N]."""
 
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
@@ -185,19 +194,20 @@ class Predictor:
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
         return self.units.quantiles(mean, sd, levels)
 
-    def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
+    def predict(self, frame: pd.DataFrame, site: str | None = None, *, times: Sequence[float] = ()) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
 
-        For a target of classes: the probability of each. With ``missing`` = drop, NaN for a row with a missing cell.
-        With the id or label of a simulated site it predicts as :meth:`at_site` does.
+        For a target of classes: the probability of each. For times to an event quantiles alone, the median is ``q50``,
+        and the share that has not had it at each of ``times``. With ``missing`` = drop, NaN for a row with a missing
+        cell. With the id or label of a simulated site it predicts as :meth:`at_site` does.
         """
         if site is not None:
-            return Predictor.at_site(self.run.path, site).predict(frame)
+            return Predictor.at_site(self.run.path, site).predict(frame, times=times)
         agreed = self.preparation
         encoded = self._encoded(frame, whole=False)
         kept = np.flatnonzero(~np.isnan(encoded).any(axis=1))
         if len(kept) < len(frame):
-            return self.predict(frame.iloc[kept]).set_axis(kept).reindex(range(len(frame)))
+            return self.predict(frame.iloc[kept], times=times).set_axis(kept).reindex(range(len(frame)))
         with reading(self.run.path):
             mean, sd = self.standardised(encoded)
         if not (np.isfinite(mean).all() and np.isfinite(sd).all() and (sd >= 0).all()):
@@ -208,7 +218,17 @@ class Predictor:
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
         values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES))
-        return pd.DataFrame(dict(zip(names, values, strict=True)))
+        table = pd.DataFrame(dict(zip(names, values, strict=True)))
+        if BESIDE.get(self.saved.likelihood) != "event":
+            return table
+        return table.drop(columns=["mean", "sd"]).assign(**self.survival(encoded, times))
+
+    def survival(self, encoded: Array, times: Sequence[float]) -> dict[str, Array]:
+        """Of standardised inputs, the share [N] that has not had the event at each time."""
+        model = self.standardised
+        if not times or not isinstance(model, Survival):
+            return {}
+        return {f"survival at {t:g}": share for t, share in zip(times, model.survival(encoded, times), strict=True)}
 
     def mean(self, frame: pd.DataFrame) -> Array:
         """Means alone [N], in seconds where a sparse Gaussian process with Gaussian noise saved what predicts."""
@@ -307,7 +327,20 @@ class Predictor:
         return encoded
 
 
-def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int, int]:
+def times_of(text: str) -> list[float]:
+    """Times above zero from words with commas between them."""
+    try:
+        times = [float(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        times = [0.0]
+    if not all(0 < time < math.inf for time in times):
+        raise RunError(f"`--times` = {text}: expected times above zero with commas between them")
+    return times
+
+
+def predict_file(
+    predictors: Mapping[str, Predictor], source: Path, output: Path, times: Sequence[float] = ()
+) -> tuple[int, int, int]:
     """Predict every row of a table into a CSV; returns the rows, the cells with a level no site had, and rows outside.
 
     A column ``outside`` names the inputs that lie beyond those of all training rows, if any row has one.
@@ -317,7 +350,7 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
     frame = read_inputs(source, preparation)
     outside = first.outside(frame)
     beyond = {"outside": outside} if outside.any() else {}
-    tables = {site: predictor.predict(frame).assign(**beyond) for site, predictor in predictors.items()}
+    tables = {site: predictor.predict(frame, times=times).assign(**beyond) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
     # Columns that are no inputs, such as ids, come first, as they are written.
     others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)

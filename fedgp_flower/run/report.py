@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
+from fedgp_flower.options import BESIDE
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
@@ -35,6 +36,7 @@ from fedgp_flower.run.summary import (
     figure_columns,
     headline,
     is_classification,
+    is_time,
     notes,
     number,
     opening,
@@ -147,8 +149,9 @@ def _dependence(run: Run) -> list[Panel]:
         " model has learned, not what causes what."
     )
     target, levels = target_of(run), predictor.preparation.target.levels
-    poisson = predictor.saved.likelihood == "poisson"
-    outcome = f"probability of {levels[-1]}" if levels else f"rate of {target}" if poisson else target
+    words = {"exposure": "rate of ", "trials": "probability of ", "event": "characteristic time of "}
+    kind = words.get(BESIDE.get(predictor.saved.likelihood, ""), "")
+    outcome = f"probability of {levels[-1]}" if levels else f"{kind}{target}"
     return [Panel("What predictions depend on", figures.effects(found, outcome), caption)]
 
 
@@ -231,6 +234,8 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
+    if is_time(run.metrics):  # a curve of survival for each row, no mean
+        return
     if len(names) == 1 and predictor is not None:
         figure = figures.curve(rows, predictor, np.linspace(spans[0, 0], spans[0, 1], 400), (*names, target))
         yield Panel("Predictive mean and 95 % interval", figure, f"For a noisy observation.{shown}", "curve")

@@ -17,11 +17,12 @@ from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
 
+TIMES = {"concordance": "concordance", "nll": "NLL", "events": "seen events", "coverage_95": "95 % coverage"}
 REGRESSION = {"rmse": "RMSE", "r2": "R²", "nll": "NLL", "crps": "CRPS", "coverage_95": "95 % coverage"}
 CLASSIFICATION = {"accuracy": "accuracy", "auc": "AUC", "nll": "NLL", "brier": "Brier", "brier_skill": "skill"}
 CLASSIFICATION["calibration_slope"] = "slope"
 """Figures that are shown, by kind of task, and what they are called in a table."""
-TITLES = {**REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
+TITLES = {**TIMES, **REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
 MATTERS = 0.01
 """Nats a row that more training has to promise to be worth a note."""
 IN_ONE_PLACE = ("pooled", "gradient boosting")
@@ -33,7 +34,7 @@ SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
 MOST_NAMED = 5
 """Differences that are named."""
-PERCENTAGES = ("accuracy", "coverage_50", "coverage_90", "coverage_95")
+PERCENTAGES = ("accuracy", "events", "coverage_50", "coverage_90", "coverage_95")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,12 @@ def is_classification(metrics: RunMetrics) -> bool:
 
 def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
     """The figures shown for the run's kind of task."""
-    return tuple(CLASSIFICATION if is_classification(metrics) else REGRESSION)
+    return tuple(CLASSIFICATION if is_classification(metrics) else TIMES if is_time(metrics) else REGRESSION)
+
+
+def is_time(metrics: RunMetrics) -> bool:
+    """Whether the run predicts times to an event."""
+    return "concordance" in metrics.test
 
 
 def rivals(metrics: RunMetrics) -> dict[str, Facts]:
@@ -239,7 +245,7 @@ def answer(run: Run) -> str:
     if not mine.rows:
         return "Nothing was held out, so nothing was scored: all rows were trained on."
     classes = is_classification(run.metrics)
-    figure = "accuracy" if classes else "rmse"
+    figure = figure_columns(run.metrics)[0]
     scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
     plainest = {"mean of the target", "class shares"}
     chosen = [arm for arm in scored if arm.name not in plainest] or scored

@@ -158,8 +158,8 @@ class Scoring:
         """The figures of sites, or of their total under masks, which has no row for each site; None if of no row."""
         scores = {ALL: found.total} if isinstance(found, Summed) else found
         scores = {site: sums for site, sums in scores.items() if sums is not None and sums.rows}
-        kinds = Counter(sums.classes for sums in scores.values()).most_common(1)
-        for site in [site for site, sums in scores.items() if sums.classes != kinds[0][0]]:
+        kinds = Counter(tuple(sums.known) for sums in scores.values()).most_common(1)
+        for site in [site for site, sums in scores.items() if tuple(sums.known) != kinds[0][0]]:
             self.session.network.fail(site, "its scores are not of the task that those of most sites are of")
             del scores[site]
         if not scores:
@@ -208,7 +208,7 @@ def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
     known = {name: array.tolist() for name, array in histograms.items() if array.any()}
     test = _figures(total) | ranked(known.get("ranks"))
     standardised = dict(test)
-    if not total.classes:  # probabilities of classes have no units
+    if "rmse" in test:  # probabilities of classes have no units
         standardised |= {name: test[name] / target_scale for name in ("rmse", "mae", "crps")}
         standardised["nll"] -= math.log(target_scale)
     rows = [{"site": site, "num_examples": int(scores[site].rows), **_figures(scores[site])} for site in sites]
@@ -265,12 +265,16 @@ def with_skill(figures: Figures, mean: Facts) -> Figures:
 
 
 def _figures(scores: ScoreSums) -> Figures:
-    if scores.classes:
-        _, correct, nll, brier = (scores.classification / scores.rows).tolist()
-        return {"accuracy": correct, "nll": nll, "brier": brier}
-    _, squared, absolute, nll, crps, *inside = (scores.regression / scores.rows).tolist()
-    coverage = {f"coverage_{level}": share for level, share in zip(LEVELS, inside, strict=True)}
-    return {"rmse": math.sqrt(squared), "mae": absolute, "nll": nll, "crps": crps, **coverage}
+    known = scores.known
+    mean = {name: value / scores.rows for name, value in known.items()}
+    if "correct" in known:
+        return {"accuracy": mean["correct"], "nll": mean["nll"], "brier": mean["brier"]}
+    coverage = {f"coverage_{level}": mean[f"inside-{level}"] for level in LEVELS}
+    if "comparable" in known:
+        concordance = known["concordant"] / known["comparable"] if known["comparable"] else math.nan
+        return {"concordance": concordance, "nll": mean["nll"], "events": mean["events"], **coverage}
+    found = {"rmse": math.sqrt(mean["squared-error"]), "mae": mean["absolute-error"]}
+    return {**found, "nll": mean["nll"], "crps": mean["crps"], **coverage}
 
 
 def constant(

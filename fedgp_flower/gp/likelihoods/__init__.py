@@ -6,6 +6,7 @@ from fedgp_flower.gp.likelihoods.counts import Counts, OverdispersedCounts, Succ
 from fedgp_flower.gp.likelihoods.labels import Logit, Probit
 from fedgp_flower.gp.likelihoods.numbers import GaussianNoise, HeavyTailed, gaussian_likelihood
 from fedgp_flower.gp.likelihoods.point import NONE, LearnedLikelihood, Noise, PointLikelihood
+from fedgp_flower.gp.likelihoods.times import LogLogisticTimes, LogNormalTimes, WeibullTimes
 
 __all__ = [
     "NONE",
@@ -25,6 +26,9 @@ OF_ONE_FUNCTION: dict[str, type[PointLikelihood]] = {
     "poisson": Counts,
     "negative-binomial": OverdispersedCounts,
     "binomial": Successes,
+    "time-to-event": WeibullTimes,
+    "log-logistic": LogLogisticTimes,
+    "log-normal": LogNormalTimes,
 }
 """By the name in ``model.likelihood``, those that need no noise to start from."""
 

@@ -36,7 +36,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
-from fedgp_flower.options import ModelSection
+from fedgp_flower.options import BESIDE, ModelSection
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
@@ -155,6 +155,10 @@ class SVGPClient(SparseClient):
         moments = model.latent(tensor(rows.x_test), request.whitened())
         with torch.no_grad():
             return Prediction(*map(to_array, model.observed.observed(tensor(rows.y_test), *moments, model.hyper)))
+
+    def shown(self, request: PooledPosterior) -> NamedArrays:
+        """As usual; nothing of times, which may be censored."""
+        return {} if BESIDE.get(self.config.model.likelihood) == "event" else super().shown(request)
 
     def score(self, request: PooledPosterior) -> Scores:
         """Scores of the held-out rows by the configured likelihood."""
