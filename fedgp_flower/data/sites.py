@@ -48,12 +48,12 @@ _ONE_AT_A_TIME = Lock()
 
 @dataclass(frozen=True, slots=True)
 class SiteData:
-    """A site's rows as a model sees them."""
+    """A site's rows as a model sees them; [N, 2] are the target and the column beside it."""
 
     x: Array  # [N, D]
-    y: Array  # [N]
+    y: Array  # [N] or [N, 2]
     x_test: Array  # [N*, D]
-    y_test: Array  # [N*]
+    y_test: Array  # [N*] or [N*, 2]
     unknown_levels: int
     """Cells whose level no site had when the schema was agreed; their indicators are zero."""
 
@@ -77,6 +77,8 @@ class RawSite:
     """What a person should look at in these rows, a line each; codes are looked for in the whole of a shared table."""
     dealt: bool = False
     """Whether the rows are a share of one table, and not of a table of the site."""
+    beside: str = ""
+    """The column beside the target, such as an exposure; empty without one."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """The latest encoding: a process of a simulation answers many messages of a run."""
 
@@ -103,6 +105,9 @@ class RawSite:
             if self.target != (agreed := preparation.target.name):
                 raise DataError(f"the target is `{self.target}` here and `{agreed}` at the other sites")
             y, y_test = (encode_targets(part[self.target], preparation) for part in both)
+            if self.beside:
+                pairs = zip((y, y_test), both, strict=True)
+                y, y_test = (np.column_stack([values, part[self.beside]]) for values, part in pairs)
             unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
             self._encoded[key] = SiteData(x, y, x_test, y_test, unknown)
@@ -201,7 +206,8 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     said = suspicions(pd.concat(both), table.target, codes, _wants_normal(config))
     where = f"site {dealt.labels[site]} of {table.file}"
     dropped = table.dropped if site == 0 else 0
-    return replace(_site(node, both, table.target, table.features, dropped, said, where), dealt=True)
+    made = _site(node, both, table.target, table.features, dropped, said, where)
+    return replace(made, dealt=True, beside=config.beside)
 
 
 def _wants_normal(config: CoreConfig) -> bool:
@@ -296,7 +302,7 @@ def real_site(
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
     whole, target = checked(raw, *columns, config, file), columns[1]
     frame = whole.reset_index(drop=True)
-    inputs = [str(name) for name in frame if name not in {target, *config.set_aside}]
+    inputs = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
@@ -308,4 +314,5 @@ def real_site(
         raise DataError(f"{file}: {'. '.join(problems)}")
     rows = pd.concat(both)
     said = suspicions(rows, target, codes_in(rows), _wants_normal(config))
-    return _site((site, label or site, partitions), both, target, inputs, dropped, said, file)
+    made = _site((site, label or site, partitions), both, target, inputs, dropped, said, file)
+    return replace(made, beside=config.beside)

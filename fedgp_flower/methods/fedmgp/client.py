@@ -31,7 +31,7 @@ class FedMGPClient(SiteClient):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.options = cast(FedMGPOptions, setting.config.options)
-        self.likelihood: model.Kind = setting.config.model.likelihood
+        self.likelihood: str = setting.config.model.likelihood
         self.gaussian = self.likelihood == "gaussian"
 
     def data(self, latents: LatentFunctions) -> UnitData:
