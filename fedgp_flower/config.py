@@ -54,8 +54,9 @@ class PartitionSection(Section):
     """Concentration of ``dirichlet``: small is uneven."""
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
-    min_rows: PositiveInt = 10
-    """A natural group with fewer rows is left out; ``dirichlet`` deals until every site has as many."""
+    min_rows: Count = 0
+    """A natural group with fewer training rows is left out: it is named, and its rows are not scored. ``dirichlet``
+    deals until every site has as many, 10 where this is 0."""
 
 
 class TransformSection(Section):

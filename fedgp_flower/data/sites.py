@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,8 +41,8 @@ Data: TypeAlias = (
     " | tuple[pd.DataFrame, str]"
 )
 
-LEAST_ROWS = 2
-"""Training rows that a site needs: one has no spread to describe."""
+LINE = 180
+"""Letters of names in a line about groups that are left out."""
 _ONE_AT_A_TIME = Lock()
 """Silencing a library is not thread-safe: sites that share a process read and deal one after the other."""
 
@@ -73,6 +74,8 @@ class RawSite:
     target: str
     dropped: int = 0
     """Rows of the table left out for a missing cell. The first site counts those of a shared table."""
+    left_out: str = ""
+    """Who takes no part in a simulation, a line each. The first site tells."""
     suspected: str = ""
     """What a person should look at in these rows, a line each; codes are looked for in the whole of a shared table."""
     dealt: bool = False
@@ -153,7 +156,8 @@ def count_sites(config: CoreConfig, wanted: int = 0) -> int:
         )
     table = load_table(config)
     train, _ = table.rows(config.split)
-    return int((partitioning.row_labels(table.column).iloc[train].value_counts() >= config.partition.min_rows).sum())
+    sizes = partitioning.row_labels(table.column).iloc[train].value_counts()
+    return int((sizes >= max(config.partition.min_rows, 1)).sum())
 
 
 def simulated_nodes(count: int) -> list[dict[str, Value]]:
@@ -206,8 +210,9 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     said = suspicions(pd.concat(both), table.target, codes, _wants_normal(config))
     where = f"site {dealt.labels[site]} of {table.file}"
     dropped = table.dropped if site == 0 else 0
+    left_out = "\n".join(_left_out(table, config, dealt)) if site == 0 else ""
     made = _site(node, both, table.target, table.features, dropped, said, where)
-    return replace(made, dealt=True, beside=config.beside)
+    return replace(made, dealt=True, beside=config.beside, left_out=left_out)
 
 
 def _wants_normal(config: CoreConfig) -> bool:
@@ -225,20 +230,31 @@ def _site(
     where: str,
 ) -> RawSite:
     """A site of rows to train on and held-out rows."""
-    if (count := len(both[0])) < LEAST_ROWS:
-        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")
+    if not len(both[0]):
+        raise DataError(f"{where}: 0 training rows; at least 1 is needed")
     return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected)
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
-    """A site's part of the pooled test rows: those of its natural group, and an equal share of all that have none."""
-    loose, grouped = test, test[:0]
+    """A site's part of the pooled test rows: those of its natural group, else an equal share of all."""
     if config.partitioner == "natural":
-        groups = partitioning.row_labels(table.column).iloc[test]
-        grouped = test[(groups == dealt.labels[site]).to_numpy()]
-        loose = test[~groups.isin(dealt.labels).to_numpy()]
-    order = generator(config.seed, "test-rows").permutation(loose.size)
-    return np.sort(np.concatenate([grouped, loose[np.array_split(order, len(dealt.rows))[site]]]))
+        return test[(partitioning.row_labels(table.column).iloc[test] == dealt.labels[site]).to_numpy()]
+    order = generator(config.seed, "test-rows").permutation(test.size)
+    return np.sort(test[np.array_split(order, len(dealt.rows))[site]])
+
+
+def _left_out(table: Table, config: CoreConfig, dealt: partitioning.Deal) -> list[str]:
+    """Who takes no part in a run by natural groups, and whose held-out rows are therefore not scored; a line each."""
+    if config.partitioner != "natural":
+        return []
+    groups = partitioning.row_labels(table.column).iloc[table.rows(config.split)[1]]
+    unseen = sorted(set(map(str, groups)) - {*dealt.labels, *dealt.left_out})
+    said = {"fewer training rows than `partition.min-rows`": dealt.left_out, "no training rows": unseen}
+    return [
+        f"groups that are left out and not scored, {len(names)} with {why}: {part}"
+        for why, names in said.items()
+        for part in textwrap.wrap(", ".join(names), LINE)
+    ]
 
 
 @lru_cache(maxsize=1024)
