@@ -292,7 +292,7 @@ def agree(
         raise DataError(f"target `{target}` is the same {what} at every site; {end}")
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
     centre, spread = float(goal.mean[0]), float(goal.scale[0])
-    raw_target = classes or likelihood == "poisson" or not standardise
+    raw_target = classes or likelihood not in {"gaussian", "student-t"} or not standardise
     arrays = {
         "input.mean": mean if standardise else np.zeros_like(mean),
         "input.scale": scale if standardise else np.ones_like(scale),

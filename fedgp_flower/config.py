@@ -21,6 +21,8 @@ from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
+    BESIDE,
+    COMMON,
     USUAL_KERNEL,
     AveragingSection,
     Count,
@@ -52,8 +54,9 @@ class PartitionSection(Section):
     """Concentration of ``dirichlet``: small is uneven."""
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
-    min_rows: PositiveInt = 10
-    """A natural group with fewer rows is left out; ``dirichlet`` deals until every site has as many."""
+    min_rows: Count = 0
+    """A natural group with fewer training rows is left out: it is named, and its rows are not scored. ``dirichlet``
+    deals until every site has as many, 10 where this is 0."""
 
 
 class TransformSection(Section):
@@ -138,7 +141,8 @@ class CoreConfig(Section):
     split: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
     """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out some of its rows."""
     target: Annotated[str, BASIC] = ""
-    """Target column; empty means ``y``, else the last column."""
+    """Target column; empty means ``y``, else the last column. Counts and times take a second column after a comma: the
+    ``exposure`` of a count (``cases,person_years``), the trials of ``binomial`` (``cured,treated``)."""
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     formula: Annotated[str, BASIC] = ""
@@ -245,6 +249,16 @@ class CoreConfig(Section):
         return {SITE, *([self.partition.column] if self.partitioner == "natural" else [])}
 
     @property
+    def outcome(self) -> str:
+        """The target column; empty where ``target`` names none."""
+        return self.target.partition(",")[0].strip() if self.beside else self.target
+
+    @property
+    def beside(self) -> str:
+        """The column beside the target that the likelihood reads; empty without one."""
+        return self.target.partition(",")[2].strip() if self.model.likelihood in BESIDE else ""
+
+    @property
     def set_aside(self) -> list[str]:
         """Columns that name groups and are no input."""
         design = self.design
@@ -267,7 +281,8 @@ class CoreConfig(Section):
     @property
     def aside(self) -> set[str]:
         """Columns that are no inputs unless `features` names them: those of the sites, and of `holdout`."""
-        return {self.partition.column if self.partitioner == "natural" else "", self.holdout.partition(":")[2]} - {""}
+        site = self.partition.column if self.partitioner == "natural" else ""
+        return {site, self.holdout.partition(":")[2], self.beside} - {""}
 
     @property
     def terms(self) -> Json:
@@ -298,6 +313,20 @@ class CoreConfig(Section):
         likelihood = f"`model.likelihood` = {self.model.likelihood!r}"
         if self.model.likelihood != "gaussian":
             raise ConfigError(f"{likelihood}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'")
+
+    def require_known(self, options: MethodOptions) -> None:
+        """Raise ConfigError where the method does not know the likelihood, or what stands beside the target."""
+        likelihood = self.model.likelihood
+        if likelihood not in options.likelihoods:
+            able = ", ".join(sorted(options.likelihoods))
+            raise ConfigError(
+                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} has {able}; take 'svgp'"
+            )
+        if self.beside and options.likelihoods <= COMMON:
+            raise ConfigError(
+                f"`target` = {self.target!r} names the {BESIDE[likelihood]} after the comma, which `method` ="
+                f" {self.method!r} does not read; take 'svgp'"
+            )
 
     def require_accounted(self, options: MethodOptions) -> None:
         """Raise ConfigError where anything is told that is not paid for from the budget of privacy."""
@@ -425,6 +454,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         raise ConfigError(
             f"`formula`: `method` = {method!r} reads none; leave `method` out, which is 'mixed-model' then"
         )
+    core.require_known(chosen)
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)

@@ -80,6 +80,17 @@ def kernel_tree(expression: str) -> ast.expr:
     raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
 
 
+BESIDE = {
+    "poisson": "exposure",
+    "negative-binomial": "exposure",
+    "binomial": "trials",
+    **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
+}
+"""What a second column named by ``target`` holds, by likelihood."""
+COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
+"""Likelihoods of every method that does not say which it knows."""
+
+
 class ModelSection(Section):
     """The Gaussian process."""
 
@@ -96,9 +107,12 @@ class ModelSection(Section):
     """``sgpr``: after training the posterior gets as many more inducing points as pay, while a message of sums at them
     stays below this: 64 holds 4000 points, M² / 2 numbers; under masks it is twice as large. 0 is 64 where
     ``num-inducing`` is left to the method, and no more points where it is set."""
-    likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
+    likelihood: Annotated[
+        Literal["gaussian", "bernoulli", "poisson", "student-t", "negative-binomial", "binomial"],
+        BASIC,
+    ] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t with 4 degrees of freedom."""
+    Student-t with 4 degrees of freedom; counts that vary more than ``poisson`` says; successes among so many trials."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
@@ -164,6 +178,8 @@ class MethodOptions(BaseModel):
     """Fields that installed packages brought."""
     shared: ClassVar[type[MethodOptions] | None] = None
     """The table of another method that this one reads too."""
+    likelihoods: ClassVar[frozenset[str]] = COMMON
+    """The likelihoods that the method knows."""
     reads_formula: ClassVar[bool] = False
     """Whether the method reads ``formula``."""
     accounted: ClassVar[bool] = False

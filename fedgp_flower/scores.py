@@ -37,10 +37,6 @@ MUCH, MUCH_A_ROW = 3.0, 0.05
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(160)
 REACH = 9.0
 """How far integrals over a transformed target go, in standard deviations."""
-RATE_NODES, FEWER_RATE_NODES, RATE_REACH = 241, 49, 6.5
-"""Steps of a log rate for a density and, for the many values of F in a CRPS, fewer; how far they go in sd."""
-COUNT_STEPS = 400
-"""Integers at which the CRPS of a count looks at F, at equal ratios; every integer where these are denser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +63,11 @@ class Prediction:
 
     mean: Array
     variance: Array
+
+
+def apart(targets: Array) -> tuple[Array, Array]:
+    """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
+    return (targets, np.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 
 
 def much_better(nll: float, other: float, rows: float) -> bool:
@@ -101,15 +102,19 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike, shares: 
 def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: Array) -> Scores:
     """Sums of scores of rows; F just ``below`` y and at y differ where y is a count.
 
-    The PIT of a row is spread evenly over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009).
+    The PIT of a row is spread evenly over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009), and so it is for intervals: no
+    interval of whole numbers holds exactly 95 %, but right ones hold 95 % of these shares.
     """
+
+    def share(edge: float | Array) -> Array:
+        """How much of each row lies below; where y is no count, all of a row lies on one side."""
+        with np.errstate(over="ignore"):
+            return np.clip((edge - below) / np.maximum(pit - below, np.finfo(float).tiny), 0.0, 1.0)
+
     columns = [np.ones_like(error), error**2, np.abs(error), nll, crps]
-    tails = [0.5 - level / 200 for level in LEVELS]
-    columns += [(pit >= tail) & (below <= 1 - tail) for tail in tails]
+    columns += [share(0.5 + level / 200) - share(0.5 - level / 200) for level in LEVELS]
     sums = {name: float(np.sum(column)) for name, column in zip(REGRESSION_SUMS, columns, strict=True)}
-    edges = np.linspace(0, 1, PIT_BINS + 1)[:, None]
-    with np.errstate(over="ignore"):  # where y is no count, all of a row lies on one side of an edge
-        left = np.clip((edges - below) / np.maximum(pit - below, np.finfo(float).tiny), 0.0, 1.0)
+    left = share(np.linspace(0, 1, PIT_BINS + 1)[:, None])
     left[-1] = 1.0
     return Scores(sums, {"evaluation.pit": np.diff(left, axis=0).sum(axis=1)})
 
@@ -286,66 +291,3 @@ def _rule(low: Array, high: Array) -> tuple[Array, Array]:
     """Nodes and weights [Q, n] of integrals from ``low`` to ``high`` [n]."""
     half = (high - low) / 2
     return low + half * (NODES[:, None] + 1), half * WEIGHTS[:, None]
-
-
-def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
-    """Scores of y | f ~ Poisson(e^f), f ~ N(m, v), [n], by the trapezoidal rule in f; E y = exp(m + ½ v)."""
-    if not (np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()):
-        raise NumericsError("moments of a predicted log rate are not finite, or a variance is negative")
-    if not ((target >= 0) & (target == np.rint(target))).all():
-        raise NumericsError("a target is not a count: `model.likelihood` = 'poisson' needs whole numbers from 0 on")
-    log_rates, share = _rates(mean, variance, RATE_NODES)
-    log_parts = target * log_rates - np.exp(log_rates) - special.gammaln(target + 1)
-    upper = _count_distribution(target, log_rates, share)
-    lower = np.where(target > 0, _count_distribution(np.maximum(target - 1, 0), log_rates, share), 0.0)
-    nll = -np.asarray(special.logsumexp(log_parts, axis=0, b=share[:, None]))
-    crps = _count_crps(target, *_rates(mean, variance, FEWER_RATE_NODES))
-    return regression_scores(np.exp(mean + variance / 2) - target, nll, crps, lower, upper)
-
-
-def log_rate_of(mean: Array, sd: Array) -> tuple[Array, Array]:
-    """Mean m and variance v of a log rate, from those of counts: E y = r = exp(m + ½ v), var y = r + r² (e^v − 1)."""
-    variance = np.log1p(np.maximum(sd**2 - mean, 0.0) / mean**2)  # e^v − 1 is below zero by rounding alone
-    return np.log(mean) - variance / 2, variance
-
-
-def count_quantiles(mean: Array, variance: Array, levels: Sequence[float]) -> Array:
-    """Least k with F(k) ≥ level, [levels, n], of y | f ~ Poisson(e^f), f ~ N(m, v)."""
-    log_rates, share = _rates(mean, variance, RATE_NODES)
-    found = []
-    for level in levels:
-        low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(np.exp(mean)), 1.0)
-        while (short := _count_distribution(high, log_rates, share) < level).any():
-            low[short], high[short] = high[short], 2 * high[short]
-        while (high - low > 1).any():
-            middle = np.floor((low + high) / 2)
-            enough = (middle >= 0) & (_count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level)
-            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-        found.append(high)
-    return np.stack(found)
-
-
-def _rates(mean: Array, variance: Array, count: int) -> tuple[Array, Array]:
-    """Log rates [Q, n] and their shares [Q]."""
-    nodes = np.linspace(-RATE_REACH, RATE_REACH, count)
-    weights = np.exp(-0.5 * nodes**2)
-    return mean + np.sqrt(variance) * nodes[:, None], weights / weights.sum()
-
-
-def _count_distribution(count: Array, log_rates: Array, share: Array) -> Array:
-    """F(count) of the mixture, for counts that broadcast with [n]."""
-    total = np.zeros(np.broadcast_shapes(np.shape(count), log_rates.shape[1:]))
-    for log_rate, weight in zip(log_rates, share, strict=True):
-        total += weight * special.pdtr(count, np.exp(log_rate))
-    return total
-
-
-def _count_crps(target: Array, log_rates: Array, share: Array) -> Array:
-    """Σ_k (F(k) − 1[k ≥ y])², with F constant between the integers that are looked at."""
-    rate = float(np.exp(log_rates.max(initial=0.0)))
-    end = max(rate + RATE_REACH * np.sqrt(rate) + 10, float(target.max(initial=0.0)) + 1)
-    steps = np.rint(np.expm1(np.linspace(0, np.log1p(end), COUNT_STEPS)))
-    edges = np.unique(np.concatenate([steps, target]))
-    middle, length = np.floor((edges[:-1] + edges[1:] - 1) / 2), np.diff(edges)
-    gap = _count_distribution(middle[:, None], log_rates, share) - (edges[:-1, None] >= target)
-    return np.asarray(length @ gap**2)

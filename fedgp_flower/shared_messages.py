@@ -120,6 +120,7 @@ class Shape:
     histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
     square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, as follows from `query.describe`")
+    beside: Float[ndarray, ""] = leaves("sum of the column beside the target, such as exposure; without one the rows")
     start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
 
     def coarse(self, least: int) -> Shape:
@@ -132,6 +133,8 @@ class Shape:
             return f"`histogram` is not one of the {described.rows} rows it introduced itself with"
         different = described.unlike("products", np.diag(self.products), described.input_squares)
         different = different or described.unlike("square", self.square, described.target_square)
+        if not self.beside >= 0:
+            return "`beside` is a sum of numbers that are not negative"
         if different or self._elsewhere(described):
             return different or f"`histogram` has rows where none of the {described.rows} rows it described can lie"
         if (self.histogram < 0).any():

@@ -33,4 +33,4 @@ Scalar: TypeAlias = Float[Tensor, ""]
 Vector: TypeAlias = Float[Tensor, " M"]
 Square: TypeAlias = Float[Tensor, "M M"]
 Rows: TypeAlias = Float[Tensor, "N D"]
-Targets: TypeAlias = Float[Tensor, " N"]
+Targets: TypeAlias = Float[Tensor, "N ..."]  # a second column is what stands beside the target

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.special import ndtri
 
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
@@ -91,12 +90,11 @@ def at(values: Mapping[str, ndarray]) -> SVGPState:
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
     model = problem.model
-    locations = initial_locations((yield from shape_of_inputs(roster)), model, problem.seed)
-    values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
-    if model.likelihood == "bernoulli":
-        values[CONSTANT][:] = ndtri(problem.target["share"])
-    elif model.likelihood == "poisson":
-        values[CONSTANT][:] = np.log(problem.target["mean"])
+    shape = yield from shape_of_inputs(roster)
+    locations = initial_locations(shape, model, problem.seed)
+    latent = LatentGP(model, torch.from_numpy(locations))
+    values = latent.to_arrays()
+    values[CONSTANT][:] = latent.observed.start(problem.target, float(shape.beside) / float(shape.histogram[0].sum()))
     return at(values)
 
 

@@ -60,7 +60,7 @@ def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method
 def test_rows_lie_where_a_true_description_says(x: np.ndarray, least: int) -> None:
     """Also the outlier of a small site, and after small cells of the histogram were joined."""
     sums = input_shape(x[:, None])
-    shape = Shape(sums["input.histogram"], sums["input.products"], np.array(0.0), {}).coarse(least)
+    shape = Shape(sums["input.histogram"], sums["input.products"], np.array(0.0), np.array(0.0), {}).coarse(least)
     reach = np.sqrt(len(x) - 1) * x.std()
     described = Described(len(x), np.array([x @ x]), 0.0, np.array([x.mean()]), np.array([reach]))
     assert shape.refusal(described) is None

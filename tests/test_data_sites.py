@@ -74,14 +74,21 @@ def test_natural_sites_keep_their_own_test_rows_and_names():
     assert sites[0].features == ("x",)
 
 
-def test_test_rows_of_groups_without_a_site_are_shared_out(tmp_path):
-    frame = pd.DataFrame({"x": np.arange(60.0), "town": ["a"] * 30 + ["b"] * 25 + ["c"] * 5, "y": np.arange(60.0) ** 2})
-    frame.assign(split=["test" if i % 5 == 0 else "train" for i in range(60)]).to_csv(tmp_path / "t.csv", index=False)
-    keys = config(dataset=str(tmp_path / "t.csv"), split=0, partitioner="natural", partition={"column": "town"})
-    sites = load_all_sites(keys, 2)
+def test_rows_of_groups_that_are_left_out_are_scored_nowhere_and_the_groups_are_named(tmp_path):
+    town = ["a"] * 30 + ["b"] * 25 + ["c"] * 5 + ["d"]
+    frame = pd.DataFrame({"x": np.arange(61.0), "town": town, "y": np.arange(61.0) ** 2})
+    frame.assign(split=["test" if i % 5 == 0 else "train" for i in range(61)]).to_csv(tmp_path / "t.csv", index=False)
+    keys = {"dataset": str(tmp_path / "t.csv"), "split": 0, "partitioner": "natural"}
+    small = config(**keys, partition={"column": "town", "min-rows": 10})
+    sites = load_all_sites(small, count_sites(small))
     assert [len(site.train) for site in sites] == [24, 20]
-    assert sorted(stacked(sites, "test")["x"]) == [5.0 * i for i in range(12)]
-    assert set(sites[0].test["x"]) >= {0.0, 5.0, 10.0, 15.0, 20.0, 25.0}
+    assert [sorted(site.test["x"]) for site in sites] == [[5.0 * i for i in few] for few in (range(6), range(6, 11))]
+    told, nothing = (site.left_out for site in sites)
+    assert "1 with fewer training rows than `partition.min-rows`: c" in told
+    assert "1 with no training rows: d" in told
+    assert nothing == ""
+    every = config(**keys, partition={"column": "town"})
+    assert [site.label for site in load_all_sites(every, count_sites(every))] == ["a", "b", "c"]
 
 
 def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
@@ -263,16 +270,17 @@ def test_pathological_sites_see_few_classes():
 
 def test_natural_groups_are_the_sites_and_small_ones_are_left_out():
     ward = pd.Series(np.repeat([30.0, 4.0, 100.0, 7.0], [100, 60, 75, 5]))
-    found = by("natural", 3, ward, column="ward")
+    found = by("natural", 3, ward, **{"column": "ward", "min-rows": 10})
+    assert found.left_out == ("7",)
     assert found.labels == ("4", "30", "100")
     assert [np.unique(ward.iloc[part]).tolist() for part in found.rows] == [[4.0], [30.0], [100.0]]
     assert sizes(found) == [60, 100, 75]
     town = ward.map({30.0: "Ely", 4.0: "Bath", 100.0: "Zell", 7.0: "Aix"})
-    assert by("natural", 3, town, column="town").labels == ("Bath", "Ely", "Zell")
-    assert by("natural", 4, town, **{"column": "town", "min-rows": 5}).labels == ("Aix", "Bath", "Ely", "Zell")
+    assert by("natural", 3, town, **{"column": "town", "min-rows": 10}).labels == ("Bath", "Ely", "Zell")
+    assert by("natural", 4, town, column="town").labels == ("Aix", "Bath", "Ely", "Zell")
     for sites in (2, 4):
         with pytest.raises(DataError, match=r"`ward` has 3 groups with at least 10 rows .*; run with 3 sites"):
-            by("natural", sites, ward, column="ward")
+            by("natural", sites, ward, **{"column": "ward", "min-rows": 10})
 
 
 def test_impossible_requests_are_refused_with_the_key_to_change():

@@ -270,7 +270,7 @@ def placed(x: np.ndarray) -> np.ndarray:
     next(running)
     arrays = input_shape(x)
     with pytest.raises(StopIteration) as end:
-        running.send({"a": Shape(arrays["input.histogram"], arrays["input.products"], np.zeros(()), {})})
+        running.send({"a": Shape(arrays["input.histogram"], arrays["input.products"], np.zeros(()), np.zeros(()), {})})
     return end.value.value
 
 

@@ -121,7 +121,7 @@ def by_hand(
     """Mean and variance of f, and the mean of σ², by sums over an even grid of ρ, log σ and s."""
     latents, q = shared
     [factor], [a], scale, n = latents.whitening(), latents.amplitudes, latents.scales[0], len(y)
-    power = np.mean(y**2)
+    power = max(np.mean(y**2), (y @ y + 1) / (n + 1))
     logs, means, seconds, noises = [], [], [], []
     for rho in WIDEST * (np.arange(25) + 0.5) / 25:
         both = np.concatenate([x, AT])

@@ -164,7 +164,7 @@ def correlated(rows: int) -> np.ndarray:
 def test_points_like_inputs_follow_marginals_and_correlations() -> None:
     x = correlated(4000)
     shape = input_shape(x)
-    sums = Shape(shape["input.histogram"], shape["input.products"], np.array(0.0), {})
+    sums = Shape(shape["input.histogram"], shape["input.products"], np.array(0.0), np.array(0.0), {})
     z = points_like_inputs(sums, 512, np.random.default_rng(0))
     width = INPUT_EDGES[1] - INPUT_EDGES[0]
     for column in (0, 2):  # a histogram knows a distribution up to the width of its bins

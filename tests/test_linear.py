@@ -11,9 +11,10 @@ from faults import FaultyGrid, configured, run
 from scipy import linalg, optimize, stats
 
 from fedgp_flower.clients.numpy_client import logistic, moments
+from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
+from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores
 from fedgp_flower.shared_messages import LinearPredictor, Moments, ScoreSums, with_ones
 from strategies.server.questions import drive
 from strategies.server.scoring import PENALTIES, combine, constant, linear_fit, ridge

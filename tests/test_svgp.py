@@ -23,6 +23,8 @@ from strategies.server.questions import Roster, drive
 from strategies.svgp import SVGP, at, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
+OUTCOMES = ("negative-binomial", "binomial")
+"""Targets with a column beside them."""
 INDUCING = 7
 
 
@@ -36,6 +38,9 @@ def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor
         "poisson": draw.poisson(np.exp(f + 0.5)).astype(float),
         "student-t": f + 0.2 * draw.standard_t(3, rows),
     }
+    beside = draw.uniform(0.5, 3, rows), draw.integers(1, 9, rows)
+    targets["negative-binomial"] = np.column_stack([draw.negative_binomial(2, 1 / (1 + 0.5 * np.exp(f))), beside[0]])
+    targets["binomial"] = np.column_stack([draw.binomial(beside[1], 1 / (1 + np.exp(-f))), beside[1]]).astype(float)
     return torch.from_numpy(x), torch.from_numpy(targets[likelihood])
 
 
@@ -87,7 +92,7 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear"])
-@pytest.mark.parametrize("likelihood", KINDS)
+@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES])
 def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str, kernel: str) -> None:
     """Central differences of F + log p(w), q carried from an anchor that is neither w nor settled."""
     data, old = rows_of(likelihood), latent(likelihood, kernel=kernel)
@@ -164,7 +169,7 @@ def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
     return state
 
 
-@pytest.mark.parametrize("likelihood", KINDS)
+@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES])
 def test_a_run_does_not_depend_on_the_partition(likelihood: str) -> None:
     """Steps in (B, b) to rounding; L-BFGS amplifies it."""
     for number, slack in ((3, 1e-9), (5, 1e-6)):

@@ -173,8 +173,10 @@ def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     texts: dict[str, str | bool] = {"schema": description.schema, "label": site.label}
     if (config.privacy.secure_aggregation or trust) and not bounds:
         description, numbers = bare(description), {**numbers, "dropped": 0, "bare": 1}
-    elif site.suspected and not bounds:
-        texts[WARNING] = site.suspected
+        told = site.left_out
+    else:
+        told = "\n".join(filter(None, (site.left_out, "" if bounds else site.suspected)))
+    texts |= {WARNING: told} if told else {}
     return Outgoing(dict(description.arrays), {**numbers, **({TRUST: 1} if trust else {})}, texts)
 
 

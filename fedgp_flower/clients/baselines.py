@@ -19,7 +19,7 @@ from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import PENALTY, SparseSums, exact_posterior, profiled, scaled
-from fedgp_flower.scores import Prediction, Scores, TargetUnits
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_POINTS = 100
@@ -85,7 +85,7 @@ def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
     """Scores of gradient boosting of all rows; of none where trees have too few rows or no loss for the target."""
     likelihood = config.model.likelihood
     few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES or config.options.numbers_classes(config.model)
-    if few or np.ptp(rows.y) == 0 or not len(rows.y_test):
+    if few or rows.y.ndim > 1 or np.ptp(rows.y) == 0 or not len(rows.y_test):
         return nothing(rows, units)
     return boosted(rows.x, rows.y, likelihood, config.seed).scores(rows, likelihood, units)
 
@@ -192,6 +192,9 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
     model, size = place.module(LatentGP(config.model, points)), len(points)
+    (y, beside), count = apart(rows.y), len(rows.y)
+    known = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # also where all are zero
+    model.constant.data.fill_(model.observed.start(known, (beside.sum() + 1) / count))
     mean, root = (part.requires_grad_() for part in (place.tensor(np.zeros(size)), place.tensor(np.eye(size))))
 
     def posterior() -> WhitenedPosterior:

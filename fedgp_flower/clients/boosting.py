@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
+from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores
 from fedgp_flower.typing import Array, Indices
 
 if TYPE_CHECKING:

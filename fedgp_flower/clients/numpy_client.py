@@ -21,6 +21,7 @@ from flwr.common.typing import Scalar as FlowerScalar
 
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
+from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data import standardisation
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -31,7 +32,7 @@ from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, count_scores, much_better
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart, bernoulli_scores, much_better
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     Centres,
@@ -206,7 +207,7 @@ class SiteClient(NumPyClient):
         predicted, agreed, units = self.held_out(request), self.preparation, self.units
         if predicted.mean.ndim > 1:
             return {}
-        mean, sd, target = units.original(predicted, self.rows.y_test)
+        mean, sd, target = units.original(predicted, apart(self.rows.y_test)[0])
         arrays: NamedArrays = {"prediction.mean": mean, "prediction.sd": sd, "prediction.target": target}
         if self.config.model.likelihood == "bernoulli":
             del arrays["prediction.sd"]
@@ -305,8 +306,9 @@ def column_squares(client: SiteClient, request: Centres) -> ColumnSquares:
 def shape(client: SiteClient, request: Nothing) -> Shape:
     """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
     rows = client.rows
-    arrays, start = input_shape(rows.x), client.start(rows.x.shape[1])
-    return Shape(arrays["input.histogram"], arrays["input.products"], np.array(rows.y @ rows.y), start)
+    arrays, start, (y, beside) = input_shape(rows.x), client.start(rows.x.shape[1]), apart(rows.y)
+    sums = np.array(y @ y), np.asarray(beside.sum())
+    return Shape(arrays["input.histogram"], arrays["input.products"], *sums, start)
 
 
 def moments(client: SiteClient, request: Nothing) -> Moments:

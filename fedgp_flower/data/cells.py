@@ -17,6 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.options import BESIDE
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -30,6 +31,8 @@ OTHERS = 5
 """Fewer other numbers than this do not tell that one is far from them."""
 Mask: TypeAlias = NDArray[np.bool_]
 
+COUNTS = ("poisson", "negative-binomial", "binomial")
+"""Likelihoods of targets 0, 1, 2, …"""
 UNIQUE = 0.9
 """Share of rows with a number that no other row has, from which on whole rows do not repeat by chance."""
 LEAST_SKEWED = 30
@@ -205,13 +208,25 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str) 
         )
     values = target.to_numpy(dtype=np.float64)
     wrong = (values < 0) | (values != np.round(values))
-    if likelihood == "poisson" and wrong.any():
+    if likelihood in COUNTS and wrong.any():
         raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
     if transform in TRANSFORMS and Transform(transform).positive and (values <= 0).any():
         raise DataError(
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
             " Set it to 'yeo-johnson', which takes any"
         )
+
+
+def check_beside(target: pd.Series, beside: pd.Series, likelihood: str, file: str) -> None:
+    """Refuse cells of the column beside the target that the likelihood cannot take."""
+    y, other = (column.to_numpy(dtype=np.float64) for column in (target, beside))
+    expected, wrong = {
+        "exposure": ("numbers above zero, the exposure of each count", other <= 0),
+        "trials": ("whole numbers, at least as large as the target", (other < np.maximum(y, 1)) | (other % 1 != 0)),
+        "event": ("1 where the event was seen and 0 where the time is censored", ~np.isin(other, (0, 1))),
+    }[BESIDE[likelihood]]
+    if wrong.any():
+        raise DataError(f"{file}: column `{beside.name}`: expected {expected}; another {_at(wrong)}")
 
 
 def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> dict[str, str]:

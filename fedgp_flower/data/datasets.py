@@ -17,6 +17,7 @@ from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_
 from fedgp_flower.data.cells import (
     Mask,
     cells_of,
+    check_beside,
     check_target,
     codes_in,
     date_problems,
@@ -44,15 +45,15 @@ def choose_columns(
         return list(config.design.inputs), config.design.target
     spare = {*aside, *config.aside}
     usable = [name for name in names if name not in spare]
-    goal = config.target or target or ("y" if "y" in names else usable[-1] if usable else "")
+    goal = config.outcome or target or ("y" if "y" in names else usable[-1] if usable else "")
     given = [name.strip() for name in config.features.split(",") if name.strip()]
     without = [name.removeprefix("-") for name in given if name.startswith("-") and name not in names]
     wanted = [name for name in dict.fromkeys(given) if name in names or not name.startswith("-")]
     if unknown := [name for name in without if name not in names]:
         raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
     features = wanted or [name for name in usable if name not in (goal, *without)]
-    if goal in features:
-        raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
+    if named := [name for name in (goal, config.beside) if name in features]:
+        raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
     nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
@@ -137,7 +138,8 @@ def checked(
     kinds: Mapping[str, Kind] | None = None,
 ) -> pd.DataFrame:
     """Features and target, typed, without rows that ``missing`` drops; ``kinds`` are those settled for features."""
-    require_columns(raw, [*features, target], file)
+    beside = [config.beside] if config.beside else []
+    require_columns(raw, [*features, target, *beside], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
@@ -145,18 +147,21 @@ def checked(
     named_levels = [] if config.design is None else config.design.categories
     classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
     classes |= {target: "categorical"} if config.model.likelihood == "bernoulli" else {}
-    found = read if target in dated else [*read, target]
+    classes |= dict.fromkeys(beside, "numeric")
+    found = [*read, *beside] if target in dated else [*read, *beside, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
         ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
-    frame = frame.dropna(subset=None if config.missing == "drop" else [target])
+    frame = frame.dropna(subset=None if config.missing == "drop" else [target, *beside])
     if frame.empty:
         raise DataError(f"{file}: every row has a missing cell; set `missing` to 'impute', or name other `features`")
     empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
     check_target(frame[target], config.model.likelihood, config.transform.target, file)
+    if beside:
+        check_beside(frame[target], frame[config.beside], config.model.likelihood, file)
     labels: dict[str, Kind] = dict.fromkeys(config.set_aside, "categorical")
     groups = typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
     return frame.assign(**{str(name): groups[name] for name in groups})
@@ -173,7 +178,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
-    features = [str(name) for name in frame if name not in {target, *config.set_aside}]
+    features = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
     if problems := identifier_problems(frame, features, config.max_levels):
         raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()

@@ -19,8 +19,8 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Array, Indices
 
-BINS, CLASSES_PER_SITE = 10, 2
-"""Quantile bins that a numeric column is cut into to be dealt by; classes of a site, as in the paper."""
+BINS, CLASSES_PER_SITE, LEAST_DEALT = 10, 2, 10
+"""Quantile bins that a numeric column is cut into to be dealt by; classes of a site, as in the paper; rows of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Deal:
 
     rows: tuple[Indices, ...]
     labels: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """Natural groups with too few rows."""
 
 
 def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreConfig) -> Deal:
@@ -92,8 +94,9 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
         count = int(values["class"].max()) + 1
     match config.partitioner:
         case "dirichlet":
-            advice = f"raise `partition.alpha`, lower `partition.min-rows` (now {options.min_rows}) or take fewer sites"
-            limits = {"alpha": options.alpha, "min_partition_size": options.min_rows}
+            least = options.min_rows or LEAST_DEALT
+            advice = f"raise `partition.alpha`, lower `partition.min-rows` (now {least}) or take fewer sites"
+            limits = {"alpha": options.alpha, "min_partition_size": least}
             chosen = flower.DirichletPartitioner(sites, "class", **limits, shuffle=False, seed=seed)
         case "pathological":
             each = CLASSES_PER_SITE
@@ -133,7 +136,7 @@ def _classes(column: pd.Series) -> Indices:
 
 
 def _natural(column: pd.Series, sites: int, config: CoreConfig, called: str) -> Deal:
-    least = config.partition.min_rows
+    least = max(config.partition.min_rows, 1)
     values = column.to_numpy(dtype=object) if kind_of(column) == "categorical" else column.to_numpy()
     _, first, codes, sizes = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
     large = np.flatnonzero(sizes >= least)
@@ -142,8 +145,9 @@ def _natural(column: pd.Series, sites: int, config: CoreConfig, called: str) -> 
             f"{called}: column `{config.partition.column}` has {large.size} groups with at least {least} rows"
             f" (`partition.min-rows`); run with {large.size} sites"
         )
-    labels = row_labels(column).iloc[first[large]]
-    return Deal(tuple(np.flatnonzero(codes == group) for group in large), tuple(map(str, labels)))
+    labels, small = row_labels(column), np.flatnonzero(sizes < least)
+    kept, left_out = (tuple(map(str, labels.iloc[first[groups]])) for groups in (large, small))
+    return Deal(tuple(np.flatnonzero(codes == group) for group in large), kept, left_out)
 
 
 def standard_columns(inputs: pd.DataFrame) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,20 +41,20 @@ Data: TypeAlias = (
     " | tuple[pd.DataFrame, str]"
 )
 
-LEAST_ROWS = 2
-"""Training rows that a site needs: one has no spread to describe."""
+LINE = 180
+"""Letters of names in a line about groups that are left out."""
 _ONE_AT_A_TIME = Lock()
 """Silencing a library is not thread-safe: sites that share a process read and deal one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteData:
-    """A site's rows as a model sees them."""
+    """A site's rows as a model sees them; [N, 2] are the target and the column beside it."""
 
     x: Array  # [N, D]
-    y: Array  # [N]
+    y: Array  # [N] or [N, 2]
     x_test: Array  # [N*, D]
-    y_test: Array  # [N*]
+    y_test: Array  # [N*] or [N*, 2]
     unknown_levels: int
     """Cells whose level no site had when the schema was agreed; their indicators are zero."""
 
@@ -73,10 +74,14 @@ class RawSite:
     target: str
     dropped: int = 0
     """Rows of the table left out for a missing cell. The first site counts those of a shared table."""
+    left_out: str = ""
+    """Who takes no part in a simulation, a line each. The first site tells."""
     suspected: str = ""
     """What a person should look at in these rows, a line each; codes are looked for in the whole of a shared table."""
     dealt: bool = False
     """Whether the rows are a share of one table, and not of a table of the site."""
+    beside: str = ""
+    """The column beside the target, such as an exposure; empty without one."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """The latest encoding: a process of a simulation answers many messages of a run."""
 
@@ -103,6 +108,9 @@ class RawSite:
             if self.target != (agreed := preparation.target.name):
                 raise DataError(f"the target is `{self.target}` here and `{agreed}` at the other sites")
             y, y_test = (encode_targets(part[self.target], preparation) for part in both)
+            if self.beside:
+                pairs = zip((y, y_test), both, strict=True)
+                y, y_test = (np.column_stack([values, part[self.beside]]) for values, part in pairs)
             unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
             self._encoded[key] = SiteData(x, y, x_test, y_test, unknown)
@@ -148,7 +156,8 @@ def count_sites(config: CoreConfig, wanted: int = 0) -> int:
         )
     table = load_table(config)
     train, _ = table.rows(config.split)
-    return int((partitioning.row_labels(table.column).iloc[train].value_counts() >= config.partition.min_rows).sum())
+    sizes = partitioning.row_labels(table.column).iloc[train].value_counts()
+    return int((sizes >= max(config.partition.min_rows, 1)).sum())
 
 
 def simulated_nodes(count: int) -> list[dict[str, Value]]:
@@ -201,7 +210,9 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     said = suspicions(pd.concat(both), table.target, codes, _wants_normal(config))
     where = f"site {dealt.labels[site]} of {table.file}"
     dropped = table.dropped if site == 0 else 0
-    return replace(_site(node, both, table.target, table.features, dropped, said, where), dealt=True)
+    left_out = "\n".join(_left_out(table, config, dealt)) if site == 0 else ""
+    made = _site(node, both, table.target, table.features, dropped, said, where)
+    return replace(made, dealt=True, beside=config.beside, left_out=left_out)
 
 
 def _wants_normal(config: CoreConfig) -> bool:
@@ -219,20 +230,31 @@ def _site(
     where: str,
 ) -> RawSite:
     """A site of rows to train on and held-out rows."""
-    if (count := len(both[0])) < LEAST_ROWS:
-        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")
+    if not len(both[0]):
+        raise DataError(f"{where}: 0 training rows; at least 1 is needed")
     return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected)
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
-    """A site's part of the pooled test rows: those of its natural group, and an equal share of all that have none."""
-    loose, grouped = test, test[:0]
+    """A site's part of the pooled test rows: those of its natural group, else an equal share of all."""
     if config.partitioner == "natural":
-        groups = partitioning.row_labels(table.column).iloc[test]
-        grouped = test[(groups == dealt.labels[site]).to_numpy()]
-        loose = test[~groups.isin(dealt.labels).to_numpy()]
-    order = generator(config.seed, "test-rows").permutation(loose.size)
-    return np.sort(np.concatenate([grouped, loose[np.array_split(order, len(dealt.rows))[site]]]))
+        return test[(partitioning.row_labels(table.column).iloc[test] == dealt.labels[site]).to_numpy()]
+    order = generator(config.seed, "test-rows").permutation(test.size)
+    return np.sort(test[np.array_split(order, len(dealt.rows))[site]])
+
+
+def _left_out(table: Table, config: CoreConfig, dealt: partitioning.Deal) -> list[str]:
+    """Who takes no part in a run by natural groups, and whose held-out rows are therefore not scored; a line each."""
+    if config.partitioner != "natural":
+        return []
+    groups = partitioning.row_labels(table.column).iloc[table.rows(config.split)[1]]
+    unseen = sorted(set(map(str, groups)) - {*dealt.labels, *dealt.left_out})
+    said = {"fewer training rows than `partition.min-rows`": dealt.left_out, "no training rows": unseen}
+    return [
+        f"groups that are left out and not scored, {len(names)} with {why}: {part}"
+        for why, names in said.items()
+        for part in textwrap.wrap(", ".join(names), LINE)
+    ]
 
 
 @lru_cache(maxsize=1024)
@@ -296,7 +318,7 @@ def real_site(
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
     whole, target = checked(raw, *columns, config, file), columns[1]
     frame = whole.reset_index(drop=True)
-    inputs = [str(name) for name in frame if name not in {target, *config.set_aside}]
+    inputs = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
@@ -308,4 +330,5 @@ def real_site(
         raise DataError(f"{file}: {'. '.join(problems)}")
     rows = pd.concat(both)
     said = suspicions(rows, target, codes_in(rows), _wants_normal(config))
-    return _site((site, label or site, partitions), both, target, inputs, dropped, said, file)
+    made = _site((site, label or site, partitions), both, target, inputs, dropped, said, file)
+    return replace(made, beside=config.beside)

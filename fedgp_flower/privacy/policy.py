@@ -163,7 +163,7 @@ class Rules:
             return raw
         limits, rows = self.policy, len(raw.train)
         self._judge("least-rows", rows >= limits.least_rows, "too few training rows", f"{rows} rows")
-        hidden = sorted({*raw.features, raw.target} & {*limits.hidden_columns})
+        hidden = sorted({*raw.features, raw.target, raw.beside} & {*limits.hidden_columns})
         self._judge("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
         scored = raw.test if len(raw.test) >= limits.least_cell else raw.test.iloc[:0]
         train, test = raw.train.copy(), scored.copy()

@@ -70,6 +70,7 @@ def agreed(
         described[name] = site.describe()
         dropped += site.dropped
         suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
+        suspected += site.left_out.splitlines()
     try:
         agreement = agree(described, **config.terms)
     except DataError as error:

@@ -17,10 +17,10 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 from scipy.stats import binom
 
+from fedgp_flower.count_scores import count_quantiles, log_rate_of
 from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.scores import count_quantiles, log_rate_of
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:

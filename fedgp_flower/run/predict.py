@@ -17,6 +17,7 @@ from gpytorch.models import GP
 from pydantic import ValidationError
 
 from fedgp_flower.config import RunConfig
+from fedgp_flower.count_scores import count_quantiles, log_rate_of
 from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import (
@@ -36,7 +37,7 @@ from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
 from fedgp_flower.run.artefacts import Run, read_run
 from fedgp_flower.run.registry import METHODS, load, parse_config
-from fedgp_flower.scores import TargetUnits, count_quantiles, log_rate_of
+from fedgp_flower.scores import TargetUnits
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:

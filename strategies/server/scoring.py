@@ -21,6 +21,7 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
+from fedgp_flower.options import COMMON
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
@@ -177,7 +178,8 @@ class Scoring:
         """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
-        if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
+        odd = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli")
+        if odd or likelihood not in COMMON or session.config.beside:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])

@@ -281,7 +281,7 @@ class Session:
         """What a reader of the results should know of the sites and their data."""
         labels = self.preparation.labels
         told = [
-            f"{warning} (sites {', '.join(sorted(labels.get(site, site) for site in sites))})"
+            f"{warning} (told by {', '.join(sorted(labels.get(site, site) for site in sites))})"
             for warning, sites in self.network.warned.items()
         ]
         told += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]

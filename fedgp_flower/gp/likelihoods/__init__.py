@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.counts import Counts, OverdispersedCounts, Successes
 from fedgp_flower.gp.likelihoods.labels import Logit, Probit
 from fedgp_flower.gp.likelihoods.numbers import GaussianNoise, HeavyTailed, gaussian_likelihood
 from fedgp_flower.gp.likelihoods.point import NONE, LearnedLikelihood, Noise, PointLikelihood
@@ -20,11 +20,20 @@ __all__ = [
 ]
 
 
+OF_ONE_FUNCTION: dict[str, type[PointLikelihood]] = {
+    "bernoulli": Probit,
+    "poisson": Counts,
+    "negative-binomial": OverdispersedCounts,
+    "binomial": Successes,
+}
+"""By the name in ``model.likelihood``, those that need no noise to start from."""
+
+
 def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
     """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
     if name in {"gaussian", "student-t"}:
         return (GaussianNoise if name == "gaussian" else HeavyTailed)(noise)
-    return (Probit if name == "bernoulli" else Counts)(nodes)
+    return OF_ONE_FUNCTION[name](nodes)
 
 
 def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:

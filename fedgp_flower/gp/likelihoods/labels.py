@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
@@ -10,12 +12,18 @@ from torch.distributions import Bernoulli
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes, in_float64
+from fedgp_flower.lazy import special
 from fedgp_flower.scores import Scores, bernoulli_scores
 from fedgp_flower.typing import Array
 
 
 class Probit(PointLikelihood):
     """Labels y ∈ {0, 1} with p(y = 1 | f) = Φ(f); the predictive probability Φ(m / √(1 + v)) is closed form."""
+
+    def start(self, target: Mapping[str, float], beside: float) -> float:
+        """Φ⁻¹ of the share of the second class."""
+        del beside
+        return float(special.ndtri(target["share"]))
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log Φ((2y − 1) f)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.scores import Scores, gaussian_scores
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Targets
 
 WEAK = 0.01
 """Precision of a label as a value of f: small enough for an update to move it anywhere."""
@@ -42,8 +42,16 @@ class Noise:
     covariance: Tensor  # with each f_n  [N]
 
 
+def apart(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
+    return (targets, torch.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
+
+
 class PointLikelihood(ABC):
-    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike."""
+    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
+
+    Targets are [N], or [N, 2] with the column that stands beside the target.
+    """
 
     initial: Float[Tensor, " R"] = NONE  # parameters at the start, in logarithms
 
@@ -59,18 +67,21 @@ class PointLikelihood(ABC):
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
         """The same model as a likelihood of GPyTorch."""
 
-    def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    def start(self, target: Mapping[str, float], beside: float) -> float:
+        """The constant f that suits what is known of all targets, and the mean of what stands beside them."""
+        del target, beside
+        return 0.0
+
+    def as_function(self, targets: Targets) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Values of f that targets suggest, and the precision of each: where factors start; here weak."""
         return targets, torch.full_like(targets, WEAK)
 
-    def expected(
-        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
-    ) -> Tensor:
+    def expected(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> Tensor:
         """E log p(y | f) with f ~ N(mean, variance), both [*S, N]: Σ_j w_j log p(y | m + √(2v) x_j)."""
         function, weights = self._at_nodes(mean, variance)
         return (weights * self.log_density(targets, function, hyper)).sum(0)
 
-    def slopes(self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
+    def slopes(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """Σ of :meth:`expected`, α = ∂/∂m and β = −2 ∂/∂s [N] of f ~ N(m, s), and the derivative by parameters [R]."""
         leaves = [values.detach().double().requires_grad_() for values in (mean, variance, hyper)]
         with torch.enable_grad():
@@ -78,9 +89,7 @@ class PointLikelihood(ABC):
         alpha, slope, by_hyper = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return total.detach(), alpha, -2 * slope, by_hyper
 
-    def log_predictive(
-        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
-    ) -> Tensor:
+    def log_predictive(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> Tensor:
         """Log ∫ p(y | f) N(f; mean, variance) df, in logarithms: far from every node it is small, but not zero."""
         function, weights = self._at_nodes(mean, variance)
         return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
@@ -88,6 +97,11 @@ class PointLikelihood(ABC):
     @abstractmethod
     def moments(self, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> tuple[Tensor, Tensor]:
         """Mean and variance of a noisy observation."""
+
+    def observed(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`moments` of rows with what stands beside their targets, such as their exposure."""
+        del targets
+        return self.moments(mean, variance, hyper)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Float[Tensor, " R"], scale: float) -> Scores:
         """Scores in original units of a target standardised by ``scale``; intervals and CRPS as of a Gaussian."""

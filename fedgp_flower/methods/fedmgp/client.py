@@ -31,7 +31,7 @@ class FedMGPClient(SiteClient):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.options = cast(FedMGPOptions, setting.config.options)
-        self.likelihood: model.Kind = setting.config.model.likelihood
+        self.likelihood: str = setting.config.model.likelihood
         self.gaussian = self.likelihood == "gaussian"
 
     def data(self, latents: LatentFunctions) -> UnitData:
@@ -114,13 +114,14 @@ class FedMGPClient(SiteClient):
         latents, q, memory = request.latents, request.posterior, self.memory
         data = self.data(latents)
         phi = None if memory is None else memory.agreed(data, request.known)
+        few = self.num_examples < unit.FEW or (phi is None and self.num_examples <= MOST_ROWS)
         if phi is None:
             phi = unit.fit_alone(data, latents, q)
-            if self.gaussian and latents.scales.shape == (1, 1) and self.num_examples <= MOST_ROWS:
-                mean, variance, noise = predict_joining((self.rows.x, self.rows.y), inputs, latents, q)
-                return mean, variance, replace(phi, noise=noise)
             if not self.gaussian:
                 phi = model.fit_personal(latents, q, phi, self.likelihood, *self.tensors)
+        if few and self.gaussian and latents.scales.shape == (1, 1):
+            mean, variance, noise = predict_joining((self.rows.x, self.rows.y), inputs, latents, q)
+            return mean, variance, replace(phi, noise=noise)
         return *unit.predict(inputs, latents, q, phi), phi
 
     def predict(self, request: View, inputs: Array) -> Prediction:

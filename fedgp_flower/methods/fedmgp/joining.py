@@ -3,7 +3,7 @@
 Given q(u) = N(m, V) and φ_m its targets are N(s A m, s² B + σ² I), with A the features of a smoothing R and
 B = A V Aᵀ + diag(a² − ‖A_n‖²). φ_m lies on a grid of ρ = log(1 + 2R/S), log σ and s, drawn together around its
 posterior twice; predictions are mixtures over it. A priori p(ρ) ∝ exp(−2ρ), s ~ N(0, 10 ȳ²/a²) and log σ ~
-N(½ log .09 ȳ², 1.5²), with ȳ² the mean square of the targets. For one latent function of one input.
+N(½ log .09 ȳ², 1.5²), with ȳ² the mean square of the targets, drawn to 1. For one latent function of one input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.trust import START_NOISE
-from fedgp_flower.methods.fedmgp.unit import feature, squared_gaps
+from fedgp_flower.methods.fedmgp.unit import feature, mean_square, squared_gaps
 from fedgp_flower.typing import Array
 
 MOST_ROWS = 200
@@ -35,7 +35,7 @@ def predict_joining(
 ) -> tuple[Array, Array, float]:
     """Mean and variance of f at ``x`` [N', 1] given q(u) and the unit's ``rows``, and the mean of σ²."""
     (seen, y), scale, height, [factor] = rows, latents.scales[0], float(latents.amplitudes[0]), latents.whitening()
-    gaps, N, power = squared_gaps(np.concatenate([seen, x]), latents.inducing), len(y), float(np.mean(y**2))
+    gaps, N, power = squared_gaps(np.concatenate([seen, x]), latents.inducing), len(y), mean_square(y)
     variance, centre = AMPLITUDES * power / height**2, 0.5 * math.log(START_NOISE * power)
     rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
     for _ in range(3):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
 from fedgp_flower.typing import Array, NamedArrays
 
-Kind = Literal["gaussian", "bernoulli", "poisson", "student-t"]
 SHARED = ("kernel.raw_scales", "variational.")  # how names of parameters that travel begin
 
 
@@ -40,7 +38,7 @@ class MultiOutputGP(GP):
     """A unit's view of the shared latent functions: ``model(x)`` is q(f), ``model.likelihood(model(x))`` predicts."""
 
     def __init__(
-        self, latents: LatentFunctions, parameters: UnitParameters, groups: int, *, likelihood: Kind = "gaussian"
+        self, latents: LatentFunctions, parameters: UnitParameters, groups: int, *, likelihood: str = "gaussian"
     ) -> None:
         super().__init__()
         self.register_buffer("inducing", torch.tensor(latents.inducing))  # a copy: a message may be read-only
@@ -55,7 +53,7 @@ class MultiOutputGP(GP):
     @staticmethod
     @torch.no_grad()
     def of(
-        latents: LatentFunctions, q: LatentPosterior, parameters: UnitParameters, *, likelihood: Kind = "gaussian"
+        latents: LatentFunctions, q: LatentPosterior, parameters: UnitParameters, *, likelihood: str = "gaussian"
     ) -> MultiOutputGP:
         """The model at a joint q(u)."""
         model = MultiOutputGP(latents, parameters, 1, likelihood=likelihood)
@@ -116,7 +114,7 @@ class MultiOutputGP(GP):
 
 
 def fit_personal(
-    latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, kind: Kind, x: Tensor, y: Tensor
+    latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, kind: str, x: Tensor, y: Tensor
 ) -> UnitParameters:
     """φ_m that maximises E_q log p(y | f) with θ as it is, for any likelihood."""
     model = MultiOutputGP.of(latents, q, phi, likelihood=kind)
@@ -124,7 +122,7 @@ def fit_personal(
     return model.unit_parameters()
 
 
-def observed(kind: Kind, parameters: UnitParameters) -> tuple[PointLikelihood, Tensor]:
+def observed(kind: str, parameters: UnitParameters) -> tuple[PointLikelihood, Tensor]:
     """A likelihood and its parameters [R] at a unit; one that is not trained yet starts from the unit's noise σ²."""
     point = build_point_likelihood(kind, noise=parameters.noise)
     trained = torch.tensor(parameters.likelihood, dtype=torch.float64)

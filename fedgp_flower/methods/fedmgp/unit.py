@@ -33,6 +33,8 @@ WINDOW, EVALUATIONS = 1.5, 12
 """Half-width of the search in log R, and its evaluations."""
 LEAST_NOISE = 1e-6
 """Smallest noise variance, relative to the mean square of y."""
+FEW = 10
+"""Rows below which noise is not less than where it starts: f goes through so few rows."""
 SMOOTHING, AMPLITUDES, NOISE = "log R", "s", "log σ²"
 DIVERGED = "local steps diverged: a parameter is not finite. Lower `optimizer.learning-rate`."
 _GRID = np.log([0.003, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])
@@ -116,7 +118,17 @@ def starting_parameters(data: UnitData, latents: LatentFunctions, *, smooth: boo
     power = float(np.mean(data.y**2))
     smoothing = latents.scales / 4 if smooth else np.broadcast_to(data.lower, latents.scales.shape).copy()
     amplitudes = np.sqrt(power / len(latents.scales)) / latents.amplitudes
-    return UnitParameters(smoothing, amplitudes, START_NOISE * power)
+    return UnitParameters(smoothing, amplitudes, max(START_NOISE * power, least_noise(data.y)))
+
+
+def least_noise(y: Array) -> float:
+    """Smallest noise variance of a unit with targets y."""
+    return START_NOISE * mean_square(y) if len(y) < FEW else LEAST_NOISE * float(np.mean(y**2))
+
+
+def mean_square(y: Array) -> float:
+    """Of a unit's targets; where it is below 1, as it is of all units, one more target of 1 counts."""
+    return max(float(np.mean(y**2)), (float(y @ y) + 1) / (len(y) + 1))
 
 
 # Exact rounds.
@@ -128,6 +140,7 @@ def _regression(
     """From features K_i to s = H⁻¹c and σ² = (yᵀy − cᵀs)/N, with F at the rows, H = E_q FᵀF and c = E_q Fᵀy."""
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
     y, power, means = data.y, float(data.y @ data.y), q.mean.reshape(count, J)
+    least = least_noise(y)
     excess = np.ascontiguousarray(q.second_moment().reshape(count, J, count, J).transpose(0, 2, 1, 3))
     excess[range(count), range(count)] -= np.eye(J)
     prior = np.diag(y.size * latents.amplitudes**2)  # Σ_n var f_in for s_i = 1
@@ -141,7 +154,7 @@ def _regression(
         _, s, info = dposv(H, c)
         if info:
             raise NumericsError("second moment of a unit's latent functions is singular; use fewer latent functions")
-        return s, max((power - float(c @ s)) / y.size, LEAST_NOISE * power / y.size)
+        return s, max((power - float(c @ s)) / y.size, least)
 
     return solve
 
@@ -270,6 +283,7 @@ def natural_steps(
     free = {SCALES: theta[SCALES], AMPLITUDES: phi.amplitudes, NOISE: np.log([phi.noise])}
     free[SMOOTHING] = np.log(phi.smoothing)
     moments: AdamState[Array] = AdamState()
+    least = least_noise(data.y)
     for _ in range(steps.count):
         rows = steps.draw()
         part = data if rows is None else replace(data, y=data.y[rows], gaps=data.gaps[:, rows])
@@ -284,7 +298,7 @@ def natural_steps(
         free = {name: value - moves[name] for name, value in free.items()}
         if not all(np.isfinite(value).all() for value in (*free.values(), precision, shift)):
             raise NumericsError(DIVERGED)
-        smoothing, noise = np.exp(free[SMOOTHING]), float(np.exp(free[NOISE][0]))
+        smoothing, noise = np.exp(free[SMOOTHING]), max(float(np.exp(free[NOISE][0])), least)
         phi = replace(phi, smoothing=smoothing, amplitudes=free[AMPLITUDES], noise=noise)
     return {SCALES: free[SCALES], PRECISION: precision, SHIFT: shift}, phi
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.count_scores import count_scores
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.lazy import pd
@@ -25,7 +26,7 @@ from fedgp_flower.methods.mixed_model.effects import (
     restricted_sums,
 )
 from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, count_scores
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
 

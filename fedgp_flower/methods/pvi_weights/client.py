@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.optimisers import Trace
@@ -32,7 +33,7 @@ from fedgp_flower.methods.pvi_weights.model import (
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array
 
 

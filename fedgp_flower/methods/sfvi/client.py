@@ -13,6 +13,7 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError, NumericsError
@@ -34,7 +35,7 @@ from fedgp_flower.methods.sfvi.learner import (
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, StructuredModel, configured
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
 from fedgp_flower.shared_messages import Confusion, Parameters
 from fedgp_flower.typing import Array, NamedArrays
 

@@ -149,6 +149,13 @@ class SVGPClient(SparseClient):
         model, factor = self.latent(request.values)
         return expectations(model, *self.tensors, request.whitened(), factor)
 
+    def held_out(self, request: PooledPosterior) -> Prediction:
+        """Predict the held-out rows, each with what stands beside its target."""
+        (model, _), rows, tensor = self.latent(request.values), self.rows, self.placement.tensor
+        moments = model.latent(tensor(rows.x_test), request.whitened())
+        with torch.no_grad():
+            return Prediction(*map(to_array, model.observed.observed(tensor(rows.y_test), *moments, model.hyper)))
+
     def score(self, request: PooledPosterior) -> Scores:
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows

@@ -1,0 +1,175 @@
+"""Counts with exposure and trials: expectations against adaptive quadrature, limits, and whole runs."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import integrate, stats
+from scipy.special import expit, gammaln
+
+import fedgp_flower as fg
+from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
+
+ALPHA = 0.4
+
+
+def negative_binomial(y, e, f):
+    """Log mass as SciPy has it, but for means that are zero to rounding."""
+    r, mu = 1 / ALPHA, e * math.exp(f)
+    ways = gammaln(y + r) - gammaln(r) - gammaln(y + 1)
+    return ways + y * (math.log(mu) - math.log(r + mu)) - r * math.log1p(mu / r)
+
+
+CASES = {
+    "poisson": (4.0, 2.5, [], lambda y, e, f: y * (f + math.log(e)) - e * math.exp(f) - gammaln(y + 1)),
+    "negative-binomial": (4.0, 2.5, [math.log(ALPHA)], negative_binomial),
+    "binomial": (
+        3.0,
+        7.0,
+        [],
+        lambda y, n, f: math.log(math.comb(7, 3)) - y * np.logaddexp(0, -f) - (n - y) * np.logaddexp(0, f),
+    ),
+}
+
+
+def targets_of(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
+@pytest.mark.parametrize("mean", [-1.5, 0.8])
+@pytest.mark.parametrize("name", CASES)
+def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, variance):
+    """By m it is E z g / s, by s² it is E (z² − 1) g / 2s²: no derivative of g is needed."""
+    y, beside, hyper, log_density = CASES[name]
+    sd = math.sqrt(variance)
+
+    def expected(weight):
+        def integrand(z):
+            return weight(z) * log_density(y, beside, mean + sd * z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+
+        ends = (-14.0, -4.0, 0.0, 4.0, 14.0)  # e^f, f ~ N(m, 25), has its mass around z = 5
+        found = (integrate.quad(integrand, *pair, epsabs=1e-11, epsrel=1e-11, limit=400) for pair in pairwise(ends))
+        return sum(part for part, _ in found)
+
+    likelihood = build_point_likelihood(name)
+    at = torch.tensor([mean]).double(), torch.tensor([variance]).double(), torch.tensor(hyper).double()
+    value, alpha, beta, by_hyper = likelihood.slopes(targets_of([y, beside]), *at)
+    assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=1e-6)
+    assert float(alpha) == pytest.approx(expected(lambda z: z) / sd, rel=1e-6, abs=1e-6)
+    by_variance = expected(lambda z: z * z - 1) / (2 * variance)
+    if variance > 1e-3:  # below, the difference of nearly equal numbers is rounding
+        assert float(beta) == pytest.approx(-2 * by_variance, rel=1e-5, abs=1e-6)
+    assert beta >= 0
+    if hyper:
+        size = 1e-5
+        ends = [likelihood.expected(targets_of([y, beside]), *at[:2], at[2] + s * size).sum() for s in (1, -1)]
+        assert float(by_hyper) == pytest.approx(float(ends[0] - ends[1]) / (2 * size), rel=1e-6)
+        assert float(likelihood.log_density(targets_of([y, beside]), at[0], at[2])) == pytest.approx(
+            log_density(y, beside, mean),
+            rel=1e-7,  # E log(1 + eᶠ) is a mixture of normals
+        )
+
+
+def test_an_exposure_is_so_many_rows():
+    """Three rows with counts 1, 0, 4 and one row with count 5 and exposure 3 bend the bound alike."""
+    likelihood, hyper = build_point_likelihood("poisson"), torch.zeros(0).double()
+    mean, variance = torch.tensor([0.3]).double(), torch.tensor([0.7]).double()
+    apart = likelihood.slopes(torch.tensor([1.0, 0.0, 4.0]).double(), mean.expand(3), variance.expand(3), hyper)
+    together = likelihood.slopes(targets_of([5.0, 3.0]), mean, variance, hyper)
+    for one, other in zip(apart[1:3], together[1:3], strict=True):
+        torch.testing.assert_close(one.sum(), other[0])
+
+
+def test_without_dispersion_counts_are_poisson_and_of_one_trial_labels_are_logistic():
+    """The difference to Poisson is O(α μ²)."""
+    mean, variance = torch.tensor([0.3, -1.0]).double(), torch.tensor([0.7, 2.0]).double()
+    rows, none = targets_of([4.0, 2.0], [0.0, 0.5]), torch.zeros(0).double()
+    poisson = build_point_likelihood("poisson").expected(rows, mean, variance, none)
+    nearly = build_point_likelihood("negative-binomial").expected(rows, mean, variance, torch.tensor([-11.0]).double())
+    torch.testing.assert_close(nearly, poisson, rtol=1e-3, atol=2e-3)
+    one = build_point_likelihood("binomial").expected(targets_of([1.0, 1.0], [0.0, 1.0]), mean, variance, none)
+    torch.testing.assert_close(one, Logit().expected(torch.tensor([1.0, 0.0]).double(), mean, variance, none))
+
+
+@pytest.mark.parametrize(
+    ("law", "frozen"),
+    [
+        (PoissonLaw(), lambda f: stats.poisson(np.exp(f))),
+        (NegativeBinomialLaw(ALPHA), lambda f: stats.nbinom(1 / ALPHA, 1 / (1 + ALPHA * np.exp(f)))),
+        (BinomialLaw(np.array([9.0])), lambda f: stats.binom(9, expit(f))),
+    ],
+)
+def test_laws_of_counts_are_those_of_scipy(law, frozen):
+    count, f, certain = np.arange(10.0), np.array(0.6), np.array([1e-12])
+    np.testing.assert_allclose(law.log_mass(count, f), frozen(0.6).logpmf(count), rtol=1e-10)
+    np.testing.assert_allclose(law.cumulative(count, f), frozen(0.6).cdf(count), rtol=1e-10)
+    assert law.mean(np.array([0.6]), certain) == pytest.approx(frozen(0.6).mean(), rel=1e-5)
+    found = count_scores(np.array([0.6]), certain, np.array([4.0]), law)
+    steps = np.arange(400)
+    exact = np.sum((frozen(0.6).cdf(steps) - (steps >= 4)) ** 2)
+    assert found.sums["crps"] == pytest.approx(exact, rel=5e-3)  # F between the integers that are looked at
+    levels = (0.1, 0.5, 0.9)
+    assert (count_quantiles(np.array([0.6]), certain, levels, law)[:, 0] == frozen(0.6).ppf(levels)).all()
+
+
+def test_right_intervals_of_counts_hold_what_they_say():
+    """Of counts that are drawn from the law itself; an interval of whole numbers alone would hold more."""
+    draw = np.random.default_rng(0)
+    counts = draw.poisson(0.7, 40_000).astype(float)
+    sums = count_scores(np.full(40_000, math.log(0.7)), np.full(40_000, 1e-12), counts).sums
+    for level in (50, 90, 95):  # four standard errors
+        share = level / 100
+        assert sums[f"inside-{level}"] / 40_000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 40_000))
+
+
+def counts_of(rows=400):
+    draw = np.random.default_rng(1)
+    x, years = draw.uniform(-2, 2, rows), draw.uniform(20, 2000, rows)
+    rate = 0.02 * np.exp(np.sin(2 * x))
+    cases = draw.negative_binomial(1 / ALPHA, 1 / (1 + ALPHA * rate * years))
+    treated = draw.integers(1, 30, rows)
+    cured = draw.binomial(treated, expit(np.sin(2 * x)))
+    return pd.DataFrame({"x": x, "cases": cases, "years": years, "cured": cured, "treated": treated}), rate
+
+
+QUICK = {"model.num-inducing": 12, "baselines.pooled": False, "baselines.max-evaluations": 20, "evaluate-every": 0}
+
+
+def test_a_rate_is_learned_from_counts_with_exposure(tmp_path):
+    frame, rate = counts_of()
+    options = QUICK | {"output-dir": str(tmp_path), "features": "x", "model.likelihood": "negative-binomial"}
+    found = fg.run(frame, target="cases, years", sites=3, options=options)
+    assert np.log(found.posterior.predict(frame)["mean"] / rate).std() < 0.15
+    assert found.saved.arrays["likelihood.parameters"] == pytest.approx(ALPHA, rel=0.3)
+    assert "years" not in found.posterior.preparation.features
+    poisson = fg.run(frame, target="cases, years", sites=3, options=options | {"model.likelihood": "poisson"})
+    assert found.metrics.test["nll"] < poisson.metrics.test["nll"] - 0.2
+    assert abs(found.metrics.test["coverage_95"] - 0.95) < abs(poisson.metrics.test["coverage_95"] - 0.95)
+
+
+def test_a_probability_is_learned_from_successes_among_trials(tmp_path):
+    frame, _ = counts_of()
+    options = QUICK | {"output-dir": str(tmp_path), "features": "x", "model.likelihood": "binomial"}
+    table = fg.run(frame, target="cured,treated", sites=3, options=options).posterior.predict(frame)
+    assert np.abs(table["mean"] - expit(np.sin(2 * frame["x"]))).max() < 0.12
+    assert ((table["q2.5"] < table["mean"]) & (table["mean"] < table["q97.5"])).all()
+
+
+def test_what_stands_beside_the_target_is_checked(tmp_path):
+    frame, _ = counts_of(40)
+    options = QUICK | {"output-dir": str(tmp_path), "features": "x"}
+    wrong = frame.assign(years=np.where(np.arange(40) == 7, 0.0, frame["years"]))
+    with pytest.raises(DataError, match=r"`years`: expected numbers above zero.*row 8"):
+        fg.run(wrong, target="cases,years", options=options | {"model.likelihood": "poisson"})
+    with pytest.raises(DataError, match=r"`cases`: expected whole numbers, at least as large"):
+        fg.run(frame, target="treated,cases", options=options | {"model.likelihood": "binomial"})
+    with pytest.raises(ConfigError, match="does not read"):
+        fg.run(frame, target="cases,years", method="pvi", options=options | {"model.likelihood": "poisson"})
+    with pytest.raises(ConfigError, match="take 'svgp'"):
+        fg.run(frame, target="cases", method="pvi", options=options | {"model.likelihood": "negative-binomial"})
