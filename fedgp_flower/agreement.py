@@ -243,6 +243,7 @@ class Agreement:
     @property
     def data(self) -> Facts:
         """What ``metrics.json`` says of the training rows."""
+        target = json.loads(self.schema)["target"]["name"]
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
         called = [
             {**column, "differs": [self.labels.get(site, site) for site in column["differs"]]}
@@ -250,7 +251,7 @@ class Agreement:
             else column
             for column in self.columns
         ]
-        return {**counted, "dropped": self.dropped, "columns": called}
+        return {"target": target, **counted, "dropped": self.dropped, "columns": called}
 
     @property
     def warnings(self) -> list[str]:
@@ -455,8 +456,9 @@ def overview_lines(data: Facts) -> list[str]:
     columns: Sequence[Facts] = data["columns"]
     left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
     inputs, of = data["inputs"], len(columns)
+    target = f"target `{data['target']}`: " if "target" in data else ""
     lines = [
-        f"{data['rows']:,} training rows at {data['sites']} sites{left_out};"
+        f"{target}{data['rows']:,} training rows at {data['sites']} sites{left_out};"
         f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
     ]
     for column in columns:

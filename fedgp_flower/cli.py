@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,22 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # they would print rows of data
 )
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedgp-flower {version('fedgp-flower')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
 RunArgument = Annotated[Path, typer.Argument(help="folder of a finished run", exists=True, file_okay=False)]
 Assignments = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys of the run configuration")]
 Words = Annotated[
@@ -56,11 +73,22 @@ Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every 
 Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")]
 
 
+EXAMPLES = """Examples:
+
+fedgp run north.csv south.csv east.csv target=dose   a file is a site
+
+fedgp run --sites 0 dataset=clinics.csv target=dose partitioner=natural partition.column=clinic
+
+fedgp run --sites 5 dataset=breast-cancer model.likelihood=bernoulli
+
+"""
+
+
 class _WithKeys(TyperCommand):
     """A command whose help ends with the basic keys, which are read only when the help is asked for."""
 
     def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
-        self.epilog = user.basic_keys()
+        self.epilog = EXAMPLES.replace("fedgp run", f"fedgp {ctx.info_name}") + user.basic_keys()
         super().format_help(ctx, formatter)
 
 
@@ -82,7 +110,7 @@ def run(
         rounds = f"{parsed.num_server_rounds} rounds at most"
         print(f"would run {parsed.method}, {rounds}, into {user.run_folder(completed)}")
         return
-    with terminal.progress_bar() as progress:
+    with terminal.interruptible(user.run_folder(completed)), terminal.progress_bar() as progress:
         folder = engine.run_in_process(completed, sites, progress=progress)
     terminal.show_result(folder)
 
@@ -175,7 +203,7 @@ def _show_checked(found: check.Checked) -> None:
     if found.data:
         terminal.show(terminal.table(agreement.OVERVIEW_TITLES, agreement.overview_rows(found.data), numbers=True))
         lines = [*agreement.overview_lines(found.data), *lines]
-    for line in lines:
+    for line in dict.fromkeys(lines):
         terminal.show(line)
     if found.problems:
         raise typer.Exit(2)
@@ -254,18 +282,21 @@ def forget_site(
 
 @app.command("leaves")
 def what_leaves(
-    data: Annotated[Path, typer.Option(help="table of the site")],
-    assignments: Assignments = None,
+    words: Words,
     config: ConfigFile = None,
     policy: PolicyFile = None,
     test: Annotated[Path | None, typer.Option(help="rows to hold out; otherwise a share of the table")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="most rounds to try")] = 2,
 ) -> None:
     """Show what a site with this table would send in a run, and what its policy says of every message; no network."""
-    flat = (user.read_config(config) if config else {}) | user.parse_assignments(assignments or [])
-    files = {"data-path": data, "policy": policy, "test-path": test}
-    lines, _ = leaves.try_out(flat, {name: str(path) for name, path in files.items() if path is not None}, rounds)
-    print(*lines, sep="\n")
+    files, keys = _split(words)
+    if not files:
+        raise RunError("name the table of the site: `fedgp leaves north.csv target=dose`")
+    for path in _sites_of(files):
+        node = {"data-path": path, "policy": policy, "test-path": test}
+        named = {name: str(value) for name, value in node.items() if value is not None}
+        lines, _ = leaves.try_out((user.read_config(config) if config else {}) | keys, named, rounds)
+        print(*([f"{path}:"] if len(files) > 1 else []), *lines, sep="\n")
 
 
 @app.command("audit")

@@ -16,7 +16,7 @@ from fedgp_flower.run.registry import client_class, parse_config
 
 
 def make_client_app(
-    method: str,
+    method: str | None,
     load_data: Callable[[Context], Data],
     mods: list[Mod] | None = None,
     train_mods: list[Mod] | None = None,
@@ -27,7 +27,7 @@ def make_client_app(
     needs to know comes with the server's messages.
 
     Args:
-        method: Name of the method; a server that runs another one is refused.
+        method: Name of the method; a server that runs another one is refused. None answers every method.
         load_data: Returns ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name
             of a column. Without test rows a share ``test_fraction`` of the rows is held out.
         mods: Flower's mods, applied to every message.
@@ -36,7 +36,7 @@ def make_client_app(
     kept: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
 
     def load(config: RunConfig, context: Context) -> RawSite:
-        if config.method != method:
+        if method is not None and config.method != method:
             raise ConfigError(f"the server runs the method `{config.method}`; this app was made for `{method}`")
         key = context.run_id, context.node_id
         if key not in kept or kept[key][0] != config:

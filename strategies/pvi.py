@@ -280,14 +280,16 @@ class PVI(FederatedStrategy[PVIState]):
         exact = self.agreement.exact
         return (exact and plan.damping == 1) or max(record.sizes.values()) < (SETTLED_EXACT if exact else SETTLED)
 
-    converged = finished
+    def converged(self, state: PVIState) -> bool:
+        """Whether visits change nothing, and the agreement on Z and β before them ended by itself."""
+        return self.finished(state) and (self.agreement is None or self.agreement.converged(state))
 
     def predictive(self, state: PVIState, roster: Roster) -> Asking[Predicted]:
         """q(Z), q(β) and the factors; at an agreed Z and β their product, before the first visit what totals say."""
         facts = asdict(state.record) | {"factors": factor_strengths(state), "damping": self.plan.damping}
         if self.agreement:
             pooled = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
-            facts |= {"num_inducing": len(pooled.mean)} | ({"exchanges": state.sgpr.exchanges} if state.sgpr else {})
+            facts |= {"num_inducing": len(pooled.mean)} | self.agreement.progress(state)
             return Predicted(Predictive(agreed=pooled), saved(pooled, self.config.model), facts)
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names

@@ -25,7 +25,7 @@ from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
-from strategies.pooled_bound import LOCATIONS, Problem, noise_of
+from strategies.pooled_bound import LOCATIONS, Problem, noise_of, progress
 from strategies.pvi_state import Contribution, PVIState, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 
@@ -199,6 +199,17 @@ class AgreedParameters:
         if state.sgpr:
             return sgpr.finished(self.problem, state.sgpr)
         return state.svgp is not None and svgp.finished(self.problem, state.svgp)
+
+    def converged(self, state: PVIState) -> bool:
+        """Whether more exchanges would have gained nothing."""
+        if state.sgpr:
+            return state.sgpr.converged
+        return state.svgp is not None and svgp.converged(state.svgp)
+
+    def progress(self, state: PVIState) -> dict[str, float | None]:
+        """How far the exchanges came, and what more of them would add."""
+        point = state.sgpr
+        return {} if point is None else progress(point.exchanges, point.gains, sgpr.A_ROUND, point.rows)
 
     def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
         """The posterior of all rows, from totals."""

@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib
+import inspect
+import pydoc
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib import pyplot
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError, RunError
@@ -49,6 +52,26 @@ def test_a_table_becomes_a_run_with_figures_and_a_posterior(run, capsys):
     assert list(predicted) == ["mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
 
 
+def test_the_signature_and_the_help_of_run_are_those_of_the_function():
+    signature = inspect.signature(fg.run)
+    assert {"data", "target", "site", "sites", "method", "options"} <= set(signature.parameters)
+    assert "site: Column that names the site of a row" in pydoc.render_doc(fg.run)
+
+
+def test_a_notebook_shows_the_answer_and_draws_on_axes(run):
+    assert "Typical error of outcome" in run._repr_html_()
+    assert "<td>x</td><td>numeric</td>" in run.posterior._repr_html_()
+    observed, residuals = run.plot()
+    assert (observed.get_ylabel(), residuals.get_xlabel()) == ("observed outcome", "predicted outcome")
+    ax = run.posterior.plot("x")
+    drawn = ax.lines[0].get_xdata(), ax.lines[0].get_ydata()
+    np.testing.assert_allclose(drawn[1], run.posterior.predict(pd.DataFrame({"x": drawn[0]}))["mean"], atol=1e-9)
+    assert {observed.figure.number, ax.figure.number} <= set(pyplot.get_fignums())  # a notebook shows them
+    pyplot.close("all")
+    with pytest.raises(RunError, match="no effect of `z` can be drawn; there are x"):
+        run.posterior.plot("z")
+
+
 def test_draws_have_the_moments_of_f(run):
     new = pd.DataFrame({"x": [-1.0, 0.5]})
     draws, f = run.posterior.sample(new, 4000, noise=False, seed=3), run.posterior.distribution(new)
@@ -61,7 +84,7 @@ def test_any_number_of_draws_of_a_mixture(run):
     """One draw comes from one component alone, so that the others give none."""
     twice = dataclasses.replace(run.posterior, standardised=Mixture(run.posterior.standardised))
     new = pd.DataFrame({"x": [-1.0, 0.5]})
-    for count in (1, 2, 5):
+    for count in (0, 1, 4, 9, 10, 11, 12):
         assert run.posterior.sample(new, count).shape == twice.sample(new, count).shape == (count, 2)
 
 

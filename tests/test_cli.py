@@ -1,5 +1,6 @@
 """The command line as a user meets it: what is printed, what is written, and the exit status."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -88,6 +89,43 @@ def test_tables_are_a_site_each(fedgp, tmp_path):
     assert "rows at 3 sites" in out, err
     status, _, err = fedgp(*run, files[0])
     assert (status, "two files have the same name" in err) == (2, True)
+
+
+def test_what_leaves_takes_the_words_of_check(fedgp, tmp_path):
+    """A file and keys; both say which column is the target where no key does."""
+    rows = "".join(f"{k % 7},{k % 5},{k}\n" for k in range(40))
+    (tmp_path / "one.csv").write_text(f"a,b,outcome\n{rows}")
+    code, out, err = fedgp("leaves", tmp_path / "one.csv", "model.num-inducing=4")
+    assert code == 0, err
+    assert "query.describe" in out
+    code, out, _ = fedgp("check", tmp_path / "one.csv")
+    assert (code, "target `outcome`: 40 training rows at 1 sites" in out) == (0, True)
+    assert "fedgp-flower " in fedgp("--version")[1]
+
+
+def test_what_is_wrong_with_a_table_names_its_file_once(fedgp, tmp_path):
+    (tmp_path / "one.csv").write_text("a,y\n1,2\n")
+    (tmp_path / "ids.csv").write_text("a,y\n" + "".join(f"p{k},{k}\n" for k in range(90)))
+    (tmp_path / "gone.csv").write_text("a,y\n" + "1,\n2,\n" * 20)
+    (tmp_path / "good.csv").write_text("a,y\n" + "".join(f"{k},{k * k}\n" for k in range(30)))
+    for name, words in [("one", "1 training row"), ("gone", "column `y`: empty"), ("ids", "90 levels in 90 rows")]:
+        status, _, err = fedgp("run", tmp_path / f"{name}.csv", tmp_path / "good.csv", "target=y")
+        assert (status, one_line(err).count(f"{name}.csv: "), words in one_line(err)) == (2, 1, True)
+    status, out, _ = fedgp("run", "--sites", 3, f"dataset={tmp_path / 'ids.csv'}", "--dry-run")
+    assert (status, out.count("90 levels in 90 rows")) == (2, 1)
+    status, _, err = fedgp("run", f"dataset={tmp_path}", "target=y")
+    assert (status, "a folder, not a table" in err) == (2, True)
+
+
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(fedgp, tmp_path, monkeypatch):
+    def stopped(row, total):
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedgp_flower.run.terminal.progress_bar", lambda: contextlib.nullcontext(stopped))
+    words = ["--sites", 2, "--output-dir", tmp_path, "--name", "mine", "dataset=sine", "method=fsgp"]
+    status, _, err = fedgp("run", *words, "num-server-rounds=3", "model.num-inducing=4", "evaluate-every=0")
+    assert (status, "1 complete round kept in" in err, "`name=mine resume=true`" in err) == (130, True, True)
 
 
 def test_words_overrule_the_file_and_options_overrule_both(tmp_path):

@@ -146,7 +146,8 @@ def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
     end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=9), 3))
     profiled = {"method": "sgpr", "sgpr__exchanges": 8}
     same = run(FaultyGrid(configured(**KEYS | profiled), 3))
-    assert (end.round, end.details()["exchanges"], end.converged(end.current)) == (same.round + 3, 8, True)
+    assert (end.round, end.details()["exchanges"]) == (same.round + 3, 8)
+    assert end.converged(end.current) == same.converged(same.current)
     assert end.details()["visits"] == {"0": 1, "1": 1, "2": 1}
     for name in ("inducing.mean", "inducing.covariance", "likelihood.noise"):
         expected = same.outcome.posterior.arrays[name]
@@ -157,6 +158,7 @@ def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
 def test_few_rounds_leave_a_visit_for_everyone() -> None:
     end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), 3))
     assert (end.round, end.details()["visits"]) == (4, {"0": 1, "1": 1, "2": 1})
+    assert not end.converged(end.current)  # Z and β had gains to come, as `sgpr` would say
     assert math.isfinite(end.outcome.metrics["test"]["nll"])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, configured, no_waiting
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -275,15 +276,29 @@ def test_what_a_loader_returns_is_checked(data: Any, words: str) -> None:
 APP = Path(__file__).resolve().parents[1] / "examples" / "own_flower_app"
 
 
-def test_it_runs_in_one_process_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [("FSGP", "values.inducing.locations (50, 2)"), ("SGPR", "inducing.locations"), ("PVI", ""), ("FGPR", "")],
+)
+def test_its_strategies_are_swapped_by_one_word(
+    name: str, array: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It prints a figure after each round, and the arrays of the result."""
     monkeypatch.chdir(tmp_path)
     grid = InProcessGrid(runpy.run_path(f"{APP}/client_app.py")["app"], {}, simulated_nodes(2))
-    runpy.run_path(f"{APP}/server_app.py")["main"](grid, Context(1, 1, {}, RecordDict(), {"num-rounds": 2, "sites": 2}))
+    config = {"strategy": name, "num-rounds": 2, "sites": 2}
+    runpy.run_path(f"{APP}/server_app.py")["main"](grid, Context(1, 1, {}, RecordDict(), config))
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if "RMSE" in line]
-    assert (len(lines), "round 2: RMSE 0." in lines[-1]) == (2, True)
-    assert "inducing points: (15, 2)" in printed
+    assert "round 2: RMSE" in lines[-1]
+    assert "trained: " in printed
+    assert array in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_app_of_another_kind_is_told_what_to_use() -> None:
+    """A ClientApp that registers `train` alone, as Flower's quickstart has it."""
+    quickstart = ClientApp()
+    quickstart.train()(lambda message, context: message)
+    with pytest.raises(RunError, match=r"make it with `fedgp_flower\.make_client_app`"), no_waiting():
+        FSGP(sites=2, wait_seconds=0.5).start(own_grid(quickstart, 2), num_rounds=1)

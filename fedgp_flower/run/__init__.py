@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
 
 
-class _CallablePackage(ModuleType):
-    def __call__(self, *data: Any, **choices: Any) -> object:
-        return importlib.import_module("fedgp_flower.run.api").run(*data, **choices)
+def _function() -> Any:
+    return importlib.import_module("fedgp_flower.run.api").run
 
 
-sys.modules[__name__].__class__ = _CallablePackage
+def _call(_package: ModuleType, *given: Any, **choices: Any) -> object:
+    return _function()(*given, **choices)
+
+
+def _help(_package: ModuleType) -> str:
+    return f"fg.run{inspect.signature(_function())}\n\n{inspect.getdoc(_function())}"
+
+
+# A module says of itself what the function says; PyTorch is loaded when somebody asks.
+sys.modules[__name__].__class__ = type(
+    "CallablePackage",
+    (ModuleType,),
+    {
+        "__call__": _call,
+        "__doc__": property(_help),
+        "__signature__": property(lambda _: inspect.signature(_function())),
+    },
+)

@@ -28,14 +28,19 @@ from pydantic import ConfigDict, TypeAdapter
 from fedgp_flower.config import RunConfig, flatten, nest
 from fedgp_flower.errors import DamagedError, RunError
 from fedgp_flower.files import plain, read_arrays, read_bytes, read_json, reading, write_arrays, write_bytes, write_json
-from fedgp_flower.lazy import pd
+from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Posterior, Snapshot, Summary
 from fedgp_flower.run.registry import METHODS, Method
 from fedgp_flower.typing import Facts, NamedArrays
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from fedgp_flower.run import notebook
     from fedgp_flower.run.predict import Predictor
+else:
+    notebook = Lazy("fedgp_flower.run.notebook")
 
 SEALED = (
     "config.toml",
@@ -139,6 +144,13 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.metrics.method}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.html_of_run(self)
+
+    def plot(self) -> Sequence[Axes]:
+        """Draw observed against predicted rows with 95 % intervals, and residuals; returns the axes of matplotlib."""
+        return notebook.plot_run(self)
 
     @property
     def report_path(self) -> Path:

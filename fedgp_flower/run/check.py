@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,5 +77,10 @@ def agreed(
         return Checked({}, (*problems, *([str(error)] if described else [])))
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
     suspected += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
-    counted = {"sites": len(agreement.rows), "rows": sum(agreement.rows.values()), "inputs": len(agreement.names)}
+    counted = {
+        "target": json.loads(agreement.schema)["target"]["name"],
+        "sites": len(agreement.rows),
+        "rows": sum(agreement.rows.values()),
+        "inputs": len(agreement.names),
+    }
     return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems), tuple(suspected))

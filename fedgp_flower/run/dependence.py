@@ -74,7 +74,7 @@ def relevances(run: Run) -> list[Relevance]:
     return found
 
 
-def effects(posterior: Predictor) -> list[Effect]:
+def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     """The columns that move the outcome farthest; none where the posterior is no single Gaussian process.
 
     At standardised inputs x, zero but for the inputs of the column, f ~ N(m, s²). Shown are h(m) and h(m ± 1.96 s),
@@ -107,7 +107,7 @@ def effects(posterior: Predictor) -> list[Effect]:
         median, low, high = outcome(quantiles)
         days = re.fullmatch(r"days\((.+)\)", name)
         found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days)))
-    return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:MOST]
+    return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:most]
 
 
 def _path(

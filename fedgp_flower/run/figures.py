@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -43,9 +43,11 @@ MAX_POINTS, MOST_ACROSS = 400, 3
 MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
 """What the figure of lengthscales shows."""
 DPI = 180
+Make: TypeAlias = Callable[..., Figure]
+"""What makes a figure: its class, or pyplot for a notebook."""
 
 
-def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> Figure | None:
+def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, make: Make = Figure) -> Figure | None:
     """Objective and evaluated figures against rounds, or visits where they are counted; baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
@@ -58,7 +60,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
         return None
     unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
     abscissa = history[unit].ffill().fillna(0.0)
-    figure, axes = axes_of(len(shown), height=2.9)
+    figure, axes = axes_of(len(shown), height=2.9, make=make)
     last = max(float(abscissa.max()), 1.0)  # also where a figure was evaluated once
     for ax, name in zip(axes, shown, strict=True):
         values = history[name].dropna()
@@ -123,9 +125,9 @@ def site_curves(predictors: Mapping[str, Predictor], frame: pd.DataFrame) -> Fig
     return figure
 
 
-def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
+def parity(rows: pd.DataFrame, target: str, counts: bool = False, make: Make = Figure) -> Figure:
     """Observed against predicted, and residuals, with 95 % intervals: a dot off its bar is a miss."""
-    figure, axes = axes_of(2, width=8.6, height=4.0)
+    figure, axes = axes_of(2, width=8.6, height=4.0, make=make)
     some = subsample(rows)
     given = {str(name): column.to_numpy() for name, column in some.items()}
     mean, observed = given["mean"], given["target"]
@@ -288,9 +290,9 @@ def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure 
     return figure
 
 
-def effects(found: Sequence[Effect], target: str) -> Figure:
+def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure:
     """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
-    figure, axes = axes_of(len(found), height=2.6)
+    figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 5.0, height=2.6, make=make)
     limits = (min(effect.low.min() for effect in found), max(effect.high.max() for effect in found))
     for ax, effect in zip(axes, found, strict=True):
         if effect.levels:
@@ -418,10 +420,10 @@ def _band(ax: Axes, x: ArrayLike, low: ArrayLike, middle: ArrayLike, high: Array
     ax.plot(x, middle, color=FEDERATED, lw=1.8, label="mean")
 
 
-def axes_of(count: int, width: float = 8.6, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+def axes_of(count: int, width: float = 8.6, height: float = 3.0, make: Make = Figure) -> tuple[Figure, list[Axes]]:
     """A figure with axes in rows of at most three, each row as high as is said, in the style of all figures."""
     rows = math.ceil(count / MOST_ACROSS)
-    figure = Figure(figsize=(width, height * rows), dpi=DPI, layout="constrained")
+    figure = make(figsize=(width, height * rows), dpi=DPI, layout="constrained")
     axes = list(figure.subplots(rows, min(count, MOST_ACROSS), squeeze=False).flat)
     for ax in axes[count:]:
         ax.set_visible(False)

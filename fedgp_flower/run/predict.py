@@ -35,12 +35,15 @@ from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import BESIDE, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
+from fedgp_flower.run import notebook
 from fedgp_flower.run.artefacts import Run, read_run
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.scores import TargetUnits
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from fedgp_flower.run.to_botorch import FederatedModel
 
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
@@ -95,6 +98,13 @@ class Predictor:
     def __repr__(self) -> str:
         where = f" at {self.site.label}" if self.site else ""
         return f"<Predictor of {self.preparation.target.name}{where} from {self._columns()}; {self.run.path}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.html_of_posterior(self)
+
+    def plot(self, column: str) -> Axes:
+        """Draw mean and 95 % interval of the outcome along one column, the others at their mean."""
+        return notebook.plot_column(self, column)
 
     def _columns(self) -> str:
         return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
@@ -286,7 +296,8 @@ class Predictor:
                     continue
                 latent = model(inputs).rsample(torch.Size([share]))
                 found.append(likelihood(latent).sample() if noise else latent)
-        values = torch.cat(found)[torch.randperm(count, generator=generator)].double().numpy()
+        drawn = torch.cat([torch.empty(0, len(inputs)), *found])
+        values = drawn[torch.randperm(count, generator=generator)].double().numpy()
         gaussian = not noise or self.saved.likelihood in {"gaussian", "student-t"}
         return self.units.values(values) if gaussian else values
 

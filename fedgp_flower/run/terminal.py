@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening
@@ -52,6 +54,23 @@ def progress_bar() -> Iterator[Progress]:
             yield show
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def interruptible(folder: Path) -> Iterator[None]:
+    """Ctrl-C says what was kept and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "stopped before the first round was complete; nothing is kept"
+        if (folder / "checkpoint" / "checkpoint.json").exists():
+            rounds = int(read_json(folder / "checkpoint" / "checkpoint.json")["state"]["round"])
+            complete = f"{rounds} complete round{'s' * (rounds != 1)}"
+            kept = (
+                f"stopped; {complete} kept in {folder}. Go on: the same command with `name={folder.name} resume=true`"
+            )
+        print(kept, file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def show(what: str | Table) -> None:

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from fedgp_flower.gp.to_gpytorch import Exported
 
+NO_LEARNING = "a federated posterior does not learn from single rows, because it keeps no row to learn beside"
+NO_FANTASIES = (
+    "Knowledge gradients and integrated variances (qKG, qNIPV) need `fantasize`; take an acquisition function of the"
+    " posterior alone, such as qUpperConfidenceBound, qSimpleRegret or qExpectedImprovement with `best_f`"
+)
+
 
 class FederatedModel(Model):
     """f at encoded inputs in original units, [*B, Q, D] → a posterior over [*B, Q, 1] in units of the target.
@@ -26,6 +32,20 @@ class FederatedModel(Model):
         super().__init__()
         self.exported = exported
         self.gp = exported.model
+
+    def subset_output(self, idcs: list[int]) -> FederatedModel:
+        """The model: it has one output."""
+        if list(idcs) not in ([0], [-1]):
+            raise ValueError(f"a federated posterior has one output, number 0; got {idcs}")
+        return self
+
+    def condition_on_observations(self, X: Tensor, Y: Tensor, **kwargs: Any) -> Model:
+        """Refused: rows belong to a site, so that a measurement is learned by another run."""
+        raise NotImplementedError(f"{NO_LEARNING}. Conditioning on {X.shape[-2]} rows is what a new run does")
+
+    def fantasize(self, X: Tensor, *args: Any, **kwargs: Any) -> Model:
+        """Refused, as :meth:`condition_on_observations` is."""
+        raise NotImplementedError(f"{NO_LEARNING}. {NO_FANTASIES}")
 
     @property
     def batch_shape(self) -> torch.Size:

@@ -304,7 +304,9 @@ class Network:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
             lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
-            return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}"
+            foreign = any("function registered" in line for line in lines)
+            hint = "; its ClientApp is not of this project: make it with `fedgp_flower.make_client_app`" * foreign
+            return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}{hint}"
         if reason := _oversized(reply):
             return reason
         said = _said(reply)

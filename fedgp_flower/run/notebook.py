@@ -1,0 +1,62 @@
+"""What a notebook shows of a run and of a posterior: a short table as HTML, and figures that pyplot knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.run.summary import answer, arms, headline, target_of
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.artefacts import Run
+    from fedgp_flower.run.predict import Predictor
+
+
+def html_of_run(run: Run) -> str:
+    """The answer of a run, and its figures beside the comparisons."""
+    from fedgp_flower.run.report import html_table  # noqa: PLC0415  loads templates
+
+    return Markup("<p><b>{}</b></p>\n{}\n<p>{}</p>").format(answer(run), html_table(*headline(run.metrics)), run.path)
+
+
+def html_of_posterior(posterior: Predictor) -> str:
+    """What predicts what from which columns."""
+    from fedgp_flower.run.report import html_table  # noqa: PLC0415  loads templates
+
+    agreed = posterior.preparation
+    rows = [[column.name, column.kind, ", ".join(column.levels[:8])] for column in agreed.columns]
+    title = f"{posterior.saved.method}: {agreed.target.name}, from"
+    return Markup("<p><b>{}</b></p>\n{}").format(title, html_table(["column", "kind", "levels"], rows))
+
+
+def plot_run(run: Run) -> Sequence[Axes]:
+    """Observed against predicted held-out rows with 95 % intervals, and residuals; else the course of training."""
+    from matplotlib import pyplot  # noqa: PLC0415  state of the process, for notebooks alone
+
+    from fedgp_flower.run import figures  # noqa: PLC0415  figures are made on demand
+
+    rows, units = run.predictions, target_of(run)
+    if rows is not None and {"mean", "sd", "target"} <= set(rows):
+        counts = run.config.get("model.likelihood") == "poisson"
+        return figures.parity(rows, units, counts, pyplot.figure).axes
+    others = [arm for arm in arms(run.metrics)[1:] if arm.name in figures.STYLES]
+    figure = figures.convergence(run.history, others, units, pyplot.figure)
+    if figure is None:
+        raise RunError(f"{run.path} has nothing to plot: no held-out row was kept, and fewer than two rounds")
+    return figure.axes
+
+
+def plot_column(posterior: Predictor, column: str) -> Axes:
+    """Mean and 95 % interval of the outcome along one column, the others at their mean."""
+    from matplotlib import pyplot  # noqa: PLC0415  state of the process, for notebooks alone
+
+    from fedgp_flower.run import dependence, figures  # noqa: PLC0415  figures are made on demand
+
+    effects = {effect.name: effect for effect in dependence.effects(posterior, most=None)}
+    if column not in effects:
+        raise RunError(f"no effect of `{column}` can be drawn; there are {', '.join(effects) or 'none'}")
+    return figures.effects([effects[column]], posterior.preparation.target.name, pyplot.figure).axes[0]
