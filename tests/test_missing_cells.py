@@ -211,7 +211,10 @@ def test_a_run_says_it_before_training_and_in_its_report(tmp_path: Path, caplog:
     flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), name="run")
     with no_waiting(), caplog.at_level(logging.INFO):
         folder = server_app.execute(FaultyGrid(flat, csv_nodes(tmp_path, frames)), flat, lambda row, total: None)
-    words = ["144 training rows at 3 sites; 2 inputs of 2 columns", "`x1`: mean far from that of the other sites at 2"]
+    words = [
+        "target `y`: 144 training rows at 3 sites; 2 inputs of 2 columns",
+        "`x1`: mean far from that of the other sites at 2",
+    ]
     assert [own.message for own in caplog.records if own.name == "fedgp.data"] == words
     page = (folder / "report.html").read_text()
     assert all(line.replace("`", "") in page for line in words)

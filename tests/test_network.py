@@ -187,7 +187,7 @@ SCORES = dict.fromkeys(
     [
         ({"crps": [1.0]}, "scores missing: crps"),
         ({"squared-error": -1.0}, "negative"),
-        ({"inside-50": 3.0}, "more rows than there are"),
+        ({"inside-50": 3.0}, "more rows or pairs than there are"),
         ({"evaluation.pit": [1.0] * 19}, "expected 20 numbers"),
         ({"evaluation.reliability": 1.0}, "expected 30 numbers"),
         ({"brier": 1.0}, None),

@@ -67,7 +67,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
 
     assert warned(3) == []
     [said] = [said for said in warned(9) if said.startswith("too many parameters for the rows of a site")]
-    assert said.endswith("(sites a, b, c)")
+    assert said.endswith("(told by a, b, c)")
     assert warned(9, privacy__secure_aggregation=True) == []
 
 

@@ -232,7 +232,7 @@ def _site(
     """A site of rows to train on and held-out rows."""
     if not len(both[0]):
         raise DataError(f"{where}: 0 training rows; at least 1 is needed")
-    return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected)
+    return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected=suspected)
 
 
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
