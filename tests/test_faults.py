@@ -76,7 +76,7 @@ def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataF
     ("breaks", "words"),
     [
         (cell(7, "x1", "secret"), ("bad.csv", "`x1`", "text in a numeric cell in row 8")),
-        (lambda frame: frame[:1], ("bad", "too few training rows", "`least-rows` = 10")),
+        (lambda frame: frame[:1], ("too few training rows", "`least-rows` = 10")),
     ],
     ids=["text", "one-row"],
 )
