@@ -87,6 +87,8 @@ BESIDE = {
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
 """What a second column named by ``target`` holds, by likelihood."""
+SEVERAL = frozenset({"ordinal"})
+"""Likelihoods of a target that is one of several classes, whose numbers are 0, 1, 2, …"""
 COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
 """Likelihoods of every method that does not say which it knows."""
 
@@ -118,12 +120,14 @@ class ModelSection(Section):
             "time-to-event",
             "log-logistic",
             "log-normal",
+            "ordinal",
         ],
         BASIC,
     ] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
     Student-t with 4 degrees of freedom; counts that vary more than ``poisson`` says; successes among so many trials;
-    times to an event, some of them censored, which are Weibull (``time-to-event``), log-logistic or log-normal."""
+    times to an event, some of them censored, which are Weibull (``time-to-event``), log-logistic or log-normal; grades
+    in an order (``ordinal``)."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0

@@ -228,6 +228,20 @@ class LatentGP(SparseGP):
             elif is_amplitude(name) and model.outputscale == usual.outputscale:
                 parameter.data.fill_(math.log(AMPLITUDE))
 
+    @classmethod
+    def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
+        """As usual, with as many parameters of the likelihood as there are."""
+        latent = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
+        latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
+        latent.load(arrays)
+        return latent
+
+    def begin(self, target: Mapping[str, float], beside: float) -> LatentGP:
+        """With a constant and parameters of the likelihood that suit what is known of all targets."""
+        self.constant.data.fill_(self.observed.start(target, beside))
+        self.hyper = Parameter(self.observed.start_parameters(target).clone())
+        return self
+
     def wire_parameters(self) -> dict[str, Parameter]:
         """Inducing points, kernel, constant, and what the likelihood has."""
         hyper = {HYPER: self.hyper} if self.hyper.numel() else {}

@@ -207,9 +207,10 @@ class Predictor:
     def predict(self, frame: pd.DataFrame, site: str | None = None, *, times: Sequence[float] = ()) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
 
-        For a target of classes: the probability of each. For times to an event quantiles alone, the median is ``q50``,
-        and the share that has not had it at each of ``times``. With ``missing`` = drop, NaN for a row with a missing
-        cell. With the id or label of a simulated site it predicts as :meth:`at_site` does.
+        For a target of classes: the probability of each; of grades also the median, and the mean of numbers. For times
+        to an event quantiles alone, the median is ``q50``, and the share that has not had it at each of ``times``. With
+        ``missing`` = drop, NaN for a row with a missing cell. With the id or label of a simulated site it predicts as
+        :meth:`at_site` does.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame, times=times)
@@ -225,7 +226,8 @@ class Predictor:
         if agreed.target.levels or mean.ndim == 2:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
-            return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
+            table = pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
+            return table if self.saved.likelihood != "ordinal" else table.assign(**graded(classes, levels))
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
         values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES))
         table = pd.DataFrame(dict(zip(names, values, strict=True)))
@@ -336,6 +338,15 @@ class Predictor:
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
         return encoded
+
+
+def graded(shares: Array, levels: Sequence[str]) -> dict[str, Array]:
+    """The median grade of each row, and the mean of grades that are numbers, from probabilities [N, K]."""
+    median = np.array(levels)[(shares.cumsum(axis=1) < 0.5).sum(axis=1).clip(max=len(levels) - 1)]
+    try:
+        return {"mean": shares @ np.array(levels, dtype=float), "median": median.astype(float)}
+    except ValueError:  # words
+        return {"median": median}
 
 
 def times_of(text: str) -> list[float]:
