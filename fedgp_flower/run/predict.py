@@ -185,7 +185,8 @@ class Predictor:
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
-        return self._quantiles(self._encoded_of(inputs), levels)
+        encoded = self._encoded_of(inputs)
+        return self._quantiles(encoded, levels, lambda: self.standardised(encoded))
 
     def _encoded_of(self, inputs: Array) -> Array:
         return (inputs - self.preparation.input_mean) / self.preparation.input_scale
@@ -196,10 +197,10 @@ class Predictor:
         agreed = self.preparation
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
-    def _quantiles(self, encoded: Array, levels: Sequence[float]) -> Array:
+    def _quantiles(self, encoded: Array, levels: Sequence[float], moments: Callable[[], tuple[Array, Array]]) -> Array:
         if isinstance(self.standardised, Quantiles):
             return self.units.values(self.standardised.quantiles(encoded, levels))
-        mean, sd = self.standardised(encoded)
+        mean, sd = moments()
         if self.saved.likelihood == "poisson":
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
         return self.units.quantiles(mean, sd, levels)
@@ -229,7 +230,7 @@ class Predictor:
             table = pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
             return table if self.saved.likelihood != "ordinal" else table.assign(**graded(classes, levels))
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
-        values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES))
+        values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES, lambda: (mean, sd)))
         table = pd.DataFrame(dict(zip(names, values, strict=True)))
         if BESIDE.get(self.saved.likelihood) != "event":
             return table
