@@ -344,7 +344,7 @@ def methods() -> None:
 
 @app.command("keys")
 def keys_of_a_run(
-    word: Annotated[str, typer.Argument(help="only keys whose name holds this, such as pvi")] = "",
+    word: Annotated[str, typer.Argument(help="only keys whose name holds this, such as model")] = "",
 ) -> None:
     """The keys of a run: default, what is allowed, what each means."""
     found = [key for key in user.reference() if word in key.name]
