@@ -161,7 +161,7 @@ def verdict(metrics: RunMetrics) -> str:
     }
     said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
-    few = ("without figures of sites there is no interval", "1 site gives no interval", "2 sites give no interval")
+    few = ("no interval, as no single score is seen", "1 site gives no interval", "2 sites give no interval")
     how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = arms(metrics)[0].rows
     where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")

@@ -62,7 +62,7 @@ def interruptible(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = "stopped before the first round was complete; nothing is kept"
+        kept = f"stopped before the first round was complete; the name {folder.name} is free again"
         if (folder / "checkpoint" / "checkpoint.json").exists():
             rounds = int(read_json(folder / "checkpoint" / "checkpoint.json")["state"]["round"])
             complete = f"{rounds} complete round{'s' * (rounds != 1)}"
