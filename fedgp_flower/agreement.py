@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.options import MOST_CLASSES
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -211,7 +212,7 @@ class Agreement:
     labels: dict[Site, str]
     simulated: bool
     training_target: dict[str, float] = field(default_factory=dict)
-    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
+    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class, or of each."""
     columns: list[Json] = field(default_factory=list)
     dropped: int = 0
     sums: dict[Site, Array] = field(default_factory=dict)
@@ -230,6 +231,11 @@ class Agreement:
     def transformed(self) -> bool:
         """Whether the target is modelled through a transformation."""
         return "transform" in json.loads(self.schema)["target"]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Levels of the target; none of a number."""
+        return Column.from_json(json.loads(self.schema)["target"]).levels
 
     @property
     def num_inputs(self) -> int:
@@ -278,7 +284,7 @@ def agree(
     Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
     √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells.
     """
-    sites, refused = _accepted(descriptions, max_levels)
+    sites, refused = _accepted(descriptions, max_levels, two=likelihood != "categorical")
     *features, target = next(iter(sites.values()))
     found = [_pooled(sites, name, missing) for name in features]
     columns = [pooled.column for pooled in found]
@@ -292,6 +298,12 @@ def agree(
         raise DataError(f"target `{target}` is the same {what} at every site; {end}")
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
     centre, spread = float(goal.mean[0]), float(goal.scale[0])
+    if len(classes) > MOST_CLASSES:
+        raise DataError(
+            f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are allowed"
+        )
+    every = goal.mean if len(classes) > 2 else np.array([1 - centre, centre])
+    shares = dict(zip(classes, every.tolist(), strict=True)) if likelihood == "categorical" else {}
     raw_target = classes or likelihood not in {"gaussian", "student-t"} or not standardise
     arrays = {
         "input.mean": mean if standardise else np.zeros_like(mean),
@@ -309,7 +321,7 @@ def agree(
         rows={site: told.num_examples for site, told in accepted.items()},
         labels={site: told.label for site, told in accepted.items()},
         simulated=any(told.partitions for told in accepted.values()),
-        training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
+        training_target=shares or ({"share": centre} if classes else {"mean": centre, "sd": spread}),
         columns=[pooled.facts for pooled in found],
         dropped=sum(told.dropped for told in accepted.values()),
         sums={site: encoded_sums(told, schema) for site, told in accepted.items()},
@@ -319,7 +331,7 @@ def agree(
 
 
 def _accepted(
-    descriptions: Mapping[Site, SiteDescription], max_levels: int
+    descriptions: Mapping[Site, SiteDescription], max_levels: int, *, two: bool
 ) -> tuple[dict[Site, _Description], dict[Site, str]]:
     """The sites that agree with most, in sorted order, and why the others do not."""
     parsed: dict[Site, _Description] = {}
@@ -329,7 +341,7 @@ def _accepted(
             parsed[site] = _parse(descriptions[site], max_levels)
         except ProtocolError as error:
             refused[site] = str(error)
-    for differing in (_other_columns, _other_classes):
+    for differing in (_other_columns, *[_other_classes] * two):
         refused |= differing(parsed)
         parsed = {site: told for site, told in parsed.items() if site not in refused}
     if not parsed:
@@ -402,7 +414,10 @@ def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
-    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells."""
+    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells.
+
+    Of a target with levels they are those of the numbers 0, 1, … of its classes.
+    """
     told, (features, target) = _parse(description), _parse_schema(schema)
     columns = (*features, target)
     if {(name, known.kind) for name, known in told.items()} != {(column.name, column.kind) for column in columns}:
@@ -411,7 +426,15 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
     for column in columns:
         known = told[column.name]
         held = [float(known.counts.get(level, 0)) for level in column.shown]
-        found = [[n, 0.0, n - n**2 / known.rows] for n in held] or [known.sums.tolist()]
+        powers = [(n, n) for n in held]
+        if column is target and column.levels:
+            powers = [
+                tuple(
+                    sum(number**p * known.counts.get(level, 0) for number, level in enumerate(column.levels))
+                    for p in (1, 2)
+                )
+            ]
+        found = [[first, 0.0, second - first**2 / known.rows] for first, second in powers] or [known.sums.tolist()]
         found += [[np.nan] * 3] * column.flagged
         sums += found if known.filled == known.rows else [[np.nan] * 3] * len(found)
     return np.array(sums)

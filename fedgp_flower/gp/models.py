@@ -24,7 +24,7 @@ from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, 
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array, NamedArrays, Rows, Square, Targets, Vector
+from fedgp_flower.typing import Array, NamedArrays, Rows, Square, Targets
 
 G = TypeVar("G", bound="WhitenedGP")
 S = TypeVar("S", bound="SparseGP")
@@ -43,19 +43,20 @@ AMPLITUDE, REACH = 2.0, 1.35
 class WhitenedPosterior:
     """q(v) = N(mean, covariance) of whitened inducing values v = L⁻¹u."""
 
-    mean: Vector  # [M]
-    covariance: Square  # [M, M]
+    mean: Float[Tensor, "*C M"]
+    covariance: Float[Tensor, "*C M M"]
+    """Of each of C functions, where there are several."""
 
     @cached_property
-    def root(self) -> Square:
+    def root(self) -> Float[Tensor, "*C M M"]:
         """R, lower triangular, R Rᵀ = S."""
         return kernel_cholesky(self.covariance, variance=torch.ones(()), jitter=0.0, of="S")
 
-    def variances(self, cross: Float[Tensor, "M N"]) -> Float[Tensor, " N"]:
+    def variances(self, cross: Float[Tensor, "M N"]) -> Float[Tensor, "*C N"]:
         """aᵀSa = |Rᵀa|² for every column a; of R only the blocks from the diagonal down are multiplied."""
         root, total = self.root.to(cross), cross.new_zeros(cross.shape[1])
-        for start in range(0, len(root), PANEL):
-            total = total + (root[start:, start : start + PANEL].mT @ cross[start:]).square().sum(0)
+        for start in range(0, len(cross), PANEL):
+            total = total + (root[..., start:, start : start + PANEL].mT @ cross[start:]).square().sum(-2)
         return total
 
 
@@ -97,7 +98,7 @@ class WhitenedGP(ApproximateGP):
         cross = self.project(inputs)
         mean, covariance = self.posterior.mean.to(cross), self.posterior.covariance.to(cross)
         excess = MatmulLinearOperator(cross.mT, covariance @ cross - cross)
-        return MultivariateNormal(known.mean + cross.mT @ mean, known.lazy_covariance_matrix + excess)
+        return MultivariateNormal(known.mean + mean @ cross, known.lazy_covariance_matrix + excess)
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """The prior."""
@@ -194,14 +195,14 @@ class SparseGP(WiredModel, WhitenedGP):
         return mean, variance
 
     def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [N], a = L⁻¹k_zx, some rows at a time with one factor L."""
+        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [*C, N], a = L⁻¹k_zx, some rows at a time with one factor L."""
         factor, means, variances = self.factor(), [], []
         for chunk in inputs.split(max(1, ENTRIES // len(factor))):
             cross, prior = self.covariances(chunk)
             cross = torch.linalg.solve_triangular(factor, cross, upper=False)
-            means.append(cross.mT @ posterior.mean.to(cross))
+            means.append(posterior.mean.to(cross) @ cross)
             variances.append(prior - cross.square().sum(0) + posterior.variances(cross))
-        return torch.cat(means), torch.cat(variances)
+        return torch.cat(means, -1), torch.cat(variances, -1)
 
     @torch.no_grad()
     def means(self, inputs: Rows, posterior: WhitenedPosterior) -> Tensor:
@@ -214,12 +215,16 @@ class SparseGP(WiredModel, WhitenedGP):
 
 
 class LatentGP(SparseGP):
-    """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R]."""
+    """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R].
+
+    Where p(y | f) is of C functions, these share kernel and inducing points: c is [C, 1], q(v) = ∏ N(μ_c, S_c), and
+    moments are [C, N].
+    """
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
         WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
-        self.observed = build_point_likelihood(model.likelihood, noise=model.noise)
-        self.constant = Parameter(torch.zeros(1, dtype=torch.float64))
+        self.observed = build_point_likelihood(model.likelihood, noise=model.noise, classes=model.classes)
+        self.constant = Parameter(torch.zeros(*self.observed.functions, 1, dtype=torch.float64))
         self.hyper = Parameter(self.observed.initial.clone())
         usual, reach = ModelSection(), REACH * math.sqrt(inducing_points.shape[-1])
         for name, parameter in self.kernel.named_parameters():
@@ -248,15 +253,15 @@ class LatentGP(SparseGP):
 
     def moments(
         self, cross: Float[Tensor, "M N"], prior: Float[Tensor, " N"], posterior: WhitenedPosterior
-    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "M N"]]:
+    ) -> tuple[Float[Tensor, "*C N"], Float[Tensor, "*C N"], Float[Tensor, "*C M N"]]:
         """Mean c + Wᵀμ and variance k(x, x) − |w|² + wᵀSw of f with its nugget, and SW, for W = L⁻¹ k(Z, x)."""
         mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
         spread = covariance @ cross
-        return self.constant + cross.mT @ mean, prior + self.nugget() + ((spread - cross) * cross).sum(0), spread
+        return self.constant + mean @ cross, prior + self.nugget() + ((spread - cross) * cross).sum(-2), spread
 
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of f, both [N]."""
+        """Mean and variance of f, both [N], or [C, N] of each."""
         mean, variance = self.marginals(inputs, posterior)
         return (self.constant + mean).double(), (variance + self.nugget()).double()
 

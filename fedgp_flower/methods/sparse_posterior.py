@@ -29,7 +29,7 @@ class SavedSparseGP:
     whitened: WhitenedPosterior
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]."""
+        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]; of classes those of each [N, C]."""
         with torch.no_grad():
             mean, variance = self.model.predict(torch.from_numpy(inputs), self.whitened)
         return mean.numpy(), variance.sqrt().numpy()
@@ -71,7 +71,8 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
     settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
-    section, arrays = ModelSection.model_validate(settings), dict(saved.arrays)
+    section = ModelSection.model_validate(settings).of_classes(saved.schema["target"].get("levels", ()))
+    arrays = dict(saved.arrays)
     for name, array in saved.arrays.items():
         if name.startswith(("kernel.", "likelihood.")):
             *path, leaf = name.split(".")

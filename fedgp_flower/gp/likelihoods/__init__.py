@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedgp_flower.gp.likelihoods.classes import Softmax
 from fedgp_flower.gp.likelihoods.counts import Counts, OverdispersedCounts, Successes
 from fedgp_flower.gp.likelihoods.labels import Logit, Probit
 from fedgp_flower.gp.likelihoods.numbers import GaussianNoise, HeavyTailed, gaussian_likelihood
@@ -33,8 +34,10 @@ OF_ONE_FUNCTION: dict[str, type[PointLikelihood]] = {
 """By the name in ``model.likelihood``, those that need no noise to start from."""
 
 
-def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
+def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20, classes: int = 2) -> PointLikelihood:
     """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
+    if name == "categorical":
+        return Softmax(classes)
     if name in {"gaussian", "student-t"}:
         return (GaussianNoise if name == "gaussian" else HeavyTailed)(noise)
     return OF_ONE_FUNCTION[name](nodes)

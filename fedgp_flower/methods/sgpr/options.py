@@ -6,7 +6,16 @@ from typing import ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import BESIDE, COMMON, KERNEL_CHOICES, USUAL_KERNEL, Count, MethodOptions, PositiveInt
+from fedgp_flower.options import (
+    BESIDE,
+    COMMON,
+    KERNEL_CHOICES,
+    USUAL_KERNEL,
+    Count,
+    MethodOptions,
+    ModelSection,
+    PositiveInt,
+)
 
 STATIONARY = ("rbf", "matern32", "matern52")
 """Kernels of one amplitude with which differential privacy bounds a row."""
@@ -47,10 +56,14 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE}
+    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE, "categorical"}
 
     usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
     usual_megabytes: ClassVar[int] = 0
+
+    def numbers_classes(self, section: ModelSection) -> bool:
+        """Whether there are several."""
+        return section.likelihood == "categorical"
 
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
