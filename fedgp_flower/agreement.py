@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.options import MOST_CLASSES
+from fedgp_flower.options import MOST_CLASSES, SEVERAL
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -212,7 +212,7 @@ class Agreement:
     labels: dict[Site, str]
     simulated: bool
     training_target: dict[str, float] = field(default_factory=dict)
-    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class, or of each."""
+    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of the second class, or of each."""
     columns: list[Json] = field(default_factory=list)
     dropped: int = 0
     sums: dict[Site, Array] = field(default_factory=dict)
@@ -278,32 +278,32 @@ def agree(
     likelihood: str = "gaussian",
     max_levels: int = 50,
     missing: str = "error",
+    order: Sequence[str] = (),
 ) -> Agreement:
     """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
     Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
-    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells.
+    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells. Levels of the target stand in
+    ``order``, else as numbers where they are numbers.
     """
-    sites, refused = _accepted(descriptions, max_levels, two=likelihood != "categorical")
+    sites, refused = _accepted(descriptions, max_levels, two=likelihood not in SEVERAL)
     *features, target = next(iter(sites.values()))
     found = [_pooled(sites, name, missing) for name in features]
     columns = [pooled.column for pooled in found]
     many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
     if many:
         raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
-    goal = _pooled(sites, target)
+    goal = _pooled(sites, target, rank=order.index if order else _as_number)
     classes = goal.column.levels
     if goal.constant:
         what, end = ("class", "classification needs two") if classes else ("number", "there is nothing to learn")
         raise DataError(f"target `{target}` is the same {what} at every site; {end}")
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
     centre, spread = float(goal.mean[0]), float(goal.scale[0])
-    if len(classes) > MOST_CLASSES:
+    if likelihood == "categorical" and len(classes) > MOST_CLASSES:
         raise DataError(
-            f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are allowed"
+            f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are told apart"
         )
-    every = goal.mean if len(classes) > 2 else np.array([1 - centre, centre])
-    shares = dict(zip(classes, every.tolist(), strict=True)) if likelihood == "categorical" else {}
     raw_target = classes or likelihood not in {"gaussian", "student-t"} or not standardise
     arrays = {
         "input.mean": mean if standardise else np.zeros_like(mean),
@@ -321,13 +321,30 @@ def agree(
         rows={site: told.num_examples for site, told in accepted.items()},
         labels={site: told.label for site, told in accepted.items()},
         simulated=any(told.partitions for told in accepted.values()),
-        training_target=shares or ({"share": centre} if classes else {"mean": centre, "sd": spread}),
+        training_target=_known_of(goal),
         columns=[pooled.facts for pooled in found],
         dropped=sum(told.dropped for told in accepted.values()),
         sums={site: encoded_sums(told, schema) for site, told in accepted.items()},
         refused=refused,
         constant=tuple(pooled.column.name for pooled in found if pooled.constant),
     )
+
+
+def _as_number(level: str) -> tuple[float, str]:
+    """What levels are sorted by: the number that they are, and those that are none by the alphabet, before them."""
+    try:
+        return float(level), level
+    except ValueError:
+        return -np.inf, level
+
+
+def _known_of(target: _Pooled) -> dict[str, float]:
+    """Mean and sd of a target, the share of the second of two classes, or the shares of several in their order."""
+    levels, mean = target.column.shown, target.mean.tolist()
+    if not levels:
+        return {"mean": mean[0], "sd": float(target.scale[0])}
+    shares = {f"share of {level}": share for level, share in zip(levels, mean, strict=True)}
+    return {"share": mean[0]} if len(levels) == 1 else shares
 
 
 def _accepted(
@@ -341,7 +358,7 @@ def _accepted(
             parsed[site] = _parse(descriptions[site], max_levels)
         except ProtocolError as error:
             refused[site] = str(error)
-    for differing in (_other_columns, *[_other_classes] * two):
+    for differing in (_other_columns, *([_other_classes] if two else ())):
         refused |= differing(parsed)
         parsed = {site: told for site, told in parsed.items() if site not in refused}
     if not parsed:
@@ -366,7 +383,9 @@ FAR = 3.0
 """A site whose mean is so many standard deviations within a site from that of most is worth a look: other units?"""
 
 
-def _pooled(sites: Mapping[Site, _Description], name: str, missing: str = "error") -> _Pooled:
+def _pooled(
+    sites: Mapping[Site, _Description], name: str, missing: str = "error", rank: Callable[[str], Any] | None = None
+) -> _Pooled:
     """A column of all sites, with what stands for its missing cells."""
     told = {site: columns[name] for site, columns in sites.items() if columns[name].filled}
     if not told:
@@ -383,7 +402,7 @@ def _pooled(sites: Mapping[Site, _Description], name: str, missing: str = "error
         facts = {"kind": "number", "mean": centre, "sd": float(scale[0]), "differs": differs}
     else:
         counts = sum((Counter(column.counts) for column in told.values()), Counter[str]())
-        column, constant = Column(name, "categorical", tuple(sorted(counts))), len(counts) == 1
+        column, constant = Column(name, "categorical", tuple(sorted(counts, key=rank))), len(counts) == 1
         mean = np.array([counts[level] for level in column.shown]) / counts.total()
         scale = np.ones(1) if constant else np.sqrt(mean * (1 - mean))
         facts = {"kind": "text", "levels": len(counts)}
@@ -424,17 +443,15 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
         raise ProtocolError("its columns are not those the other sites agreed on")
     sums: list[list[float]] = []
     for column in columns:
+        found: list[list[float]]
         known = told[column.name]
-        held = [float(known.counts.get(level, 0)) for level in column.shown]
-        powers = [(n, n) for n in held]
-        if column is target and column.levels:
-            powers = [
-                tuple(
-                    sum(number**p * known.counts.get(level, 0) for number, level in enumerate(column.levels))
-                    for p in (1, 2)
-                )
-            ]
-        found = [[first, 0.0, second - first**2 / known.rows] for first, second in powers] or [known.sums.tolist()]
+        held = np.array([float(known.counts.get(level, 0)) for level in column.shown])
+        if column is target and len(held) > 1:  # numbers of classes
+            number = np.arange(len(held))
+            total = float(held @ number)
+            found = [[total, 0.0, float(held @ number**2) - total**2 / known.rows]]
+        else:
+            found = [[n, 0.0, n - n**2 / known.rows] for n in held.tolist()] or [known.sums.tolist()]
         found += [[np.nan] * 3] * column.flagged
         sums += found if known.filled == known.rows else [[np.nan] * 3] * len(found)
     return np.array(sums)

@@ -143,7 +143,8 @@ class CoreConfig(Section):
     target: Annotated[str, BASIC] = ""
     """Target column; empty means ``y``, else the last column. Counts and times take a second column after a comma: the
     exposure of a count (``cases,person_years``), the trials of ``binomial`` (``cured,treated``), and for times whether
-    the event was seen, 1, or is still to come, 0 (``days,died``)."""
+    the event was seen, 1, or is still to come, 0 (``days,died``). Grades of ``ordinal`` that are no whole numbers take
+    their order after a comma (``pain,none<mild<severe``)."""
     features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     formula: Annotated[str, BASIC] = ""
@@ -252,12 +253,18 @@ class CoreConfig(Section):
     @property
     def outcome(self) -> str:
         """The target column; empty where ``target`` names none."""
-        return self.target.partition(",")[0].strip() if self.beside else self.target
+        return self.target.partition(",")[0].strip() if self.beside or self.order else self.target
 
     @property
     def beside(self) -> str:
         """The column beside the target that the likelihood reads; empty without one."""
         return self.target.partition(",")[2].strip() if self.model.likelihood in BESIDE else ""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The grades of the target in their order; empty where they are numbers, or it has none."""
+        known = self.target.partition(",")[2] if self.model.likelihood == "ordinal" else ""
+        return tuple(level.strip() for level in known.split("<")) if known else ()
 
     @property
     def set_aside(self) -> list[str]:
@@ -289,7 +296,7 @@ class CoreConfig(Section):
     def terms(self) -> Json:
         """How sites agree on columns: keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
-        return {**known, "max_levels": self.max_levels, "missing": self.missing}
+        return {**known, "max_levels": self.max_levels, "missing": self.missing, "order": self.order}
 
     def run_name(self, label: str = "") -> str:
         """Name of the run's folder; ``label`` stands for the data set."""

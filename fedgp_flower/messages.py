@@ -8,10 +8,10 @@ sites, and the table of what leaves a site::
         gram: Float[ndarray, "M M"] = leaves("W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
         moment: Float[ndarray, "M"] = leaves("W y")
 
-A field is an array with a shape, of which an axis ``*C`` in front may be missing, another message, ``tuple[Message, ...]``, ``Mapping[str, Message]``,
-``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or anything that JSON can hold. Arrays
-travel under ``field`` or ``outer.field``, the numbers of a request or an answer among Flower's configuration or metrics
-(:func:`to_parts`); all else is JSON text in one array of bytes.
+A field is an array with a shape, of which an axis ``*C`` in front may be missing, another message, ``tuple[Message,
+...]``, ``Mapping[str, Message]``, ``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or
+anything that JSON can hold. Arrays travel under ``field`` or ``outer.field``, the numbers of a request or an answer
+among Flower's configuration or metrics (:func:`to_parts`); all else is JSON text in one array of bytes.
 """
 
 from __future__ import annotations

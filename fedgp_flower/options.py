@@ -6,7 +6,7 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
@@ -87,8 +87,9 @@ BESIDE = {
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
 """What a second column named by ``target`` holds, by likelihood."""
-CLASSES = ("bernoulli", "categorical")
-"""Likelihoods of targets that name a class."""
+SEVERAL = frozenset({"categorical", "ordinal"})
+"""Likelihoods of a target that is one of several classes, whose numbers are 0, 1, 2, …"""
+CLASSES = SEVERAL | {"bernoulli"}
 MOST_CLASSES = 20
 COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
 """Likelihoods of every method that does not say which it knows."""
@@ -122,26 +123,22 @@ class ModelSection(Section):
             "time-to-event",
             "log-logistic",
             "log-normal",
+            "ordinal",
         ],
         BASIC,
     ] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t with 4 degrees of freedom; 2 to 20 classes, whose probabilities are the softmax of a function each; counts that vary more than ``poisson`` says; successes among so many trials;
-    times to an event, some of them censored, which are Weibull (``time-to-event``), log-logistic or log-normal."""
+    Student-t with 4 degrees of freedom; 2 to 20 classes, whose probabilities are the softmax of a function each; counts
+    that vary more than ``poisson`` says; successes among so many trials; times to an event, some of them censored,
+    which are Weibull (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
     """Initial variance of the GP, in squared standardised units of the target. No key: targets are standardised."""
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
-    classes: Annotated[Count, Field(exclude=True)] = 2
-    """Of ``categorical``. No key: they are the levels of the target that sites agree on."""
     jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has its value."""
-
-    def of_classes(self, levels: Sequence[str]) -> ModelSection:
-        """The same for a target with these levels."""
-        return self.model_copy(update={"classes": len(levels)}) if self.likelihood == "categorical" else self
 
     @field_validator("kernel")
     @classmethod

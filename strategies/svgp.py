@@ -94,10 +94,8 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     )
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
-    latent = LatentGP(model, torch.from_numpy(locations))
-    values = latent.to_arrays()
-    values[CONSTANT][:] = latent.observed.start(problem.target, float(shape.beside) / float(shape.histogram[0].sum()))
-    return at(values)
+    beside = float(shape.beside) / float(shape.histogram[0].sum())
+    return at(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, beside).to_arrays())
 
 
 def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
@@ -109,7 +107,7 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
         moved = carried(duals, old, new, new.factor())
         q = moved.posterior()
     asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
-    lengths = {"M": asked.mean.shape[-1], "C": model.classes * (asked.mean.ndim - 1)}
+    lengths = dict(zip("MC", asked.mean.shape[::-1], strict=False))
     summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes=lengths)
     if summed.total is None or summed.silent or summed.sites != roster.sites:
         return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
@@ -207,7 +205,7 @@ class SVGP(FederatedStrategy[SVGPState]):
     @property
     def problem(self) -> Problem:
         """What stays the same during a run, with the jitter that sites use: they whiten as the server does."""
-        model, exchanges = self.config.model.of_classes(self.preparation.classes), self.options.exchanges or USUAL
+        model, exchanges = self.config.model, self.options.exchanges or USUAL
         if self.config.precision == "float32":
             model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
         return Problem(model, self.config.seed, exchanges, self.preparation.training_target)

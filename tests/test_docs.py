@@ -159,8 +159,10 @@ def leaving() -> list[str]:
         for found in answers(name):
             methods.setdefault(found, []).append(name)
     lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
+    federated = tuple(name for name in BUILT_IN if METHODS[name].federated)
+    everyone = {tuple(BUILT_IN): "all", federated: "all but baselines"}
     for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
-        said = "all" if len(names) == len(BUILT_IN) else ", ".join(f"`{name}`" for name in names)
+        said = everyone.get(tuple(names)) or ", ".join(f"`{name}`" for name in names)
         lines.append(f"| `{kind}` | {said} | {under_masks(kind, answer)} | {content_of(kind, answer)} |")
     return lines
 

@@ -10,7 +10,7 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, lost, run
 
 import fedgp_flower as fg
-from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
 from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server, pseudo_sums
@@ -50,12 +50,13 @@ def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor
 
 
 def section(likelihood: str, **keys: Any) -> ModelSection:
-    return ModelSection(likelihood=likelihood, classes=3, **keys)
+    return ModelSection(likelihood=likelihood, **keys)
 
 
 def latent(likelihood: str, **keys: Any) -> LatentGP:
     points = torch.from_numpy(np.random.default_rng(1).standard_normal((INDUCING, 2)))
-    return LatentGP(section(likelihood, **keys), points)
+    model = LatentGP(section(likelihood, **keys), points)
+    return model.begin({"a": 0.3, "b": 0.5, "c": 0.2}, 1.0) if likelihood in SEVERAL else model
 
 
 def moved_by(model: LatentGP, size: float) -> dict[str, np.ndarray]:
@@ -69,7 +70,7 @@ def factor(model: SparseGP) -> torch.Tensor:
 
 
 def settled(model: LatentGP, data: tuple[torch.Tensor, torch.Tensor], steps: int, rho: float) -> Duals:
-    size = *model.observed.functions, INDUCING
+    size = *model.constant.shape[:-1], INDUCING
     duals = Duals(torch.zeros(*size, INDUCING).double(), torch.zeros(size).double())
     for _ in range(steps):
         duals = duals.stepped(expectations(model, *data, duals.posterior()), rho)

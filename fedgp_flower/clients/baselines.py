@@ -196,16 +196,14 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
-    model, size = place.module(LatentGP(config.model, points)), len(points)
     (y, beside), count = apart(rows.y), len(rows.y)
     known = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # also where all are zero
-    if config.model.likelihood == "categorical":
-        classes = config.model.classes
-        shares = (np.bincount(y.astype(int), minlength=classes) + 0.5) / (count + classes / 2)
-        known = {str(number): share for number, share in enumerate(shares.tolist())}
-    model.constant.data.copy_(torch.as_tensor(model.observed.start(known, (beside.sum() + 1) / count)))
-    each = model.observed.functions
-    first = np.zeros((*each, size)), np.tile(np.eye(size), (*each, 1, 1))
+    if units.classes > 2:
+        held = np.bincount(y.astype(int), minlength=units.classes) + 0.5
+        known = dict(zip(map(str, range(units.classes)), (held / held.sum()).tolist(), strict=True))
+    latent = LatentGP(config.model, points).begin(known, (beside.sum() + 1) / count)
+    model, size = place.module(latent), (*latent.constant.shape[:-1], len(points))
+    first = np.zeros(size), np.tile(np.eye(size[-1]), (*size[:-1], 1, 1))
     mean, root = (place.tensor(part).requires_grad_() for part in first)
 
     def posterior() -> WhitenedPosterior:

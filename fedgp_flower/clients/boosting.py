@@ -12,7 +12,7 @@ import numpy as np
 
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.options import CLASSES
+from fedgp_flower.options import CLASSES, SEVERAL
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, Indices
 
@@ -56,7 +56,7 @@ class Boosted:
         """Of the held-out rows, in original units; noise has one variance everywhere."""
         if likelihood in CLASSES:
             shares = np.asarray(self.trees.predict_proba(rows.x_test))
-            several = likelihood == "categorical"
+            several = likelihood in SEVERAL
             return class_scores(shares, rows.y_test) if several else bernoulli_scores(shares[:, 1], rows.y_test)
         mean = np.asarray(self.trees.predict(rows.x_test), np.float64)
         spread = np.full_like(mean, self.variance)

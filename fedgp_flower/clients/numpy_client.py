@@ -107,9 +107,6 @@ class SiteClient(NumPyClient):
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.config = setting, setting.config
-        if setting.preparation is not None:
-            model = self.config.model.of_classes(setting.preparation.target.levels)
-            self.config = self.config.model_copy(update={"model": model})
         self.site, self.state = setting.site, setting.state
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)
@@ -177,7 +174,7 @@ class SiteClient(NumPyClient):
     def units(self) -> TargetUnits:
         """From the standardised target to the units of the data."""
         agreed = self.preparation
-        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
+        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform, len(agreed.target.levels))
 
     def require_simulated(self, what: str) -> None:
         """Refuse what a real site never does."""

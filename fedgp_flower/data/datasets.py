@@ -160,7 +160,7 @@ def checked(
     empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
-    check_target(frame[target], config.model.likelihood, config.transform.target, file)
+    check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
     if beside:
         check_beside(frame[target], frame[config.beside], config.model.likelihood, file)
     labels: dict[str, Kind] = dict.fromkeys(config.set_aside, "categorical")

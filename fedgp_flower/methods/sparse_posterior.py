@@ -71,8 +71,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
     settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
-    section = ModelSection.model_validate(settings).of_classes(saved.schema["target"].get("levels", ()))
-    arrays = dict(saved.arrays)
+    section, arrays = ModelSection.model_validate(settings), dict(saved.arrays)
     for name, array in saved.arrays.items():
         if name.startswith(("kernel.", "likelihood.")):
             *path, leaf = name.split(".")

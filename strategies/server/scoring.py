@@ -21,8 +21,8 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.options import CLASSES, COMMON
-from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better
+from fedgp_flower.options import CLASSES, COMMON, SEVERAL
+from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     Coefficients,
@@ -179,7 +179,7 @@ class Scoring:
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         odd = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
-        if odd or likelihood not in COMMON | {*CLASSES} or session.config.beside:
+        if odd or likelihood not in COMMON | SEVERAL or session.config.beside:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
@@ -284,9 +284,9 @@ def constant(
 
     Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
     """
-    if likelihood == "categorical":
-        first, *others = target.values()
-        intercepts = np.log(np.array(others) / first)[:, None]
+    if likelihood in SEVERAL:
+        shares = shares_of(target)
+        intercepts = np.log(shares[1:] / shares[0])[:, None]
         return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1))
     if likelihood == "bernoulli":
         at, variance = math.log(target["share"] / (1 - target["share"])), 0.0
@@ -300,7 +300,7 @@ def constant(
 
 
 def linear_fit(
-    sites: tuple[str, ...], likelihood: str, inputs: int, classes: int = 0
+    sites: tuple[str, ...], likelihood: str, inputs: int, classes: int = 2
 ) -> Asking[LinearPredictor | None]:
     """Linear regression for numbers, logistic regression for classes; None for counts, or if nobody answers."""
     if likelihood == "poisson":
@@ -309,7 +309,7 @@ def linear_fit(
         weights = yield from _logistic(sites, inputs, classes)
         if weights is None:
             return None
-        if likelihood == "categorical":
+        if likelihood in SEVERAL:
             return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
         return LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
     summed: Summed[Moments] = yield Total(Moments, Nothing(), sites)

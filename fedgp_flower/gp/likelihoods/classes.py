@@ -6,26 +6,23 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
+from gpytorch.likelihoods import Likelihood
 from torch import Tensor
+from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes
-from fedgp_flower.scores import Scores, class_scores
+from fedgp_flower.scores import Scores, class_scores, shares_of
 from fedgp_flower.typing import Array
 
 
 class Softmax(PointLikelihood):
     """Classes y ∈ {0, …, C − 1}; functions, their means and variances are [C, N], independent under q."""
 
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.functions = (classes,)
-
     def start(self, target: Mapping[str, float], beside: float) -> Array:
         """Logarithms of the shares of the classes [C, 1]."""
         del beside
-        return np.log(np.array([*target.values()]))[:, None]
+        return np.log(shares_of(target))[:, None]
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """f_y − log Σ e^{f_c}."""
@@ -63,8 +60,16 @@ class Softmax(PointLikelihood):
         return class_scores(probability.numpy(), target)
 
     def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """GPyTorch's softmax, which draws functions."""
-        return SoftmaxLikelihood(num_classes=self.functions[0], mixing_weights=False)
+        """:class:`Classes`, which draws functions."""
+        return ClassesOfFunctions()
+
+
+class ClassesOfFunctions(Likelihood):
+    """Classes of functions that come as a batch [*S, C, N], as a likelihood of GPyTorch."""
+
+    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Categorical:
+        """The distribution of y given f."""
+        return Categorical(logits=function_samples.mT)
 
 
 def of_class(targets: Tensor, values: Tensor) -> Tensor:

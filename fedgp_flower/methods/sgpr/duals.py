@@ -111,7 +111,7 @@ def expectations(
     moving = {name: parameter for name, parameter in named.items() if name not in (CONSTANT, HYPER)}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
     fit, (slope, curvature) = factor.new_zeros(()), map(torch.zeros_like, (posterior.mean, posterior.covariance))
-    chunk = CHUNK // math.prod(model.observed.functions)
+    chunk = math.ceil(CHUNK / model.constant.numel())
     for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
         with torch.enable_grad():
             cross, prior = model.kernel(model.inducing_points, x).to_dense(), model.kernel(x, diag=True)

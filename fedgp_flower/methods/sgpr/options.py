@@ -10,6 +10,7 @@ from fedgp_flower.options import (
     BESIDE,
     COMMON,
     KERNEL_CHOICES,
+    SEVERAL,
     USUAL_KERNEL,
     Count,
     MethodOptions,
@@ -56,14 +57,14 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE, "categorical"}
+    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE} | SEVERAL
 
     usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
     usual_megabytes: ClassVar[int] = 0
 
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether there are several."""
-        return section.likelihood == "categorical"
+        return section.likelihood in SEVERAL
 
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
