@@ -447,7 +447,7 @@ def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield from table(spec.inner, f"{name}." if spec.form == "message" else f"{name}.*.")
         else:
             shaped = spec.form in ("array", "arrays")
-            shape = f"[{', '.join(spec.inner.dim_str.split())}]" if shaped else spec.form.replace("json", "text")
+            shape = f"[{'*' * (spec.letters == ('_',)) or ', '.join(spec.letters)}]" if shaped else spec.form.replace("json", "text")
             yield f"{name}.*" if spec.form == "arrays" else name, shape, spec.meaning
 
 
