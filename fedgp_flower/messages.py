@@ -447,7 +447,8 @@ def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield from table(spec.inner, f"{name}." if spec.form == "message" else f"{name}.*.")
         else:
             shaped = spec.form in ("array", "arrays")
-            shape = f"[{'*' * (spec.letters == ('_',)) or ', '.join(spec.letters)}]" if shaped else spec.form.replace("json", "text")
+            axes = "*" if shaped and spec.letters == ("_",) else ", ".join(spec.letters) if shaped else ""
+            shape = f"[{axes}]" if shaped else spec.form.replace("json", "text")
             yield f"{name}.*" if spec.form == "arrays" else name, shape, spec.meaning
 
 
