@@ -1,9 +1,10 @@
 """The documents say what the program does: keys, defaults, commands, options and links are those of the code.
 
-``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` and ``docs/leaves.md`` anew; meanings of
-keys that carry no docstring are kept as they stand there.
+``python tests/test_docs.py`` writes the tables of ``docs/configuration.md``, ``docs/keys.md`` and ``docs/leaves.md``
+anew.
 """
 
+import inspect
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ import pandas as pd
 import pytest
 import typer
 
+import fedgp_flower as fg
 from fedgp_flower.cli import app
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
@@ -24,33 +26,39 @@ from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
 from fedgp_flower.run.leaves import WORDS, answers
 from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, option_classes, parse_config
-from fedgp_flower.run.user_config import parse_assignments, read_config, reference
+from fedgp_flower.run.user_config import Key, parse_assignments, read_config, reference
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE, KEYS = ROOT / "docs" / "configuration.md", ROOT / "docs" / "keys.md"
 LEAVES = ROOT / "docs" / "leaves.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RULE = re.compile(r"^\| `(?P<key>[a-z-]+)` \| `(?P<default>[^`]+)` \| (?P<meaning>.*) \|$", re.MULTILINE)
-HEAD = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+HEAD = ["| key=default | allowed | meaning |", "|---|---|---|"]
 
 
-def page() -> str:
-    """``docs/configuration.md``, its tables anew: basic keys, advanced keys of all methods, keys of each method."""
+def pages() -> dict[Path, str]:
+    """``docs/configuration.md`` with the basic keys and ``docs/keys.md`` with the others, their tables anew."""
     keys, tables = reference(), dict.fromkeys(section.table for section in option_classes().values() if section.table)
-    chapters = {"Basic keys": [key for key in keys if key.basic]}
     further = [key for key in keys if not key.basic]
-    chapters["Advanced keys of all methods"] = [key for key in further if key.name.split(".")[0] not in tables]
+    chapters = {"All methods": [key for key in further if key.name.split(".")[0] not in tables]}
     for name in tables:
         chapters[f"`{name}.…`"] = [key for key in further if key.name.startswith(f"{name}.")]
-    lines = [PAGE.read_text(encoding="utf-8").split("\n## ")[0].split("\n| key")[0].rstrip()]
-    for title, rows in chapters.items():
-        cells = [f"| `{key.name}` | {key.default} | {key.allowed} | {key.meaning} |" for key in rows]
-        lines += ["", f"## {title}", "", *HEAD, *cells]
-    return "\n".join(lines) + "\n"
+    behind = [line for title, rows in chapters.items() if rows for line in ["", f"## {title}", "", *rows_of(rows)]]
+    tables_of = {PAGE: rows_of([key for key in keys if key.basic]), KEYS: behind[1:]}
+    return {path: f"{words_of(path)}\n\n" + "\n".join(lines) + "\n" for path, lines in tables_of.items()}
 
 
-def test_the_configuration_page_says_what_the_code_says():
-    assert page() == PAGE.read_text(encoding="utf-8"), "run tests/test_docs.py"
+def rows_of(keys: list[Key]) -> list[str]:
+    return [*HEAD, *(f"| `{key.name}={key.default}` | {key.allowed} | {key.meaning} |" for key in keys)]
+
+
+def words_of(path: Path) -> str:
+    """What stands before the first table."""
+    return path.read_text(encoding="utf-8").split("\n## ")[0].split("\n| key")[0].rstrip()
+
+
+def test_the_pages_of_keys_say_what_the_code_says():
+    assert pages() == {path: path.read_text(encoding="utf-8") for path in (PAGE, KEYS)}, "run tests/test_docs.py"
 
 
 def test_every_key_has_a_meaning_and_few_are_basic():
@@ -207,6 +215,15 @@ def test_every_rule_of_a_policy_is_documented_with_its_default():
     assert told == {key: (json.dumps(default), said) for key, (default, said) in expected.items()}
 
 
+def test_the_api_page_has_the_arguments_and_every_strategy_with_its_client():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name, call in {"run": fg.run, "FederatedGPRegressor": fg.FederatedGPRegressor}.items():
+        plain = [own.replace(annotation=inspect.Parameter.empty) for own in inspect.signature(call).parameters.values()]
+        assert f"fg.{name}{inspect.Signature(plain)}".replace("'", '"') in text
+    told = dict(re.findall(r'^\| `(\w+)` \| `"([\w-]+)"` \|$', text, re.MULTILINE))
+    assert told == {row.strategy.partition(":")[2]: method for method, row in BUILT_IN.items()}
+
+
 def test_python_of_the_readme_runs(tmp_path, monkeypatch):
     """The block of the chapter on Python, as it stands, on a table with a column of text."""
     chapter = (ROOT / "README.md").read_text(encoding="utf-8").split("## From Python\n")[1].split("\n## ")[0]
@@ -228,4 +245,5 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 if __name__ == "__main__":
     LEAVES.write_text(leaves(), encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
