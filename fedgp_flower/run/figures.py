@@ -236,7 +236,7 @@ def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Seq
     ax.plot([0, 100], [0, 100], color=POOLED, lw=0.9)
     for place, (table, colour, mark) in enumerate(zip(tables, COLOURS, MARKS, strict=False)):
         bins = np.asarray(table, dtype=float)
-        bins = merged_cells(bins, math.ceil(bins[:, 0].sum() / GROUPS))
+        bins = np.asarray(merged_cells(bins, math.ceil(bins[:, 0].sum() / GROUPS)), dtype=float)
         count, predicted, observed = bins[bins[:, 0] > 0].T
         name = f"quartile {place + 1}" if times is None else f"after {times[place]:.3g}"
         ax.plot(100 * predicted / count, 100 * observed / count, mark, color=colour, ms=4, lw=1.2, label=name)
