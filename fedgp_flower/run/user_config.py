@@ -115,6 +115,12 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         yield from _keys(table, f"{prefix}{name}.")
 
 
+def table_of(keys: Sequence[Key]) -> list[str]:
+    """The lines of a table in Markdown."""
+    rows = (f"| `{key.name}={key.default}` | {key.allowed} | {key.meaning} |" for key in keys)
+    return ["| key=default | allowed | meaning |", "|---|---|---|", *rows]
+
+
 def basic_keys() -> str:
     """The basic keys as lines for a terminal, each with the first sentence of its meaning."""
     lines = [
@@ -122,4 +128,4 @@ def basic_keys() -> str:
         for key in reference()
         if key.basic
     ]
-    return "\n\n".join(["Basic keys; docs/keys.md has the others.", *lines])
+    return "\n\n".join(["Basic keys; `fedgp keys` has all of them.", *lines])
