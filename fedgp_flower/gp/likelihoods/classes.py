@@ -12,7 +12,7 @@ from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes
-from fedgp_flower.scores import Scores, class_scores, shares_of
+from fedgp_flower.scores import Scores, TargetUnits, class_scores, shares_of
 from fedgp_flower.typing import Array
 
 
@@ -54,7 +54,7 @@ class Softmax(PointLikelihood):
         probability = share / share.sum(-1, keepdim=True)
         return probability, probability * (1.0 - probability)
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the probabilities of all classes."""
         probability, _ = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
         return class_scores(probability.numpy(), target)
