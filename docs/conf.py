@@ -4,6 +4,8 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
+from fedgp_flower.run.user_config import reference, table_of
+
 HERE = Path(__file__).parent
 GALLERY = HERE / "gallery"
 shutil.rmtree(GALLERY, ignore_errors=True)
@@ -38,5 +40,7 @@ def setup(app) -> None:
 
     def relinked(app, name, source) -> None:
         source[0] = source[0].replace("](../simulations/results/", "](gallery/")
+        if name == "keys":
+            source[0] += "\n" + "\n".join(table_of([key for key in reference() if not key.basic]))
 
     app.connect("source-read", relinked)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.options import SEVERAL
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -272,20 +273,22 @@ def agree(
     likelihood: str = "gaussian",
     max_levels: int = 50,
     missing: str = "error",
+    order: Sequence[str] = (),
 ) -> Agreement:
     """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
 
     Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
-    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells.
+    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells. Levels of the target stand in
+    ``order``, else as numbers where they are numbers.
     """
-    sites, refused = _accepted(descriptions, max_levels)
+    sites, refused = _accepted(descriptions, max_levels, two=likelihood not in SEVERAL)
     *features, target = next(iter(sites.values()))
     found = [_pooled(sites, name, missing) for name in features]
     columns = [pooled.column for pooled in found]
     many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
     if many:
         raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
-    goal = _pooled(sites, target)
+    goal = _pooled(sites, target, rank=order.index if order else _as_number)
     classes = goal.column.levels
     if goal.constant:
         what, end = ("class", "classification needs two") if classes else ("number", "there is nothing to learn")
@@ -309,7 +312,7 @@ def agree(
         rows={site: told.num_examples for site, told in accepted.items()},
         labels={site: told.label for site, told in accepted.items()},
         simulated=any(told.partitions for told in accepted.values()),
-        training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
+        training_target=_known_of(goal),
         columns=[pooled.facts for pooled in found],
         dropped=sum(told.dropped for told in accepted.values()),
         sums={site: encoded_sums(told, schema) for site, told in accepted.items()},
@@ -318,8 +321,25 @@ def agree(
     )
 
 
+def _as_number(level: str) -> tuple[float, str]:
+    """What levels are sorted by: the number that they are, and those that are none by the alphabet, before them."""
+    try:
+        return float(level), level
+    except ValueError:
+        return -np.inf, level
+
+
+def _known_of(target: _Pooled) -> dict[str, float]:
+    """Mean and sd of a target, the share of the second of two classes, or the shares of several in their order."""
+    levels, mean = target.column.shown, target.mean.tolist()
+    if not levels:
+        return {"mean": mean[0], "sd": float(target.scale[0])}
+    shares = {f"share of {level}": share for level, share in zip(levels, mean, strict=True)}
+    return {"share": mean[0]} if len(levels) == 1 else shares
+
+
 def _accepted(
-    descriptions: Mapping[Site, SiteDescription], max_levels: int
+    descriptions: Mapping[Site, SiteDescription], max_levels: int, *, two: bool
 ) -> tuple[dict[Site, _Description], dict[Site, str]]:
     """The sites that agree with most, in sorted order, and why the others do not."""
     parsed: dict[Site, _Description] = {}
@@ -329,7 +349,7 @@ def _accepted(
             parsed[site] = _parse(descriptions[site], max_levels)
         except ProtocolError as error:
             refused[site] = str(error)
-    for differing in (_other_columns, _other_classes):
+    for differing in (_other_columns, *([_other_classes] if two else ())):
         refused |= differing(parsed)
         parsed = {site: told for site, told in parsed.items() if site not in refused}
     if not parsed:
@@ -354,7 +374,9 @@ FAR = 3.0
 """A site whose mean is so many standard deviations within a site from that of most is worth a look: other units?"""
 
 
-def _pooled(sites: Mapping[Site, _Description], name: str, missing: str = "error") -> _Pooled:
+def _pooled(
+    sites: Mapping[Site, _Description], name: str, missing: str = "error", rank: Callable[[str], Any] | None = None
+) -> _Pooled:
     """A column of all sites, with what stands for its missing cells."""
     told = {site: columns[name] for site, columns in sites.items() if columns[name].filled}
     if not told:
@@ -371,7 +393,7 @@ def _pooled(sites: Mapping[Site, _Description], name: str, missing: str = "error
         facts = {"kind": "number", "mean": centre, "sd": float(scale[0]), "differs": differs}
     else:
         counts = sum((Counter(column.counts) for column in told.values()), Counter[str]())
-        column, constant = Column(name, "categorical", tuple(sorted(counts))), len(counts) == 1
+        column, constant = Column(name, "categorical", tuple(sorted(counts, key=rank))), len(counts) == 1
         mean = np.array([counts[level] for level in column.shown]) / counts.total()
         scale = np.ones(1) if constant else np.sqrt(mean * (1 - mean))
         facts = {"kind": "text", "levels": len(counts)}
@@ -409,9 +431,15 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
         raise ProtocolError("its columns are not those the other sites agreed on")
     sums: list[list[float]] = []
     for column in columns:
+        found: list[list[float]]
         known = told[column.name]
-        held = [float(known.counts.get(level, 0)) for level in column.shown]
-        found = [[n, 0.0, n - n**2 / known.rows] for n in held] or [known.sums.tolist()]
+        held = np.array([float(known.counts.get(level, 0)) for level in column.shown])
+        if column is target and len(held) > 1:  # numbers of classes
+            number = np.arange(len(held))
+            total = float(held @ number)
+            found = [[total, 0.0, float(held @ number**2) - total**2 / known.rows]]
+        else:
+            found = [[n, 0.0, n - n**2 / known.rows] for n in held.tolist()] or [known.sums.tolist()]
         found += [[np.nan] * 3] * column.flagged
         sums += found if known.filled == known.rows else [[np.nan] * 3] * len(found)
     return np.array(sums)

@@ -342,6 +342,16 @@ def methods() -> None:
         terminal.show(terminal.table(["method", "what it is", "paper"], rows, title=title))
 
 
+@app.command("keys")
+def keys_of_a_run(
+    word: Annotated[str, typer.Argument(help="only keys whose name holds this, such as model")] = "",
+) -> None:
+    """The keys of a run: default, what is allowed, what each means."""
+    found = [key for key in user.reference() if word in key.name]
+    rows = [[f"{key.name}={key.default}", key.allowed.replace("`", ""), key.meaning.replace("`", "")] for key in found]
+    terminal.show(terminal.table(["key=default", "allowed", "meaning"], rows))
+
+
 @app.command()
 def datasets(data_dir: Annotated[str, typer.Option(help="folder of data sets; default FEDGP_DATA")] = "") -> None:
     """The data sets that `dataset = …` can name."""

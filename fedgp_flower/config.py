@@ -49,34 +49,34 @@ class PartitionSection(Section):
     """How a data set is dealt to simulated sites; read only by the partitioners that need the key."""
 
     column: Annotated[str, BASIC] = ""
-    """Column to partition by (``natural``, ``dirichlet``, ``pathological``); empty means the target."""
+    """Column of ``natural``, ``dirichlet``, ``pathological``; empty: the target."""
     alpha: Positive = 0.5
     """Concentration of ``dirichlet``: small is uneven."""
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
     min_rows: Count = 0
-    """A natural group with fewer training rows is left out: it is named, and its rows are not scored. ``dirichlet``
-    deals until every site has as many, 10 where this is 0."""
+    """Natural groups with fewer training rows are left out, named and not scored. ``dirichlet`` deals until every site
+    has as many, 10 where this is 0."""
 
 
 class TransformSection(Section):
     """How the target is turned into what is modelled as Gaussian; predictions and scores are in units of the target."""
 
     target: Annotated[Literal["none", "log", "sqrt", "yeo-johnson"], BASIC] = "none"
-    """``log`` and ``sqrt`` need targets above zero; ``yeo-johnson`` takes any, its power is agreed from sums. Needs
-    ``model.likelihood`` = ``gaussian``."""
+    """Model this function of the target, with Gaussian noise. ``log`` and ``sqrt`` need targets above zero;
+    ``yeo-johnson`` takes any. Predictions and scores are in units of the target."""
 
 
 class BaselineSection(Section):
     """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
 
     linear: bool = True
-    """The mean of the target, and linear or logistic regression, from sums; counts by their mean only."""
+    """Also the mean of the target, and linear or logistic regression, from sums."""
     local_only: bool = True
-    """Also fit a GP of its rows at every site."""
+    """Also a GP of each site's rows."""
     pooled: bool = True
-    """Simulation only: one process sees the rows of all sites and fits a GP (an exact one up to 3000 rows, else with as
-    many inducing points as the run) and gradient boosting. Ignored where sites are real machines."""
+    """Simulation only: also a GP of all rows (exact up to 3000 rows, else with as many inducing points as the run) and
+    gradient boosting."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
 
@@ -85,8 +85,8 @@ class RoundSection(Section):
     """What a round is worth that a site missed."""
 
     incomplete: Literal["accept", "repeat"] = "accept"
-    """A round that a site failed in counts without it; or is repeated from where it started, by all sites, until that
-    site is back or has missed the round ``max-failures`` times. Asynchronous schedules have no rounds to repeat."""
+    """A round that a site failed counts without it; or all sites repeat it, until that site is back or has missed the
+    round ``max-failures`` times. Not for asynchronous schedules."""
 
 
 _RANGES = TypeAdapter(dict[str, tuple[float, float]])
@@ -96,18 +96,18 @@ class PrivacySection(Section):
     """What the server learns of a site."""
 
     secure_aggregation: Annotated[bool, BASIC] = False
-    """Sums over sites are asked under masks that cancel in the sum: the server sees no site's summand. Methods that ask
-    single sites are refused. See ``docs/privacy.md``."""
+    """Masks: the server sees sums over sites, and no site's part. Methods that ask single sites are refused. See
+    ``docs/privacy.md``."""
     min_sites: Annotated[int, Field(ge=3)] = 3
     """Fewest sites in a sum under masks; a site may insist on more."""
     epsilon: Annotated[NonNegative, BASIC] = 0.0
-    """Differential privacy for a training row that is replaced by another: ε of everything that training tells, by
-    noise in the sums (``sgpr-private``); 0: none. See ``docs/privacy.md``."""
+    """Differential privacy: ε of all that training tells of one row, by noise in the sums (``sgpr-private``); 0: none.
+    See ``docs/privacy.md``."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """δ of it."""
+    """δ beside ``epsilon``."""
     ranges: str = ""
-    """Public range of every column that is used, as JSON: ``{"age": [0, 110], "y": [-3, 3]}``. With ``epsilon`` they
-    stand for means and scales, targets are clipped to theirs, and sites describe nothing of their rows but how many."""
+    """With ``epsilon``: public range of every column, as JSON, ``{"age": [0, 110], "y": [-3, 3]}``. Targets are clipped
+    to theirs."""
 
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:
@@ -132,51 +132,48 @@ class CoreConfig(Section):
     """The keys every method shares."""
 
     method: Annotated[str, BASIC] = AUTO
-    """What is run; `fedgp methods` lists them. ``auto`` is ``sgpr`` with Gaussian noise and ``svgp`` with any other
-    ``model.likelihood``, and ``mixed-model`` with a ``formula``."""
+    """What is run; `fedgp methods` lists them. ``auto``: ``sgpr`` for a Gaussian likelihood, ``svgp`` for others,
+    ``mixed-model`` with a ``formula``."""
     dataset: Annotated[str, BASIC] = "diabetes"
     """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
     data_dir: str = ""
-    """Folder that ``dataset`` names live in; empty means the environment variable ``FEDGP_DATA``."""
+    """Folder of data sets; empty: the environment variable ``FEDGP_DATA``."""
     split: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
-    """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out some of its rows."""
+    """Standard split whose test rows are held out; -1: every site holds out some of its rows."""
     target: Annotated[str, BASIC] = ""
-    """Target column; empty means ``y``, else the last column. Counts and times take a second column after a comma: the
-    exposure of a count (``cases,person_years``), the trials of ``binomial`` (``cured,treated``), and for times whether
-    the event was seen, 1, or is still to come, 0 (``days,died``)."""
+    """Target column; empty: ``y``, else the last column. A second column may follow a comma: the exposure of counts
+    (``cases,person_years``), the trials of ``binomial`` (``cured,treated``), whether the event was seen, 1 or 0
+    (``days,died``), the order of grades (``pain,none<mild<severe``)."""
     features: Annotated[str, BASIC] = ""
-    """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
+    """Feature columns with commas between them, or each with a minus those to leave out; empty: all but the target."""
     formula: Annotated[str, BASIC] = ""
-    """A mixed model in lme4's notation, such as ``wheeze ~ smoke * age + (1 + age | child)``; it names target, features
-    and groups, and runs ``mixed-model``. ``site`` as a group is the site itself. See ``docs/mixed-models.md``."""
+    """A mixed model in lme4's notation, ``wheeze ~ smoke * age + (1 + age | child)``. See ``docs/mixed-models.md``."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
-    """Share of a site's rows that it holds out, where `split` is -1 and no file holds its test rows; 0: nothing is
-    scored."""
+    """Share of its rows that a site holds out; 0: nothing is scored."""
     holdout: Annotated[str, BASIC] = "random"
-    """Which rows these are: any (``random``), whole groups (``group:COLUMN``, such as all rows of a patient), or those
-    later than all others (``time:COLUMN``). That column is no input unless `features` names it."""
+    """Which rows these are: any (``random``), whole groups (``group:patient``), or the latest (``time:COLUMN``). That
+    column is an input only if `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
-    """Missing cells of features: an error; their rows are left out; the mean over all sites stands for them; or also a
-    further input says where they are. Rows without a target are left out unless it is ``error``. New rows alike."""
+    """Missing cells: an error; their rows are left out; the mean over all sites stands for them; the same with a
+    further input that says where. Rows without a target are left out unless it is ``error``."""
     dates: Annotated[Literal["error", "days", "season", "days-and-season"], BASIC] = "error"
     """Columns of dates: an error; days since 1 January 2000; sine and cosine of the day of the year; or all three."""
     standardise: bool = True
-    """Scale inputs and target by means and standard deviations agreed from sums; ``false`` leaves them as they are."""
+    """Scale inputs and target by means and standard deviations of all sites."""
     partitioner: Annotated[Partitioner, BASIC] = "iid"
-    """How rows are dealt to simulated sites: at random in equal (``iid``) or growing shares (``linear``, ``square``,
-    ``exponential``, ``sizes``), unevenly by the values of a column (``dirichlet``, ``pathological``), by a column that
-    names the site (``natural``), or by where the inputs lie (``kmeans``, ``blocks``)."""
+    """How rows are dealt to simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
+    ``exponential``, ``sizes``); unevenly by a column (``dirichlet``, ``pathological``); by a column that names the site
+    (``natural``); by where inputs lie (``kmeans``, ``blocks``)."""
     num_server_rounds: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
-    """Most rounds; -1 leaves it to the method: 2000 for ``sfvi``, 100 otherwise. A run ends earlier when its method has
-    converged."""
+    """Most rounds; -1 leaves it to the method: 2000 for ``sfvi``, 100 otherwise. A run ends when it has converged."""
     seed: Annotated[Count, BASIC] = 0
-    """Everything random follows from it: dealing, held-out rows, inducing points, sampling of sites."""
+    """Everything random follows from it."""
     output_dir: Annotated[str, BASIC] = "results"
     """Folder that the run's folder goes into."""
     name: Annotated[str, BASIC] = ""
-    """Name of the run's folder; empty means method-dataset-timestamp."""
+    """Name of the run's folder; empty: method-dataset-time."""
     resume: Annotated[bool, BASIC] = False
     """Go on with the run called `name` from its last complete round."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
@@ -184,24 +181,23 @@ class CoreConfig(Section):
     precision: Literal["float64", "float32"] = "float64"
     """Floating-point type of the sites' computations."""
     threads: PositiveInt = 1
-    """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
+    """Threads of linear algebra at a site; with one, figures agree to the last digit."""
     evaluate_every: Count = 10
     """Rounds between evaluations; 0 evaluates only after the last round."""
     sites: Count = 0
-    """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
+    """Sites that the server waits for; 0: all simulated sites, or ``min-sites`` real ones."""
     min_sites: Annotated[PositiveInt, BASIC] = 2
     """Usable sites below which the run stops."""
     wait_seconds: Positive = 120.0
-    """Seconds the server waits for sites; then it starts with those that are there."""
+    """Seconds to wait for sites before the start."""
     round_timeout: Positive = 3600.0
     """Seconds after which a missing reply counts as that site's failure."""
     max_failures: PositiveInt = 3
-    """Failures after which a site is left out of training; a round in which it answers and never fails clears them."""
+    """Failures after which a site is left out; a round without a failure clears them."""
     extra: str = ""
-    """Further ``key=value`` words with blanks between them, for keys that Flower does not know: those of a method from
-    another package, such as ``toy.steps=3 toy.rate=0.1``. They are checked like all others."""
+    """Keys that Flower does not know, of methods from other packages: ``toy.steps=3 toy.rate=0.1``."""
     keep_predictions: bool = True
-    """Keep held-out predictions row by row in the run folder. Simulation only: real sites never send rows."""
+    """Simulation only: keep held-out predictions row by row in the run's folder."""
     partition: PartitionSection = PartitionSection()
     transform: TransformSection = TransformSection()
     model: ModelSection = ModelSection()
@@ -253,12 +249,18 @@ class CoreConfig(Section):
     @property
     def outcome(self) -> str:
         """The target column; empty where ``target`` names none."""
-        return self.target.partition(",")[0].strip() if self.beside else self.target
+        return self.target.partition(",")[0].strip() if self.beside or self.order else self.target
 
     @property
     def beside(self) -> str:
         """The column beside the target that the likelihood reads; empty without one."""
         return self.target.partition(",")[2].strip() if self.model.likelihood in BESIDE else ""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The grades of the target in their order; empty where they are numbers, or it has none."""
+        known = self.target.partition(",")[2] if self.model.likelihood == "ordinal" else ""
+        return tuple(level.strip() for level in known.split("<")) if known else ()
 
     @property
     def set_aside(self) -> list[str]:
@@ -290,7 +292,7 @@ class CoreConfig(Section):
     def terms(self) -> Json:
         """How sites agree on columns: keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
-        return {**known, "max_levels": self.max_levels, "missing": self.missing}
+        return {**known, "max_levels": self.max_levels, "missing": self.missing, "order": self.order}
 
     def run_name(self, label: str = "") -> str:
         """Name of the run's folder; ``label`` stands for the data set."""

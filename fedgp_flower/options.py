@@ -87,6 +87,8 @@ BESIDE = {
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
 """What a second column named by ``target`` holds, by likelihood."""
+SEVERAL = frozenset({"ordinal"})
+"""Likelihoods of a target that is one of several classes, whose numbers are 0, 1, 2, …"""
 COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
 """Likelihoods of every method that does not say which it knows."""
 
@@ -95,18 +97,16 @@ class ModelSection(Section):
     """The Gaussian process."""
 
     kernel: Annotated[str, BASIC] = USUAL_KERNEL
-    """``auto``: ``sgpr`` trains ``rbf`` and ``rbf + l1`` and keeps what explains the data better; ``rbf`` for others.
-    ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps), ``linear``, ``periodic`` or one
-    that an installed package registers in the entry-point group ``fedgp_flower.kernels``, and sums and products.
-    """
+    """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
+    ``linear``, ``periodic`` and those of installed packages. ``auto``: ``rbf``; ``sgpr`` also tries ``rbf + l1`` and
+    keeps the better one."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
-    """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
+    """M; 0: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     max_megabytes: Count = 0
-    """``sgpr``: after training the posterior gets as many more inducing points as pay, while a message of sums at them
-    stays below this: 64 holds 4000 points, M² / 2 numbers; under masks it is twice as large. 0 is 64 where
-    ``num-inducing`` is left to the method, and no more points where it is set."""
+    """``sgpr``: largest message for more inducing points after training; M of them are M² / 2 numbers, twice as large
+    under masks; 64 MB hold 4000. 0: 64, or no more points where ``num-inducing`` is set."""
     likelihood: Annotated[
         Literal[
             "gaussian",
@@ -118,18 +118,19 @@ class ModelSection(Section):
             "time-to-event",
             "log-logistic",
             "log-normal",
+            "ordinal",
         ],
         BASIC,
     ] = "gaussian"
-    """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
-    Student-t with 4 degrees of freedom; counts that vary more than ``poisson`` says; successes among so many trials;
-    times to an event, some of them censored, which are Weibull (``time-to-event``), log-logistic or log-normal."""
+    """What the target is: a number with normal noise; two classes; counts; a number with outliers; counts that vary
+    more than ``poisson`` says; successes among trials; times to an event, some censored, that are Weibull
+    (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
     lengthscale: Positive = 1.0
-    """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
+    """Initial lengthscale, and period of ``periodic``, in standardised units."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
     """Initial variance of the GP, in squared standardised units of the target. No key: targets are standardised."""
     noise: Positive = 0.1
-    """Initial noise variance, in units of the standardised target."""
+    """Initial noise variance, in standardised units."""
     jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has its value."""
 
@@ -148,7 +149,7 @@ class OptimizerSection(Section):
     learning_rate: Positive = 0.1
     """Its learning rate in the first round."""
     decay: Fraction = 1.0
-    """The learning rate of round t is ``learning-rate * decay**(t-1)``."""
+    """Factor of the learning rate from round to round."""
     steps: PositiveInt = 3
     """Local steps of a site in a round."""
     batch_size: Count = 0
@@ -166,9 +167,9 @@ class AveragingSection(Section):
     """How the server averages parameters; read by ``fsgp``, ``fgpr`` and ``deep-kernel``."""
 
     fraction: Fraction = 1.0
-    """Share ρ of the sites that take part in a round; at least one does."""
+    """Share of the sites that take part in a round."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
-    """Flower's rule that combines the sites' parameters; the last two withstand a few sites that lie."""
+    """Flower's rule that combines parameters; the last two withstand a few sites that lie."""
     server_learning_rate: ClassVar[float] = 0.1
     """Of ``fedadam`` and ``fedyogi``: Flower's default."""
 

@@ -227,6 +227,8 @@ class TargetUnits:
     shift: float
     scale: float
     transform: Transform | None = None
+    classes: int = 0
+    """Of a target that has classes."""
 
     def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
         """Scores of Gaussian predictions of a standardised target."""

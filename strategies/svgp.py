@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
+from fedgp_flower.gp.models import FLOAT32_JITTER, HYPER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
@@ -92,10 +92,8 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     model = problem.model
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
-    latent = LatentGP(model, torch.from_numpy(locations))
-    values = latent.to_arrays()
-    values[CONSTANT][:] = latent.observed.start(problem.target, float(shape.beside) / float(shape.histogram[0].sum()))
-    return at(values)
+    beside = float(shape.beside) / float(shape.histogram[0].sum())
+    return at(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, beside).to_arrays())
 
 
 def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:

@@ -1,55 +1,44 @@
 """The documents say what the program does: keys, defaults, commands, options and links are those of the code.
 
-``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` and ``docs/leaves.md`` anew; meanings of
-keys that carry no docstring are kept as they stand there.
+``python tests/test_docs.py`` writes the table of ``docs/configuration.md`` anew.
 """
 
+import inspect
 import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import typer
 
+import fedgp_flower as fg
 from fedgp_flower.cli import app
 from fedgp_flower.config import RunConfig
-from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
 from fedgp_flower.options import meanings
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.leaves import WORDS, answers
-from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, option_classes, parse_config
-from fedgp_flower.run.user_config import parse_assignments, read_config, reference
+from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, parse_config
+from fedgp_flower.run.user_config import parse_assignments, read_config, reference, table_of
+from simulations.common import markdown
+from simulations.studies.leaves import study
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
-LEAVES = ROOT / "docs" / "leaves.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RULE = re.compile(r"^\| `(?P<key>[a-z-]+)` \| `(?P<default>[^`]+)` \| (?P<meaning>.*) \|$", re.MULTILINE)
-HEAD = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
 
 
 def page() -> str:
-    """``docs/configuration.md``, its tables anew: basic keys, advanced keys of all methods, keys of each method."""
-    keys, tables = reference(), dict.fromkeys(section.table for section in option_classes().values() if section.table)
-    chapters = {"Basic keys": [key for key in keys if key.basic]}
-    further = [key for key in keys if not key.basic]
-    chapters["Advanced keys of all methods"] = [key for key in further if key.name.split(".")[0] not in tables]
-    for name in tables:
-        chapters[f"`{name}.…`"] = [key for key in further if key.name.startswith(f"{name}.")]
-    lines = [PAGE.read_text(encoding="utf-8").split("\n## ")[0].split("\n| key")[0].rstrip()]
-    for title, rows in chapters.items():
-        cells = [f"| `{key.name}` | {key.default} | {key.allowed} | {key.meaning} |" for key in rows]
-        lines += ["", f"## {title}", "", *HEAD, *cells]
-    return "\n".join(lines) + "\n"
+    """``docs/configuration.md``, its table anew; ``docs/conf.py`` writes that of the other keys whenever it builds."""
+    words = PAGE.read_text(encoding="utf-8").split("\n| key")[0].rstrip()
+    return "\n".join([words, "", *table_of([key for key in reference() if key.basic])]) + "\n"
 
 
-def test_the_configuration_page_says_what_the_code_says():
+def test_the_page_of_basic_keys_says_what_the_code_says():
     assert page() == PAGE.read_text(encoding="utf-8"), "run tests/test_docs.py"
 
 
@@ -149,52 +138,14 @@ def test_files_that_documents_name_exist():
     assert sorted(set(re.findall(r"\w+\.py\b", tree)) - known) == []
 
 
-SIMULATED = "simulation only: "
-SIMULATION_KINDS = frozenset({"query.pooled", "query.boosted", "query.predictions"})
-
-
-def leaving() -> list[str]:
-    methods: dict[tuple[str, Any], list[str]] = {}
-    for name in BUILT_IN:
-        for found in answers(name):
-            methods.setdefault(found, []).append(name)
-    lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
-    for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
-        said = "all" if len(names) == len(BUILT_IN) else ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| `{kind}` | {said} | {under_masks(kind, answer)} | {content_of(kind, answer)} |")
-    return lines
-
-
-def under_masks(kind: str, answer: Any) -> str:
-    if kind in {"query.keys", "query.describe"} or (answer is not None and is_public(answer)):
-        return "as it is"
-    return "total" if answer is not None and is_summand(answer) else "never"
-
-
-def content_of(kind: str, answer: Any) -> str:
-    if answer is None:
-        return WORDS[kind]
-    only = SIMULATED if kind in SIMULATION_KINDS else ""
-    if is_message(answer.__base__) and kind_of(answer.__base__):
-        return f"{only}what `{kind_of(answer.__base__)}` holds"
-    known = re.compile(r"\[\w+(, \w+)*\]")
-    fields = (
-        f"`{name}` {f'{shape} ' if known.fullmatch(shape) else ''}{words}" for name, shape, words in table(answer)
-    )
-    return only + "; ".join(fields).replace("|", "\\|")
-
-
-def leaves() -> str:
-    before, after = LEAVES.read_text(encoding="utf-8").split("| message |", 1)
-    return before + "\n".join(leaving()) + "\n\n" + after.split("\n\n", 1)[1]
-
-
-def test_the_documents_say_of_every_message_what_leaves_a_site():
+def test_a_page_says_of_every_message_what_leaves_a_site():
     code = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("[fs]*/**/*.py")))
     kinds = set(re.findall(r'^@message\("((?:train|query)[\w.]*)"', code, re.MULTILINE))
     assert {"train", "query.statistics"} <= kinds
-    assert kinds - set(re.findall(r"^\| `([\w.]+)`", "\n".join(leaving()), re.MULTILINE)) == set()
-    assert leaves() == LEAVES.read_text(encoding="utf-8"), "run tests/test_docs.py"
+    rows = list(study())
+    assert kinds - {row["message"].strip("`") for row in rows} == set()
+    page = (ROOT / "simulations" / "results" / "leaves.md").read_text(encoding="utf-8")
+    assert markdown(rows) in page, "run python -m simulations.run leaves --write"
 
 
 def test_every_rule_of_a_policy_is_documented_with_its_default():
@@ -203,6 +154,15 @@ def test_every_rule_of_a_policy_is_documented_with_its_default():
     words = meanings(Policy)
     expected = {own.alias: (own.default, words[name]) for name, own in Policy.model_fields.items()}
     assert told == {key: (json.dumps(default), said) for key, (default, said) in expected.items()}
+
+
+def test_the_api_page_has_the_arguments_and_every_strategy_with_its_client():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name, call in {"run": fg.run, "FederatedGPRegressor": fg.FederatedGPRegressor}.items():
+        plain = [own.replace(annotation=inspect.Parameter.empty) for own in inspect.signature(call).parameters.values()]
+        assert f"fg.{name}{inspect.Signature(plain)}".replace("'", '"') in text
+    told = dict(re.findall(r'^\| `(\w+)` \| `"([\w-]+)"` \|$', text, re.MULTILINE))
+    assert told == {row.strategy.partition(":")[2]: method for method, row in BUILT_IN.items()}
 
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch):
@@ -225,5 +185,4 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
-    LEAVES.write_text(leaves(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

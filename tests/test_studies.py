@@ -56,7 +56,7 @@ def test_results_are_remembered_and_means_are_over_runs():
 
 
 MEASURING = {"cells", "evaluation", "faults", "footprint", "heartbeats", "load", "masks", "memory", "overhead"}
-MEASURING |= {"policy", "scale", "trip"}
+MEASURING |= {"leaves", "policy", "scale", "trip"}
 """Studies that do not go through ``fit``."""
 
 

@@ -191,10 +191,13 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
-    model, size = place.module(LatentGP(config.model, points)), len(points)
     (y, beside), count = apart(rows.y), len(rows.y)
     known = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # also where all are zero
-    model.constant.data.fill_(model.observed.start(known, (beside.sum() + 1) / count))
+    if units.classes > 2:
+        held = np.bincount(y.astype(int), minlength=units.classes) + 0.5
+        known = dict(zip(map(str, range(units.classes)), (held / held.sum()).tolist(), strict=True))
+    latent = LatentGP(config.model, points).begin(known, (beside.sum() + 1) / count)
+    model, size = place.module(latent), len(points)
     mean, root = (part.requires_grad_() for part in (place.tensor(np.zeros(size)), place.tensor(np.eye(size))))
 
     def posterior() -> WhitenedPosterior:

@@ -174,7 +174,7 @@ class SiteClient(NumPyClient):
     def units(self) -> TargetUnits:
         """From the standardised target to the units of the data."""
         agreed = self.preparation
-        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
+        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform, len(agreed.target.levels))
 
     def require_simulated(self, what: str) -> None:
         """Refuse what a real site never does."""

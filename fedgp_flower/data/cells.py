@@ -17,7 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import BESIDE
+from fedgp_flower.options import BESIDE, SEVERAL
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -33,6 +33,8 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 COUNTS = ("poisson", "negative-binomial", "binomial")
 """Likelihoods of targets 0, 1, 2, …"""
+WHOLE, MOST_GRADES = r"-?\d+", 30
+"""How a grade that is a number is written, and how many grades are told apart."""
 UNIQUE = 0.9
 """Share of rows with a number that no other row has, from which on whole rows do not repeat by chance."""
 LEAST_SKEWED = 30
@@ -190,8 +192,8 @@ def is_skewed(target: pd.Series) -> bool:
     return plain > 1 and abs(logged) < plain / 2
 
 
-def check_target(target: pd.Series, likelihood: str, transform: str, file: str) -> None:
-    """Refuse a typed target that the likelihood or the transform cannot take."""
+def check_target(target: pd.Series, likelihood: str, transform: str, file: str, order: Sequence[str] = ()) -> None:
+    """Refuse a typed target that the likelihood or the transform cannot take, or that is not among ordered grades."""
     name, levels = f"{file}: target `{target.name}`", target.nunique()
     if likelihood == "bernoulli" and levels > 2:
         like = ", as an identifier has" if levels * ROWS_PER_LEVEL > len(target) else ""
@@ -199,7 +201,9 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str) 
             f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
             " classes. Name another `target`"
         )
-    if likelihood == "bernoulli":
+    if likelihood == "ordinal":
+        check_grades(target, order, name)
+    if likelihood in {"bernoulli", *SEVERAL}:
         return
     if kind_of(target) == "categorical":
         raise DataError(
@@ -216,6 +220,23 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str) 
         raise DataError(
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
             " Set it to 'yeo-johnson', which takes any"
+        )
+
+
+def check_grades(target: pd.Series, order: Sequence[str], name: str) -> None:
+    """Refuse grades that are not in the given order or, without one, are no whole numbers, or too many."""
+    if order and not (known := target.isin(order)).all():
+        raise DataError(f"{name}: expected {' < '.join(order)}; another grade {_at(~known.to_numpy())}")
+    whole = target.str.fullmatch(WHOLE).to_numpy(dtype=bool)
+    if not order and not whole.all():
+        raise DataError(
+            f"{name}: `model.likelihood` = 'ordinal' needs whole numbers; another {_at(~whole)}. Name grades in their"
+            f" order: `target` = '{target.name},low<middle<high'"
+        )
+    if (levels := target.nunique()) > MOST_GRADES:
+        raise DataError(
+            f"{name} has {levels} grades; at most {MOST_GRADES} are told apart. Join some, or set"
+            " `model.likelihood` to 'gaussian'"
         )
 
 

@@ -29,6 +29,7 @@ from fedgp_flower.data.holdout import keys_of
 from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.options import SEVERAL
 from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
@@ -146,7 +147,7 @@ def checked(
     read = [name for name in names if name not in dated]
     named_levels = [] if config.design is None else config.design.categories
     classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
-    classes |= {target: "categorical"} if config.model.likelihood == "bernoulli" else {}
+    classes |= {target: "categorical"} if config.model.likelihood in {"bernoulli", *SEVERAL} else {}
     classes |= dict.fromkeys(beside, "numeric")
     found = [*read, *beside] if target in dated else [*read, *beside, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
@@ -159,7 +160,7 @@ def checked(
     empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
-    check_target(frame[target], config.model.likelihood, config.transform.target, file)
+    check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
     if beside:
         check_beside(frame[target], frame[config.beside], config.model.likelihood, file)
     labels: dict[str, Kind] = dict.fromkeys(config.set_aside, "categorical")

@@ -48,8 +48,10 @@ def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
 
 def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str = "K_zz") -> Tensor:
     """L with L Lᵀ = K [..., M, M] + jitter · variance [...] · I; a repair is counted under the name ``of``."""
-    stabilised = matrix.clone()
-    stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
+    stabilised = matrix
+    if jitter:
+        stabilised = matrix.clone()
+        stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
     factor, info = torch.linalg.cholesky_ex(stabilised)
     if not bool(info.any()):
         return factor

@@ -29,7 +29,8 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Square, Targets, Vecto
 G = TypeVar("G", bound="WhitenedGP")
 S = TypeVar("S", bound="SparseGP")
 CHUNK, ENTRIES = 4096, 2**22
-"""Rows handled at once: no array grows with N beyond M × CHUNK; in a prediction so many entries of K_zx at most."""
+"""Rows handled at once: no array grows with N beyond M × CHUNK. A prediction takes rows until K_zx has that many
+entries, which is 32 MiB: the allocator returns blocks of that size to the system, so memory stays that of a block."""
 PANEL = 512
 """Columns of a triangular matrix that are multiplied at once."""
 FLOAT32_JITTER = 1e-6
@@ -195,13 +196,14 @@ class SparseGP(WiredModel, WhitenedGP):
 
     def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [N], a = L⁻¹k_zx, some rows at a time with one factor L."""
-        factor, means, variances = self.factor(), [], []
-        for chunk in inputs.split(max(1, ENTRIES // len(factor))):
-            cross, prior = self.covariances(chunk)
+        factor, size = self.factor(), len(inputs)
+        mean, variance = factor.new_empty(size), factor.new_empty(size)
+        for rows in torch.arange(size).split(math.ceil(ENTRIES / len(factor))):
+            cross, prior = self.covariances(inputs[rows])
             cross = torch.linalg.solve_triangular(factor, cross, upper=False)
-            means.append(cross.mT @ posterior.mean.to(cross))
-            variances.append(prior - cross.square().sum(0) + posterior.variances(cross))
-        return torch.cat(means), torch.cat(variances)
+            mean[rows] = cross.mT @ posterior.mean.to(cross)
+            variance[rows] = prior - cross.square().sum(0) + posterior.variances(cross)
+        return mean, variance
 
     @torch.no_grad()
     def means(self, inputs: Rows, posterior: WhitenedPosterior) -> Tensor:
@@ -209,7 +211,7 @@ class SparseGP(WiredModel, WhitenedGP):
         weights = torch.linalg.solve_triangular(
             self.factor().mT, posterior.mean.to(self.inducing_points)[:, None], upper=True
         )
-        chunks = inputs.split(max(1, ENTRIES // len(weights)))
+        chunks = inputs.split(math.ceil(ENTRIES / len(weights)))
         return torch.cat([self.kernel(chunk, self.inducing_points) @ weights for chunk in chunks])[:, 0]
 
 
@@ -227,6 +229,20 @@ class LatentGP(SparseGP):
                 parameter.data.fill_(math.log(reach))
             elif is_amplitude(name) and model.outputscale == usual.outputscale:
                 parameter.data.fill_(math.log(AMPLITUDE))
+
+    @classmethod
+    def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
+        """As usual, with as many parameters of the likelihood as there are."""
+        latent = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
+        latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
+        latent.load(arrays)
+        return latent
+
+    def begin(self, target: Mapping[str, float], beside: float) -> LatentGP:
+        """With a constant and parameters of the likelihood that suit what is known of all targets."""
+        self.constant.data.fill_(self.observed.start(target, beside))
+        self.hyper = Parameter(self.observed.start_parameters(target).clone())
+        return self
 
     def wire_parameters(self) -> dict[str, Parameter]:
         """Inducing points, kernel, constant, and what the likelihood has."""

@@ -60,13 +60,11 @@ class Policy(Section):
     """Levels of text with fewer training rows become ``other``; cells of histograms with fewer rows join a neighbour; a
     class of the target with fewer is refused; fewer held-out rows are not scored."""
     rows_per_level: Count = 10
-    """A column of text whose levels mostly have fewer training rows is refused from ten levels on: it holds identifiers
-    or dates, some of which repeat."""
+    """A column of text with ten levels or more, most of them with fewer training rows, is refused as identifiers."""
     parameters_per_row: Positive = 0.33
     """Most parameters (M and hyperparameters) of a message for each training row."""
     strict: bool = False
-    """Whether more parameters are refused. Otherwise the message leaves with a warning, in the run's log and report:
-    with 50 inducing points refusal would shut out every site below 152 rows."""
+    """Whether more parameters are refused. Otherwise the message leaves with a warning in the run's log and report."""
     hidden_columns: Names = ()
     """Columns that no run may use."""
     methods: Names = ()
@@ -74,11 +72,10 @@ class Policy(Section):
     kinds: Names = ()
     """Messages that are answered, as patterns such as ``query.*``; empty: all."""
     keys: Names = ()
-    """Patterns of the configuration keys that may differ from their defaults; empty: all. Keys that a site does not
-    read, such as ``name``, need not be among them."""
+    """Patterns of the keys of a run that may differ from their defaults; empty: all."""
     rounds_per_day: Count = 0
-    """Most rounds answered in a day (UTC), of all runs together; 0: any number. What comes before the first round is
-    one, and a second question of one kind in a round begins another. Needs ``state-dir``."""
+    """Most rounds answered in a day (UTC), of all runs; 0: any number. All that comes before the first round counts as
+    one, and a second question of a kind in a round as another. Needs ``state-dir``."""
     secure_aggregation: bool = False
     """Whether totals under masks are required."""
 

@@ -36,7 +36,7 @@ def run(
     sites: int = 5,
     num_rounds: int | None = None,
     options: Mapping[str, Value] | None = None,
-    on_round: Progress = silent,
+    on_round: Progress | None = None,
 ) -> Run:
     """Run a method over simulated sites in this process.
 
@@ -48,13 +48,20 @@ def run(
         sites: Number of sites, where neither ``site`` nor a table per site says.
         num_rounds: Most rounds.
         options: Further keys of the run configuration, such as ``{"model.num-inducing": 100, "name": "first"}``.
-        on_round: Called after every round with its row of the history and the number of rounds; :func:`print_round`
-            prints one.
+        on_round: Called after every round with its row of the history and the most rounds; :func:`print_round` prints.
+
+    Returns:
+        The run: ``metrics``, ``history``, ``posterior``, ``report_path``.
 
     Raises:
         ConfigError: naming every wrong key, before anything is trained.
         DataError: naming what cannot be used, where tables are a site each by the name of the site.
         RunError: when the run cannot be completed.
+
+    Example::
+
+        run = fg.run(table, target="days", site="hospital")
+        run.posterior.predict(new_patients)
     """
     given = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
     flat = dict(options or {}) | {key: value for key, value in given.items() if value is not None}
@@ -63,11 +70,13 @@ def run(
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
         kept = [_kept(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
         flat["dataset"] = ",".join(str(path.resolve()) for path in kept)
-        return load_run(run_in_process(complete_config(flat, Path.cwd()), len(kept), progress=on_round))
+        return load_run(run_in_process(complete_config(flat, Path.cwd()), len(kept), progress=on_round or silent))
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     flat["dataset"] = str(_kept(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
-    return load_run(run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=on_round))
+    return load_run(
+        run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=on_round or silent)
+    )
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:

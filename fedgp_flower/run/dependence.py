@@ -14,6 +14,7 @@ from scipy.special import expit, ndtr, ndtri
 from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.likelihoods.grades import OrderedGrades, values_of
 from fedgp_flower.options import BESIDE
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Exportable, Predictor
@@ -83,13 +84,16 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
     try:
-        model = posterior.to_gpytorch().model
+        model, likelihood = posterior.to_gpytorch()
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
     links = {"": posterior.units.values, "exposure": np.exp, "trials": expit, "event": np.exp}
     name = posterior.saved.likelihood
     outcome = ndtr if name == "bernoulli" else links[BESIDE.get(name, "")]
+    if isinstance(likelihood, OrderedGrades):
+        grades = values_of(agreed.target.levels)
+        outcome = lambda f: likelihood(torch.from_numpy(f)).probs.numpy() @ grades  # noqa: E731
     points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
     # Standardised values between which about 95 % of the rows lie, where that is known.

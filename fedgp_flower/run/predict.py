@@ -185,7 +185,8 @@ class Predictor:
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
-        return self._quantiles(self._encoded_of(inputs), levels)
+        encoded = self._encoded_of(inputs)
+        return self._quantiles(encoded, levels, lambda: self.standardised(encoded))
 
     def _encoded_of(self, inputs: Array) -> Array:
         return (inputs - self.preparation.input_mean) / self.preparation.input_scale
@@ -196,10 +197,10 @@ class Predictor:
         agreed = self.preparation
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
-    def _quantiles(self, encoded: Array, levels: Sequence[float]) -> Array:
+    def _quantiles(self, encoded: Array, levels: Sequence[float], moments: Callable[[], tuple[Array, Array]]) -> Array:
         if isinstance(self.standardised, Quantiles):
             return self.units.values(self.standardised.quantiles(encoded, levels))
-        mean, sd = self.standardised(encoded)
+        mean, sd = moments()
         if self.saved.likelihood == "poisson":
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
         return self.units.quantiles(mean, sd, levels)
@@ -207,9 +208,10 @@ class Predictor:
     def predict(self, frame: pd.DataFrame, site: str | None = None, *, times: Sequence[float] = ()) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
 
-        For a target of classes: the probability of each. For times to an event quantiles alone, the median is ``q50``,
-        and the share that has not had it at each of ``times``. With ``missing`` = drop, NaN for a row with a missing
-        cell. With the id or label of a simulated site it predicts as :meth:`at_site` does.
+        For a target of classes: the probability of each; of grades also the median, and the mean of numbers. For times
+        to an event quantiles alone, the median is ``q50``, and the share that has not had it at each of ``times``. With
+        ``missing`` = drop, NaN for a row with a missing cell. With the id or label of a simulated site it predicts as
+        :meth:`at_site` does.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame, times=times)
@@ -225,9 +227,10 @@ class Predictor:
         if agreed.target.levels or mean.ndim == 2:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
-            return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
+            table = pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
+            return table if self.saved.likelihood != "ordinal" else table.assign(**graded(classes, levels))
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
-        values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES))
+        values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES, lambda: (mean, sd)))
         table = pd.DataFrame(dict(zip(names, values, strict=True)))
         if BESIDE.get(self.saved.likelihood) != "event":
             return table
@@ -336,6 +339,15 @@ class Predictor:
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
         return encoded
+
+
+def graded(shares: Array, levels: Sequence[str]) -> dict[str, Array]:
+    """The median grade of each row, and the mean of grades that are numbers, from probabilities [N, K]."""
+    median = np.array(levels)[(shares.cumsum(axis=1) < 0.5).sum(axis=1).clip(max=len(levels) - 1)]
+    try:
+        return {"mean": shares @ np.array(levels, dtype=float), "median": median.astype(float)}
+    except ValueError:  # words
+        return {"median": median}
 
 
 def times_of(text: str) -> list[float]:

@@ -36,7 +36,6 @@ from fedgp_flower.run.summary import (
     figure_columns,
     headline,
     is_classification,
-    is_time,
     notes,
     number,
     opening,
@@ -152,6 +151,8 @@ def _dependence(run: Run) -> list[Panel]:
     words = {"exposure": "rate of ", "trials": "probability of ", "event": "characteristic time of "}
     kind = words.get(BESIDE.get(predictor.saved.likelihood, ""), "")
     outcome = f"probability of {levels[-1]}" if levels else f"{kind}{target}"
+    if predictor.saved.likelihood == "ordinal":
+        outcome = f"mean of {target}"
     return [Panel("What predictions depend on", figures.effects(found, outcome), caption)]
 
 
@@ -223,9 +224,9 @@ def _note(metrics: RunMetrics, units: str) -> str:
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
     rows = run.predictions
-    if is_classification(run.metrics):
+    levels = run.saved.schema["target"].get("levels") if run.saved else None
+    if is_classification(run.metrics) or levels:  # also where nothing was scored
         if rows is not None:
-            levels = run.saved.schema["target"].get("levels") if run.saved else None
             figure = figures.probabilities(rows, [str(level) for level in levels or ("class 0", "class 1")])
             yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
         if ranks := run.metrics.calibration.get("ranks"):
@@ -234,7 +235,7 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
-    if is_time(run.metrics):  # a curve of survival for each row, no mean
+    if run.saved is not None and BESIDE.get(run.saved.likelihood) == "event":  # a curve of survival, no mean
         return
     if len(names) == 1 and predictor is not None:
         figure = figures.curve(rows, predictor, np.linspace(spans[0, 0], spans[0, 1], 400), (*names, target))

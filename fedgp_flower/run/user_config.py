@@ -20,7 +20,7 @@ from fedgp_flower.options import BASIC, FlatConfig, Section, Value, meanings
 from fedgp_flower.run.registry import default_config, option_classes, parse_config
 
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
+KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
 
 
 def read_config(path: Path) -> dict[str, Value]:
@@ -109,10 +109,16 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             limits = ", ".join(f"{sign} {schema[limit]:g}" for limit, sign in SIGNS.items() if limit in schema)
             choices = ", ".join(f"`{choice}`" for choice in schema.get("enum", ()))
             allowed = choices or f"{KINDS[schema['type']]} {limits}".strip()
-            default = f"`{json.dumps(field.default, ensure_ascii=False)}`"
+            default = json.dumps(field.default, ensure_ascii=False)
             yield Key(f"{prefix}{alias}", default, allowed, meaning, BASIC in field.metadata)
     for name, table in tables.items():
         yield from _keys(table, f"{prefix}{name}.")
+
+
+def table_of(keys: Sequence[Key]) -> list[str]:
+    """The lines of a table in Markdown."""
+    rows = (f"| `{key.name}={key.default}` | {key.allowed} | {key.meaning} |" for key in keys)
+    return ["| key=default | allowed | meaning |", "|---|---|---|", *rows]
 
 
 def basic_keys() -> str:
@@ -122,4 +128,4 @@ def basic_keys() -> str:
         for key in reference()
         if key.basic
     ]
-    return "\n\n".join(["Basic keys; docs/configuration.md lists all of them.", *lines])
+    return "\n\n".join(["Basic keys; `fedgp keys` has all of them.", *lines])

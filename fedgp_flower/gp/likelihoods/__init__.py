@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedgp_flower.gp.likelihoods.counts import Counts, OverdispersedCounts, Successes
+from fedgp_flower.gp.likelihoods.grades import Grades
 from fedgp_flower.gp.likelihoods.labels import Logit, Probit
 from fedgp_flower.gp.likelihoods.numbers import GaussianNoise, HeavyTailed, gaussian_likelihood
 from fedgp_flower.gp.likelihoods.point import NONE, LearnedLikelihood, Noise, PointLikelihood
@@ -29,6 +30,7 @@ OF_ONE_FUNCTION: dict[str, type[PointLikelihood]] = {
     "time-to-event": WeibullTimes,
     "log-logistic": LogLogisticTimes,
     "log-normal": LogNormalTimes,
+    "ordinal": Grades,
 }
 """By the name in ``model.likelihood``, those that need no noise to start from."""
 

@@ -24,10 +24,10 @@ class FedMGPOptions(MethodOptions):
     start_multiple: Positive = 1.0
     """Lengthscale of the first latent function at the start, in spacings of the pseudo-inputs."""
     aggregation: Literal["mean", "agreement", "norm-clipped", "median", "trimmed-mean", "krum"] = "mean"
-    """``agreement`` counts units that share g with most others, for Gaussian noise and one latent function; the others
-    are rules of ``fedmgp``."""
+    """``agreement`` counts units that agree with most others (Gaussian noise, one latent function); the rest are rules
+    of ``fedmgp``."""
     fraction: Fraction = 1.0
-    """Share ρ of the units that take part in a round; at least one does."""
+    """Share of the units that take part in a round."""
     local_steps: PositiveInt = 20
     """``fedmgp``: local steps E of Algorithm 2; rate and batch size are ``optimizer.*``."""
     natural_step: Fraction = 0.03

@@ -15,9 +15,9 @@ class HierarchicalOptions(MethodOptions):
     table: ClassVar[str] = "hierarchical"
 
     deviation: Annotated[Literal["smooth", "rough"], BASIC] = "smooth"
-    """``smooth``: sites, such as countries. Each deviates by a Gaussian process of all inputs with another amplitude,
-    lengthscale and noise. ``rough``: units, such as batteries, that are curves along one input. Each deviates by a
-    smooth curve and a Brownian motion of uncertain roughness; bands are calibrated beyond a unit's last row."""
+    """``smooth``: sites, such as countries; each deviates by a GP of all inputs, and has its noise. ``rough``: units,
+    such as batteries, that are curves along one input; each deviates by a smooth curve and a Brownian motion, and bands
+    are calibrated beyond its last row."""
 
     @property
     def rough(self) -> bool:

@@ -60,8 +60,8 @@ class PVIOptions(MethodOptions):
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
-    """A special case by name; it sets schedule, damping and deletion. With ``global-vi`` every update is one natural
-    gradient step, of length ``pvi.damping``; or with ``pvi.local-update`` = ``gradient`` a plain one."""
+    """A special case, which sets schedule, damping and deletion. ``global-vi``: every update is a natural gradient step
+    of length ``pvi.damping``, or a plain one with ``pvi.local-update`` = ``gradient``."""
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
     """Sites one after another, all at once, or each as soon as it has answered."""
     order: Literal["fixed", "random"] = "fixed"
@@ -69,27 +69,25 @@ class PVIOptions(MethodOptions):
     concurrency: Count = 0
     """``asynchronous``: sites that work at once; 0 is all of them."""
     damping: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """ρ; 0 chooses 1 when one site is merged at a time and nobody else works, else 1/K of the sites that do. It
-    holds for Gaussian factors, of Z and β among them; pseudo-observations are replaced as a whole."""
+    """ρ of Gaussian factors; 0: 1 when one site works at a time, else 1/K of those that do. Pseudo-observations are
+    replaced as a whole."""
     deletion: bool = True
-    """Remove the site's factor before the site updates it; otherwise rows count again at every visit."""
+    """Remove a site's factor before it is updated; otherwise rows count again at every visit."""
     local_update: Literal["sums", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "sums"
-    """``sums``: all sites agree on Z and β from sums of all rows, as in ``sgpr`` or ``svgp``; then each site sends its
-    factor of u at them, which is exact with Gaussian noise and a natural gradient otherwise. ``adam`` and ``lbfgs``
-    improve a local bound over the factor, Z and β. The last three update q(u) alone, at fixed Z and β."""
+    """``sums``: Z and β from sums of all rows, as in ``sgpr`` or ``svgp``, then each site's factor of u, exact with
+    Gaussian noise. ``adam``, ``lbfgs``: a local bound over factor, Z and β. The others: q(u) alone, at fixed Z and β.
+    """
     factor: Form = "tied"
     """``adam``, ``lbfgs``: pseudo-observations with noise tied to σ², or free; ``cpo``: a Gaussian factor of u."""
     inducing: Literal["distribution", "average", "fixed"] = "distribution"
     """``adam``, ``lbfgs``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
     exchanges: Count = 0
-    """``sums``: most exchanges with every site, its first visit among them; 0 is 20 with Gaussian noise, otherwise 60.
-    """
+    """``sums``: most exchanges with every site; 0: 20 with Gaussian noise, else 60."""
     steps: Count = 0
-    """Steps of ``adam`` in a visit, twice as many in the first one, or evaluations of ``lbfgs``; 0 is 150 or 400.
-    ``pvi-bnn``: at most; 0 is 300."""
+    """Steps of ``adam`` in a visit, twice as many in the first; 0: 150. Evaluations of ``lbfgs``; 0: 400. Most steps of
+    ``pvi-bnn``; 0: 300."""
     learning_rate: NonNegative = 0.0
-    """Of ``adam``, or the length of a step of ``natural-gradient`` and ``gradient``; 0 is 0.03 or 1. ``pvi-bnn``: 0 is
-    0.01."""
+    """Of ``adam``; 0: 0.03, ``pvi-bnn`` 0.01. Length of a step of ``natural-gradient`` and ``gradient``; 0: 1."""
 
     def plan(self, seed: int = 0) -> Plan:
         """Schedule, damping and deletion; a preset decides them all."""

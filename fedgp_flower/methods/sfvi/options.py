@@ -38,10 +38,9 @@ class CommonKeys(MethodOptions):
     initial_scale: Positive = 0.3
     """Initial standard deviation of all latents under q."""
     samples: PositiveInt = 4
-    """S, draws of Z_G in a gradient; the expectations of ``gp`` are known and need none."""
+    """S, draws of Z_G in a gradient; none for ``gp``."""
     importance_samples: PositiveInt = 20
-    """R, draws of the latents of each unit, weighted; 1 is the paper's bound, and that of networks. None for ``gp``.
-    """
+    """R, weighted draws of each unit's latents; 1 is the paper's bound, and that of networks. None for ``gp``."""
     learning_rate: Positive = 0.05
     """Of Adam, at the server and at the sites."""
     warm_start_rounds: Count = 0
@@ -52,7 +51,7 @@ class CommonKeys(MethodOptions):
     unit_column: str = ""
     """``glmm``: numeric feature whose value names the unit that shares random effects."""
     random_slopes: str = ""
-    """``glmm``: features with a slope for every unit beside its intercept, with commas between them."""
+    """``glmm``: features with a slope for every unit, with commas between them."""
     classes: Annotated[int, Field(ge=2)] = 10
     """Of models of classes: the target holds the numbers 0 to ``classes`` − 1."""
     hidden: PositiveInt = 50

@@ -75,7 +75,7 @@ BUILT_IN: dict[str, ModelRow] = {
     ),
     "glmm": ModelRow(
         f"{_HERE}.mixed:MixedModel",
-        "generalised linear mixed models, Gaussian, logistic or Poisson, Section S3.1",
+        "generalised linear mixed models, Section S3.1",
         reads=("unit_column", "random_slopes"),
         likelihoods=_FAMILY,
     ),

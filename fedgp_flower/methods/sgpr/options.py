@@ -6,7 +6,16 @@ from typing import ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import BESIDE, COMMON, KERNEL_CHOICES, USUAL_KERNEL, Count, MethodOptions, PositiveInt
+from fedgp_flower.options import (
+    BESIDE,
+    COMMON,
+    KERNEL_CHOICES,
+    SEVERAL,
+    USUAL_KERNEL,
+    Count,
+    MethodOptions,
+    PositiveInt,
+)
 
 STATIONARY = ("rbf", "matern32", "matern52")
 """Kernels of one amplitude with which differential privacy bounds a row."""
@@ -26,17 +35,14 @@ class SGPROptions(MethodOptions):
     """Of sums at 4000 inducing points."""
 
     exchanges: Count = 0
-    """Most exchanges with every site in training, those before the first round among them; 0 goes on while five more
-    promise .002 nats a row, up to 60. A round of ``sgpr`` is two, of ``svgp`` one. More improve the bound further, also
-    when a run is resumed. Under masks keys, means and spreads take three more, which do not count here; neither do
-    the three for each number of inducing points after training, see ``model.max-megabytes``, where this is set."""
+    """Most exchanges with every site in training; 0: while five more promise .002 nats a row, up to 60. A round of
+    ``sgpr`` is two, of ``svgp`` one. Not counted: three that set up masks, and three for each number of inducing points
+    after training (``model.max-megabytes``)."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
-    """``sgpr``: sums of a site with fewer than three rows for each inducing point nearly reveal its rows. ``warn``
-    names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
-    Under masks none of it is needed."""
+    """``sgpr`` in the clear, where a site has fewer than three rows for each inducing point, which nearly reveals them:
+    name it; lower M to a third of its rows (``cap``); or refuse (``masks``)."""
     trials: PositiveInt = 1
-    """``sgpr-private``: how many lengthscales are tried, by factors of two around ``model.lengthscale``; they share the
-    budget."""
+    """``sgpr-private``: lengthscales tried, by factors of two; they share the budget."""
 
     def check(self, core: CoreConfig) -> None:
         """A Gaussian likelihood and whole batches."""
@@ -47,7 +53,7 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE}
+    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE} | SEVERAL
 
     usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
     usual_megabytes: ClassVar[int] = 0
