@@ -211,4 +211,4 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
 
     _maximise(model, objective, rows, config.baselines.max_evaluations, mean, root)
     centre, spread = model.latent(place.tensor(rows.x_test), posterior())
-    return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, model.hyper, units.scale)
+    return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, model.hyper, units)

@@ -21,7 +21,7 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from jaxtyping import Float
 from torch import Tensor
 
-from fedgp_flower.scores import Scores, gaussian_scores
+from fedgp_flower.scores import Scores, TargetUnits, gaussian_scores
 from fedgp_flower.typing import Array, Targets
 
 WEAK = 0.01
@@ -117,10 +117,11 @@ class PointLikelihood(ABC):
         del targets
         return self.moments(mean, variance, hyper)
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Float[Tensor, " R"], scale: float) -> Scores:
-        """Scores in original units of a target standardised by ``scale``; intervals and CRPS as of a Gaussian."""
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
+        """Scores in original units of a standardised target; intervals and CRPS as of a Gaussian."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
+        scale = units.scale
         found = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
         density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
         return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)

@@ -164,7 +164,7 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.preparation.target_scale)
+        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.units)
 
 
 class FSGPClient(SparseClient):
