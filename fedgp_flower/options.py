@@ -206,6 +206,11 @@ class MethodOptions(BaseModel):
         return "none"
 
     @property
+    def usual_rounds(self) -> int:
+        """Most rounds where ``num-server-rounds`` leaves them to the method."""
+        return 100
+
+    @property
     def usual_inducing(self) -> int:
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50

@@ -241,11 +241,15 @@ def convergence_note(metrics: RunMetrics) -> str:
         return ""
     facts, rows = metrics.method_details, metrics.data.get("rows", math.nan)
     forecasts = [number(facts.get(name)) / rows for name in ("forecast_rise", "promised_rise")]
-    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "rise_per_round")]
+    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "forecast_per_row")]
     known = [rise for rise in forecasts if math.isfinite(rise)]
-    if known and known[0] < MATTERS:
+    unsettled = facts.get("unsettled") or {}
+    if known and known[0] < MATTERS and not unsettled:
         return ""
-    more = f"; a longer one may gain {_short(known[0])} nats a row" if known else ""
+    more = f"; a longer one may gain {_short(known[0])} nats a row" if known and known[0] >= MATTERS else ""
+    if unsettled:
+        name = max(unsettled, key=lambda name: unsettled[name])
+        more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from where it is heading"
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: raise what limits it"
 
 
