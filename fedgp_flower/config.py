@@ -166,8 +166,8 @@ class CoreConfig(Section):
     """How rows are dealt to simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
     ``exponential``, ``sizes``); unevenly by a column (``dirichlet``, ``pathological``); by a column that names the site
     (``natural``); by where inputs lie (``kmeans``, ``blocks``)."""
-    num_server_rounds: Annotated[Count, BASIC] = 100
-    """Most rounds. A run ends earlier when its method has converged."""
+    num_server_rounds: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
+    """Most rounds; -1 leaves it to the method: 2000 for ``sfvi``, 100 otherwise. A run ends when it has converged."""
     seed: Annotated[Count, BASIC] = 0
     """Everything random follows from it."""
     output_dir: Annotated[str, BASIC] = "results"
@@ -453,7 +453,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     if not core.model.num_inducing:
         room = core.model.max_megabytes or chosen.usual_megabytes
         usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
-    core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
+    rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.usual_rounds
+    model = core.model.model_copy(update=usual)
+    core = core.model_copy(update={"model": model, "num_server_rounds": rounds})
     if core.formula and not chosen.reads_formula:
         raise ConfigError(
             f"`formula`: `method` = {method!r} reads none; leave `method` out, which is 'mixed-model' then"

@@ -11,15 +11,16 @@ For a predictive distribution F with density f and an outcome y:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.lazy import special
-from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
+from fedgp_flower.privacy.disclosure import merged_cells, merged_classes, merged_tables
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -32,7 +33,7 @@ RANK_BINS, RANK_REACH = 80, 8.0
 REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))
 CLASSIFICATION_SUMS = ("count", "correct", "nll", "brier")
 """Names of the sums, by kind of task."""
-TIME_SUMS = ("count", "events", "nll", "concordant", "comparable", *(f"inside-{level}" for level in LEVELS))
+TIME_SUMS = ("count", "events", "nll", "ibs", "concordant", "comparable", *(f"inside-{level}" for level in LEVELS))
 PAIRED = 1000
 """Rows that are compared with all others at once."""
 MUCH, MUCH_A_ROW = 3.0, 0.05
@@ -55,7 +56,7 @@ class Scores:
 
     def coarse(self, least: int) -> Scores:
         """The same with histograms in which small cells have joined a neighbour."""
-        merged = {"evaluation.ranks": merged_classes}
+        merged = {"evaluation.ranks": merged_classes, "evaluation.survival": merged_tables}
         arrays = {name: merged.get(name, merged_cells)(array, least) for name, array in self.arrays.items()}
         return Scores(self.sums, arrays)
 
@@ -71,6 +72,11 @@ class Prediction:
 def apart(targets: Array) -> tuple[Array, Array]:
     """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
     return (targets, np.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
+
+
+def shares_of(target: Mapping[str, float]) -> Array:
+    """Shares of the classes [C], from what is known of a target that has classes."""
+    return np.array([1 - target["share"], target["share"]] if "share" in target else [*target.values()])
 
 
 def much_better(nll: float, other: float, rows: float) -> bool:
@@ -122,13 +128,25 @@ def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: 
     return Scores(sums, {"evaluation.pit": np.diff(left, axis=0).sum(axis=1)})
 
 
-def time_scores(order: Array, reached: Array, nll: Array, time: Array, seen: Array) -> Scores:
+def time_scores(
+    order: Array,
+    reached: Array,
+    nll: Array,
+    target: Array,
+    follow_up: FollowUp,
+    survival: Callable[[Array], Array],
+) -> Scores:
     """Scores of times to an event, of which F(t) was ``reached``; ``order`` is larger where the event comes later.
+
+    ``survival`` has P(T > t) of each row at times [*, 1], ``target`` times and whether the event was seen [n, 2].
 
     A row that is censored at t may have its event anywhere beyond, so that its PIT is spread over [F(t), 1] (Haider,
     Hoehn, Davis & Greiner 2020). Of two rows of the site it is known who was first where the shorter time was seen;
-    Harrell's concordance is the share of these pairs whose order was predicted, ties by half.
+    Harrell's concordance is the share of these pairs whose order was predicted, ties by half. The Brier score, a mean
+    over times, is weighted by 1/P(C > t), C the time of censoring (Graf et al. 1999), and so is the observed share of
+    rows without an event by the quartiles of time.
     """
+    (time, seen), grid = apart(target), follow_up.grid[:, None]
     none, last = np.zeros_like(time), np.where(seen == 1, reached, 1.0)
     found = regression_scores(none, nll, none, reached, last)
     concordant, comparable = 0.0, 0.0
@@ -137,8 +155,15 @@ def time_scores(order: Array, reached: Array, nll: Array, time: Array, seen: Arr
         first = (seen[block, None] == 1) & ((time[block, None] < time) | ((time[block, None] == time) & (seen == 0)))
         earlier = np.sign(order - order[block, None]) / 2 + 0.5
         concordant, comparable = concordant + float(earlier[first].sum()), comparable + float(first.sum())
-    sums = found.sums | {"events": float(seen.sum()), "concordant": concordant, "comparable": comparable}
-    return Scores({name: sums[name] for name in TIME_SUMS}, found.arrays)
+    late = np.where(time > grid, 1 / follow_up.followed(grid), 0.0)
+    early = np.where((time <= grid) & (seen == 1), 1 / follow_up.followed(np.minimum(time, grid[-1])), 0.0)
+    predicted = survival(grid)
+    ibs = float((early * predicted**2 + late * (1 - predicted) ** 2).mean(axis=0).sum())
+    sums = found.sums | {"events": float(seen.sum()), "concordant": concordant, "comparable": comparable, "ibs": ibs}
+    ends = follow_up.quartiles[:, None]
+    table = zip(survival(ends), (time > ends) / follow_up.followed(ends), strict=True)
+    calibrated = np.stack([_by_probability(*pair) for pair in table])
+    return Scores({name: sums[name] for name in TIME_SUMS}, found.arrays | {"evaluation.survival": calibrated})
 
 
 def mixture_quantiles(means: Array, sds: Array, levels: Sequence[float], shares: Array) -> Array:
@@ -215,9 +240,14 @@ def _classified(correct: Array, nll: Array, brier: Array, probability: Array, ou
     """Sums of scores, and rows, probabilities and outcomes by bins of the probability [B, 3]."""
     columns = (np.ones_like(probability), correct, nll, brier)
     sums = {name: float(np.sum(column)) for name, column in zip(CLASSIFICATION_SUMS, columns, strict=True)}
+    return Scores(sums, {"evaluation.reliability": _by_probability(probability, outcome)})
+
+
+def _by_probability(probability: Array, outcome: Array) -> Array:
+    """Rows, probabilities and outcomes by bins of the probability [B, 3]."""
     weights = (np.ones_like(probability), probability, outcome)
     bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
-    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
+    return np.stack(bins, axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +259,8 @@ class TargetUnits:
     transform: Transform | None = None
     classes: int = 0
     """Of a target that has classes."""
+    follow_up: FollowUp | None = None
+    """Of a target that is a time to an event."""
 
     def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
         """Scores of Gaussian predictions of a standardised target."""

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.follow_up import QUARTILES
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
@@ -41,6 +42,7 @@ HISTOGRAM_SHAPES = {
     "evaluation.pit": (PIT_BINS,),
     "evaluation.reliability": (RELIABILITY_BINS, 3),
     "evaluation.ranks": (RANK_BINS, 2),
+    "evaluation.survival": (len(QUARTILES), RELIABILITY_BINS, 3),
 }
 """Histograms of an evaluation, in the order of :class:`ScoreSums`."""
 
@@ -307,12 +309,13 @@ class ScoreSums:
 
     regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
     classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
-    times: Float[ndarray, " 8"] = leaves(
-        "rows, events, NLL, pairs in the predicted order, pairs, rows inside intervals"
+    times: Float[ndarray, " 9"] = leaves(
+        "rows, events, NLL, Brier score, pairs in the predicted order, pairs, rows inside intervals"
     )
     pit: Float[ndarray, " 20"] = leaves("histogram of the PIT")
     reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
     ranks: Float[ndarray, "80 2"] = leaves("rows of each class by predicted log odds")
+    survival: Float[ndarray, "3 10 3"] = leaves("rows, predicted and observed survival at three times, by predicted")
 
     @property
     def known(self) -> dict[str, float]:
@@ -333,7 +336,7 @@ class ScoreSums:
     @property
     def histograms(self) -> NamedArrays:
         """Those of the other kind of task are zero."""
-        return dict(zip(HISTOGRAM_SHAPES, (self.pit, self.reliability, self.ranks), strict=True))
+        return dict(zip(HISTOGRAM_SHAPES, (self.pit, self.reliability, self.ranks, self.survival), strict=True))
 
     def coarse(self, least: int) -> ScoreSums:
         """The same without cells of fewer rows."""
@@ -347,8 +350,8 @@ class ScoreSums:
         )
         if not (sums >= 0).all():  # a density may be above one, so that a NLL may be
             return "a score that cannot be negative is"
-        counted = max(*self.regression[5:], self.classification[1], self.times[1], *self.times[5:])
-        too_many = counted > self.rows + 1e-6 or self.times[3] > self.times[4]
+        counted = max(*self.regression[5:], self.classification[1], self.times[1], *self.times[6:])
+        too_many = counted > self.rows + 1e-6 or self.times[4] > self.times[5]
         return "scores count more rows or pairs than there are" if too_many else None
 
     @classmethod
@@ -376,6 +379,51 @@ class ScoreSums:
         if reason := found.refusal(Described(0)):
             raise ProtocolError(reason)
         return found
+
+
+@message()
+class Edges:
+    """Ends of bins of time."""
+
+    values: Float[ndarray, " E"] = leaves("ends of all bins but the last")
+
+
+@message("query.follow_up", summand=True, counts="B")
+class TimeCounts:
+    """How long training rows were followed, and whether to an event."""
+
+    counts: Float[ndarray, "B 2"] = leaves("rows whose time is in a bin, and those whose event was seen")
+
+    def coarse(self, least: int) -> TimeCounts:
+        """The same without cells of fewer rows."""
+        return replace(self, counts=merged_cells(self.counts, least))
+
+    def refusal(self, described: Described) -> str | None:
+        """Why these cannot be counts of so many rows, or None."""
+        rows, events = self.counts.T
+        odd = (events < 0).any() or (events > rows).any() or rows.sum() != described.rows
+        return f"`counts` is not of {described.rows} rows and events among them" if odd else None
+
+
+@message("query.life_table", summand=True)
+class LifeTableScoreSums(ScoreSums):
+    """Scores on a site's held-out rows of the curve of Kaplan and Meier."""
+
+
+@message()
+class TimeCoefficients:
+    """Of z = τ log t − X̃ᵀv, the logarithm of time in units of the noise."""
+
+    values: Float[ndarray, " Q"] = leaves("v, Q − 1 numbers, and τ")
+
+
+@message("query.time_regression", summand=True, counts="Q")
+class TimeSums:
+    """The log likelihood of a site's times given z = τ log t − X̃ᵀv, and its derivatives by (v, τ)."""
+
+    likelihood: Float[ndarray, ""] = leaves("Σ log p(t), or of censored rows log P(T > t)")
+    gradient: Float[ndarray, " Q"] = leaves("first derivatives")
+    information: Float[ndarray, "Q Q"] = leaves("minus the second derivatives", symmetric=True)
 
 
 @message("query.local_scores", summand=True)
@@ -451,18 +499,18 @@ class Moments:
 
 @message()
 class Coefficients:
-    """Intercept and weights, in standardised inputs."""
+    """Intercept and weights, in standardised inputs, of each class but the first, whose log odds are 0."""
 
-    values: Float[ndarray, " P"] = leaves("intercept and weights")
+    values: Float[ndarray, "R P"] = leaves("intercept and weights of each class but the first")
 
 
-@message("query.logistic", summand=True, counts="P")
+@message("query.logistic", summand=True, counts="Q")
 class LogisticSums:
-    """The log likelihood of a site's classes, log σ(±X̃w), and its derivatives by w."""
+    """The log likelihood of a site's classes, p = softmax(0, X̃w), and its derivatives by w; Q = R P."""
 
-    likelihood: Float[ndarray, ""] = leaves("Σ log σ((2y − 1) x̃ᵀw)")
-    gradient: Float[ndarray, " P"] = leaves("X̃ᵀ(y − p), p = σ(X̃w)")
-    information: Float[ndarray, "P P"] = leaves("X̃ᵀ diag(p (1 − p)) X̃", symmetric=True)
+    likelihood: Float[ndarray, ""] = leaves("Σ log p_y")
+    gradient: Float[ndarray, "R P"] = leaves("(1[y = c] − p_c)ᵀ X̃ of each class but the first")
+    information: Float[ndarray, "Q Q"] = leaves("X̃ᵀ diag(1[c = d] p_c − p_c p_d) X̃ of each pair", symmetric=True)
 
 
 @message()
@@ -470,7 +518,7 @@ class LinearPredictor:
     """f(x) = intercept + (x − centre)ᵀ weights, in standardised coordinates; what it means depends on the likelihood.
 
     Gaussian or Student-t: y ~ N(f, variance + ‖spread (x − centre)‖²). Bernoulli: P(y = 1) = σ(f). Poisson: a log rate
-    ~ N(f, variance).
+    ~ N(f, variance). Times: log t = f + σ ε with σ² = variance. Classes: P(y = c) = softmax(0, classes (1, x))_c.
     """
 
     centre: Float[ndarray, " D"] = leaves("means of the training inputs")
@@ -478,6 +526,7 @@ class LinearPredictor:
     intercept: float = leaves("prediction at the centre")
     variance: float = leaves("of a new row at the centre")
     spread: Float[ndarray, "D D"] | None = leaves("S, with SᵀS the covariance of the weights", default=None)
+    classes: Float[ndarray, "R P"] | None = leaves("intercept and weights of each class but the first", default=None)
 
 
 @message("query.linear_scores", summand=True)

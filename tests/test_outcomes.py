@@ -1,5 +1,6 @@
 """Counts with exposure and trials, times to an event: expectations against quadrature, limits, and whole runs."""
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from scipy.special import expit, gammaln
 import fedgp_flower as fg
 from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
 from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
 from fedgp_flower.scores import time_scores
 
@@ -245,13 +247,26 @@ def test_a_censored_time_only_says_that_the_event_comes_later(name):
 
 def test_scores_of_times():
     """Five pairs are known, of which one is predicted the wrong way round and one a tie."""
-    time, seen = np.array([1.0, 2.0, 3.0, 2.5]), np.array([1.0, 0.0, 1.0, 1.0])
+    target = np.array([[1.0, 1.0], [2.0, 0.0], [3.0, 1.0], [2.5, 1.0]])
     order, reached = np.array([0.0, 1.0, 0.5, 0.5]), np.array([0.2, 0.4, 0.97, 0.5])
-    found = time_scores(order, reached, np.zeros(4), time, seen)
+    known = FollowUp(np.array([1.0, 3.0]), np.array([0.75, 0.25]), np.array([1.0, 0.5]))
+    found = time_scores(order, reached, np.zeros(4), target, known, lambda times: np.exp(-times - 0 * order))
     assert (found.sums["concordant"], found.sums["comparable"], found.sums["events"]) == (3.5, 4.0, 3.0)
     # what is censored where F = 0.4 lies above with the share (0.975 − 0.4) / 0.6 below the upper end
     assert found.sums["inside-95"] == pytest.approx(1 + 0.575 / 0.6 + 1 + 1)
     assert found.arrays["evaluation.pit"].sum() == pytest.approx(4.0)
+    wanted = 0.0
+    for (time, seen), grid in itertools.product(target, known.grid):
+        weight = 1 / float(known.followed(np.array(grid))) if time > grid else 0.0
+        wanted += weight * (1 - math.exp(-grid)) ** 2 / 20
+        if time <= grid and seen:
+            wanted += math.exp(-grid) ** 2 / float(known.followed(np.array(time))) / 20
+    assert found.sums["ibs"] == pytest.approx(wanted)
+    rows, predicted, observed = found.arrays["evaluation.survival"].sum(axis=1).T
+    assert rows.tolist() == [4.0, 4.0, 4.0]
+    np.testing.assert_allclose(predicted, 4 * np.exp(-known.quartiles))
+    late = (target[:, 0] > known.quartiles[:, None]).sum(axis=1)
+    np.testing.assert_allclose(observed, late / known.followed(known.quartiles))
 
 
 def followed(rows=400):
@@ -269,7 +284,11 @@ def test_times_to_an_event_are_learned_though_many_are_censored(tmp_path, masks)
     options |= {"privacy.secure-aggregation": masks, "name": f"masks-{masks}"}
     found = fg.run(frame, target="days,died", sites=3, options=options)
     assert found.saved.arrays["likelihood.parameters"] == pytest.approx(SIGMA, rel=0.2)
-    assert found.metrics.test["concordance"] > 0.7
+    assert found.metrics.test["concordance"] > found.metrics.linear["concordance"] + 0.1
+    assert found.metrics.mean["concordance"] == pytest.approx(0.5)
+    assert found.metrics.test["nll"] < min(found.metrics.linear["nll"], found.metrics.mean["nll"])
+    assert found.metrics.test["ibs"] < min(found.metrics.linear["ibs"], found.metrics.mean["ibs"])
+    assert found.metrics.test["survival_error"] < 0.12
     table = found.posterior.predict(frame, times=(10.0, 40.0))
     median = np.exp(3 + np.sin(2 * frame["x"]) + SIGMA * math.log(math.log(2)))
     assert np.log(table["q50"] / median).std() < 0.2

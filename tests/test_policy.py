@@ -213,7 +213,8 @@ def test_histograms_of_every_answer_are_coarse():
     pit[[0, 4, 9]] = [1, 3, 2]
     ranks = np.zeros((80, 2))
     ranks[[3, 4, 7]] = [[1, 1], [0, 1], [5, 0]]
-    scores = entry.answer(ScoreSums(np.zeros(8), np.zeros(4), np.zeros(8), pit, np.zeros((10, 3)), ranks), 60)
+    times = np.zeros((3, 10, 3))
+    scores = entry.answer(ScoreSums(np.zeros(8), np.zeros(4), np.zeros(9), pit, np.zeros((10, 3)), ranks, times), 60)
     assert set(scores.pit) == {0, 6}
     np.testing.assert_array_equal(scores.ranks[[3, 4, 7]], [[1, 2], [0, 0], [5, 0]])
     found = entry.answer(Scores({"nll": 2.0}, {"evaluation.pit": pit, "evaluation.ranks": ranks}), 60)

@@ -134,7 +134,7 @@ def test_help_shows_every_keyword_with_its_default_and_meaning() -> None:
     shown, doc = inspect.signature(FSGP).parameters, str(inspect.getdoc(FSGP))
     assert {"fraction", "kernel", "seed", "learning_rate"} <= set(shown)
     assert all(f"\n    {name}: " in doc for name in shown)
-    assert "    fraction: Share ρ of the sites that take part in a round" in doc
+    assert "    fraction: Share of the sites that take part in a round" in doc
     assert f"default {shown['fraction'].default!r}" in doc
     strategy = FSGP(**{name: own.default for name, own in shown.items()})
     assert strategy.config == FSGP().config

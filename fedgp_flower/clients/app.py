@@ -23,6 +23,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation, bare
 from fedgp_flower.errors import FedGPError
+from fedgp_flower.follow_up import CURVES
 from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
@@ -203,7 +204,7 @@ def _shared(guard: Guard) -> ConfigRecord | None:
 
 def _preparation(shared: ConfigRecord) -> Preparation | None:
     """The columns and scales that the sites agreed on; None before they have."""
-    names = ("input.mean", "input.scale", "target.mean", "target.scale")
+    names = ["input.mean", "input.scale", "target.mean", "target.scale", *(name for name in CURVES if name in shared)]
     if "schema" not in shared:
         return None
     return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
@@ -211,5 +212,6 @@ def _preparation(shared: ConfigRecord) -> Preparation | None:
 
 @lru_cache(maxsize=8)
 def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    arrays = {name: np.reshape(values, -1 if name.startswith("input") else ()) for name, values in numbers}
+    several = ("input.mean", "input.scale", *CURVES)
+    arrays = {name: np.reshape(values, -1 if name in several else ()) for name, values in numbers}
     return Preparation.from_wire(arrays, schema)

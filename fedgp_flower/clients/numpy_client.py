@@ -7,6 +7,7 @@ A handler has the name of the message that it answers, and its annotations name 
 from __future__ import annotations
 
 import logging
+import math
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,13 +27,25 @@ from fedgp_flower.data import standardisation
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.follow_up import counted
 from fedgp_flower.gp.kernels import build_kernel, wire_name
+from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
+from fedgp_flower.options import BESIDE
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart, bernoulli_scores, much_better
+from fedgp_flower.scores import (
+    Prediction,
+    Scores,
+    TargetUnits,
+    apart,
+    bernoulli_scores,
+    class_scores,
+    much_better,
+    time_scores,
+)
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     Centres,
@@ -40,7 +53,9 @@ from fedgp_flower.shared_messages import (
     ColumnSquares,
     ColumnSums,
     ComparedScoreSums,
+    Edges,
     HeldOutRows,
+    LifeTableScoreSums,
     LinearPredictor,
     LinearScoreSums,
     LocalScoreSums,
@@ -57,6 +72,9 @@ from fedgp_flower.shared_messages import (
     Stepped,
     TargetMoments,
     TargetPowers,
+    TimeCoefficients,
+    TimeCounts,
+    TimeSums,
     WeightedStep,
     with_ones,
 )
@@ -174,7 +192,8 @@ class SiteClient(NumPyClient):
     def units(self) -> TargetUnits:
         """From the standardised target to the units of the data."""
         agreed = self.preparation
-        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform, len(agreed.target.levels))
+        classes = len(agreed.target.levels)
+        return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform, classes, agreed.follow_up)
 
     def require_simulated(self, what: str) -> None:
         """Refuse what a real site never does."""
@@ -318,12 +337,59 @@ def moments(client: SiteClient, request: Nothing) -> Moments:
 
 
 def logistic(client: SiteClient, request: Coefficients) -> LogisticSums:
-    """Log likelihood, gradient and information of a logistic regression."""
-    design, y = with_ones(client.rows.x), client.rows.y
-    log_odds = design @ request.values
-    p = special.expit(log_odds)
-    value = -np.logaddexp(0, (1 - 2 * y) * log_odds).sum()
-    return LogisticSums(np.array(value), design.T @ (y - p), design.T * (p * (1 - p)) @ design)
+    """Log likelihood, gradient and information of a logistic regression into two or more classes."""
+    design, y = with_ones(client.rows.x), client.rows.y.astype(int)
+    logarithm = log_shares(design, request.values)  # [N, C]
+    p, observed = np.exp(logarithm[:, 1:]), y[:, None] == np.arange(1, logarithm.shape[1])
+    weighted = np.concatenate([share[:, None] * design for share in p.T], axis=1)  # [N, R P]
+    information = -weighted.T @ weighted
+    blocks = information.reshape(2 * request.values.shape)
+    for c, share in enumerate(p.T):
+        blocks[c, :, c] += design.T * share @ design
+    value = logarithm[np.arange(len(y)), y].sum()
+    return LogisticSums(np.array(value), (observed - p).T @ design, information)
+
+
+def log_shares(design: Array, weights: Array) -> Array:
+    """Logarithms of the probabilities of classes [N, C], from X̃ [N, P] and the weights of all but the first."""
+    log_odds = np.column_stack([np.zeros(len(design)), design @ weights.T])
+    return np.asarray(log_odds - special.logsumexp(log_odds, axis=1, keepdims=True))
+
+
+def follow_up(client: SiteClient, request: Edges) -> TimeCounts:
+    """Training rows by their time, and those whose event was seen."""
+    return TimeCounts(counted(*apart(client.rows.y), request.values))
+
+
+def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
+    """Scores of what all rows together say of times, whoever the row is, on the held-out rows."""
+    known, target = client.preparation.follow_up, client.rows.y_test
+    if known is None:
+        raise ProtocolError("the sites have not agreed on how long rows were followed")
+    time, seen = apart(target)
+    alive = known.survived(time)
+    nll = -np.log(alive) - np.where(seen == 1, np.log(known.hazard(time)), 0.0)
+    curve = known.survived
+    scores = time_scores(0 * time, 1 - alive, nll, target, known, lambda times: curve(times + 0 * time))
+    return LifeTableScoreSums.of(scores)
+
+
+def time_regression(client: SiteClient, request: TimeCoefficients) -> TimeSums:
+    """Log likelihood, gradient and information of a linear model of log times.
+
+    At z = τ log t − X̃ᵀv a row that was seen adds log p(z) + log τ − log t, which is concave in (v, τ).
+    """
+    (time, seen), scale = apart(client.rows.y), float(request.values[-1])
+    design = np.column_stack([-with_ones(client.rows.x), np.log(time)])  # dz
+    z = torch.from_numpy(design @ request.values)
+    likelihood, zero = build_point_likelihood(client.config.model.likelihood), torch.zeros_like(z)
+    at = torch.stack([z.exp(), torch.from_numpy(seen)], dim=1), zero, zero, likelihood.initial
+    value, slope, bend, _ = likelihood.slopes(*at)  # of times eᶻ, whose density has 1/eᶻ and by −z these slopes
+    whole = float(value) + float((seen * (z.numpy() + math.log(scale) - np.log(time))).sum())
+    gradient, information = -design.T @ slope.numpy(), design.T * bend.numpy() @ design
+    gradient[-1] += seen.sum() / scale
+    information[-1, -1] += seen.sum() / scale**2
+    return TimeSums(np.array(whole), gradient, information)
 
 
 def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSums:
@@ -333,17 +399,22 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     mean, variance = request.intercept + x @ request.weights, np.full(len(x), request.variance)
     if request.spread is not None:
         variance += np.square(x @ request.spread.T).sum(axis=1)
-    if likelihood == "bernoulli":
+    if request.classes is not None:
+        scores = class_scores(np.exp(log_shares(with_ones(x), request.classes)), y)
+    elif likelihood == "bernoulli":
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
     elif likelihood == "poisson":
         scores = count_scores(mean, variance, y)
+    elif BESIDE.get(likelihood) == "event":
+        hyper = torch.tensor([math.log(request.variance) / 2], dtype=torch.float64)
+        scores = build_point_likelihood(likelihood).scores(mean, 0 * mean, y, hyper, client.units)
     else:
         scores = client.units.gaussian_scores(Prediction(mean, variance), y)
     return LinearScoreSums.of(scores)
 
 
-SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, predictions)
-SUMS = (weighted, target, robust, column_sums, column_squares, shape, moments, logistic)
+SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, life_table, predictions)
+SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, shape, moments, logistic, time_regression)
 
 
 @cache

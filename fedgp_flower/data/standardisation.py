@@ -15,6 +15,7 @@ from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.lazy import pd
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
@@ -105,6 +106,8 @@ class Preparation:
     """What happens to missing cells of new rows; see the key of that name."""
     transform: Transform | None = None
     """What turns the target into what is standardised."""
+    follow_up: FollowUp | None = None
+    """Of a target that is a time to an event: how long rows were followed."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,7 +139,8 @@ class Preparation:
         width = sum(len(column.names) for column in columns)
         input_mean, input_scale = (_array(arrays, name, (width,)) for name in ("input.mean", "input.scale"))
         mean, scale = (float(_array(arrays, name, ())) for name in ("target.mean", "target.scale"))
-        return Preparation(columns, target, input_mean, input_scale, mean, scale, missing, transform)
+        scales = input_mean, input_scale, mean, scale
+        return Preparation(columns, target, *scales, missing, transform, FollowUp.from_arrays(arrays))
 
 
 def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> Array:

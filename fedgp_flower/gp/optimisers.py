@@ -255,7 +255,7 @@ def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Arra
 
 def pack(arrays: Mapping[str, ndarray]) -> Array:
     """Named arrays as one vector w, in the order of their names."""
-    return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in sorted(arrays)])
+    return np.concatenate([np.zeros(0), *(np.asarray(arrays[name], np.float64).ravel() for name in sorted(arrays))])
 
 
 def unpack(point: Array, like: Mapping[str, ndarray]) -> NamedArrays:

@@ -46,6 +46,11 @@ def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
     return merged
 
 
+def merged_tables(tables: NDArray[np.generic], least: int) -> NDArray[np.generic]:
+    """The same of several tables [T, B, C]."""
+    return np.stack([merged_cells(table, least) for table in tables])
+
+
 def merged_classes(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
     """The same where the numbers of a bin are the rows of each class, [B, C]."""
     return merged_cells(np.column_stack([table.sum(axis=1), table]), least)[:, 1:]

@@ -39,6 +39,8 @@ class Effect:
     high: Array  # [n]
     dates: bool = False
     """Whether values are days since 1 January 2000."""
+    x: Array | None = None  # [n, D]
+    """The standardised inputs of all columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     """
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
+    if posterior.saved.likelihood == "categorical":  # an outcome of several functions
+        return []
     try:
         model, likelihood = posterior.to_gpytorch()
     except RunError:  # not a single Gaussian process
@@ -110,7 +114,7 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
         quantiles = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
         median, low, high = outcome(quantiles)
         days = re.fullmatch(r"days\((.+)\)", name)
-        found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days)))
+        found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days), x))
     return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:most]
 
 

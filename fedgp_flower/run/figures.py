@@ -20,6 +20,8 @@ from scipy.stats import binom
 from fedgp_flower.count_scores import count_quantiles, log_rate_of
 from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
+from fedgp_flower.follow_up import FollowUp
+from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.run.summary import Arm, number
 from fedgp_flower.typing import Array
 
@@ -34,6 +36,7 @@ STYLES = {
     "pooled": (POOLED, ":"),
     "linear regression": ("#6b7a2a", "-."),
     "logistic regression": ("#6b7a2a", "-."),
+    "AFT regression": ("#6b7a2a", "-."),
 }
 """Baselines that are drawn beside the rounds of a run."""
 COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("o-", "s--", "^-.", "D:", "v-", "P--")
@@ -42,6 +45,10 @@ Z95 = 1.959963984540054
 MAX_POINTS, MOST_ACROSS = 400, 3
 MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
 """What the figure of lengthscales shows."""
+LONGEST = 18
+"""Letters of the name of a class."""
+GROUPS = 8
+"""Of rows by their predicted survival, at most."""
 DPI = 180
 Make: TypeAlias = Callable[..., Figure]
 """What makes a figure: its class, or pyplot for a notebook."""
@@ -212,6 +219,34 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     return figure
 
 
+def survival(follow_up: FollowUp, curves: Mapping[str, Array], times: Array, target: str) -> Figure:
+    """The curve of Kaplan and Meier of all training rows, and predicted ones [T] at ``times``."""
+    figure, (ax,) = axes_of(1, width=6.2, height=3.6)
+    shown = follow_up.times <= times[-1]
+    x, y = (np.append(first, part[shown]) for first, part in ((0.0, follow_up.times), (1.0, follow_up.survival)))
+    ax.step(x, 100 * y, where="post", color="#9a9a9a", lw=2.2, label="all training rows (Kaplan–Meier)")
+    for (name, curve), colour, mark in zip(curves.items(), itertools.cycle(COLOURS), itertools.cycle(MARKS)):
+        ax.plot(times, 100 * curve, mark[1:], color=colour, lw=1.6, label=label_text(name))
+    ax.set(xlabel=label_text(target), ylabel="without an event (%)", ylim=(0, 102), xlim=(0, times[-1]))
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Sequence[float] | None) -> Figure:
+    """Observed against predicted shares without an event by the quartiles of time, rows by their prediction."""
+    figure, (ax,) = axes_of(1, width=5.0, height=4.0)
+    ax.plot([0, 100], [0, 100], color=POOLED, lw=0.9)
+    for place, (table, colour, mark) in enumerate(zip(tables, COLOURS, MARKS, strict=False)):
+        bins = np.asarray(table, dtype=float)
+        bins = np.asarray(merged_cells(bins, math.ceil(bins[:, 0].sum() / GROUPS)), dtype=float)
+        count, predicted, observed = bins[bins[:, 0] > 0].T
+        name = f"quartile {place + 1}" if times is None else f"after {times[place]:.3g}"
+        ax.plot(100 * predicted / count, 100 * observed / count, mark, color=colour, ms=4, lw=1.2, label=name)
+    ax.set(xlabel="predicted share without an event (%)", ylabel="observed (%)")
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
 def _chance(n: int | Array, p: Array) -> Array:
     """Ends of the central 95 % range of Bin(n, p), elementwise."""
     return np.stack([binom.ppf(0.025, n, p), binom.ppf(0.975, n, p)])
@@ -230,7 +265,7 @@ def _bars(ax: Axes, counts: Array, edges: Array) -> None:
     ax.set(ylabel="held-out rows", xlim=(edges[0], edges[-1]))
 
 
-def confusion(counts: Array) -> Figure:
+def confusion(counts: Array, levels: Sequence[str]) -> Figure:
     """Held-out rows by class [C, C], observed downwards and predicted across, as shares of each observed class."""
     size = len(counts)
     figure = Figure(figsize=(1.9 + 0.4 * size, 1.3 + 0.4 * size), dpi=DPI, layout="constrained")
@@ -242,6 +277,10 @@ def confusion(counts: Array) -> Figure:
         words = f"{counts[observed, predicted]:,.0f}"
         ax.text(predicted, observed, words, ha="center", va="center", fontsize=6, color="white" if dark else "black")
     ax.set(xlabel="likeliest class", ylabel="observed class", xticks=range(size), yticks=range(size))
+    if levels:
+        names = [level if len(level) <= LONGEST else f"{level[: LONGEST - 1]}…" for level in levels]
+        ax.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
+        ax.set_yticklabels(names)
     ax.grid(visible=False)
     figure.colorbar(image, ax=ax, label="share of the observed class (%)", shrink=0.8)
     return figure

@@ -24,7 +24,7 @@ from fedgp_flower.options import BESIDE
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
-from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.predict import Predictor, Survival
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
@@ -36,6 +36,7 @@ from fedgp_flower.run.summary import (
     figure_columns,
     headline,
     is_classification,
+    is_time,
     notes,
     number,
     opening,
@@ -46,6 +47,9 @@ from fedgp_flower.run.summary import (
 )
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
+
+CURVES = 5
+"""Levels of a column whose survival is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,13 @@ def _many(count: int, noun: str) -> str:
 def _note(metrics: RunMetrics, units: str) -> str:
     """What the figures of the headline are."""
     n = arms(metrics)[0].rows
-    if is_classification(metrics):
+    if is_time(metrics):
+        note = (
+            "Concordance: pairs of rows of a site whose events come in the predicted order. NLL in nats per row, Brier"
+            " score over time with weights for censoring: smaller is better. Survival error: largest difference of the"
+            " predicted and the observed share without an event at the quartiles of time."
+        )
+    elif is_classification(metrics):
         note = (
             "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
             f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
@@ -224,18 +234,22 @@ def _note(metrics: RunMetrics, units: str) -> str:
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
     rows = run.predictions
-    levels = run.saved.schema["target"].get("levels") if run.saved else None
+    levels = list(map(str, run.saved.schema["target"].get("levels", ()))) if run.saved else []
     if is_classification(run.metrics) or levels:  # also where nothing was scored
         if rows is not None:
-            figure = figures.probabilities(rows, [str(level) for level in levels or ("class 0", "class 1")])
+            figure = figures.probabilities(rows, levels or ("class 0", "class 1"))
             yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
         if ranks := run.metrics.calibration.get("ranks"):
             figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
             yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
+        if counts := run.metrics.method_details.get("confusion"):
+            caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
+            yield Panel("Confusion of classes", figures.confusion(np.array(counts), levels), caption)
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
     if run.saved is not None and BESIDE.get(run.saved.likelihood) == "event":  # a curve of survival, no mean
+        yield from _survival(run, predictor, target)
         return
     if len(names) == 1 and predictor is not None:
         figure = figures.curve(rows, predictor, np.linspace(spans[0, 0], spans[0, 1], 400), (*names, target))
@@ -248,6 +262,32 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         figure = figures.parity(rows, target, run.config.get("model.likelihood") == "poisson")
         caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
         yield Panel("Observed against predicted, and residuals", figure, caption, "parity")
+
+
+def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
+    """Curves of survival along the column that matters most, and how predicted shares hold."""
+    follow_up = None if predictor is None else predictor.preparation.follow_up
+    if predictor is not None and follow_up is not None and isinstance(predictor.standardised, Survival):
+        grid, curves, column = np.linspace(0, 1, 101)[1:] * follow_up.grid[-1], {}, ""
+        for effect in effects(predictor, 1):
+            column, last = effect.name, len(effect.values) - 1
+            few = (
+                range(last + 1)[:CURVES] if effect.levels else (round(0.1 * last), round(0.5 * last), round(0.9 * last))
+            )
+            names = [effect.levels[place] if effect.levels else f"{effect.values[place]:.3g}" for place in few]
+            assert effect.x is not None
+            found = predictor.standardised.survival(effect.x[list(few)], grid.tolist())
+            curves = {f"{column} {name}": found[:, place] for place, name in enumerate(names)}
+        caption = f"Predicted curves: `{column}` as named, all other columns at their means." if curves else ""
+        yield Panel("Survival", figures.survival(follow_up, curves, grid, target), caption, "survival")
+    if tables := run.metrics.calibration.get("survival"):
+        times = None if follow_up is None else follow_up.quartiles.tolist()
+        caption = (
+            "Held-out rows without an event by the times at which a quarter, half and three quarters of the seen events"
+            " had happened. On the diagonal predictions come true. Censored rows count by weights of those who were"
+            " followed longer."
+        )
+        yield Panel("Calibration of survival", figures.survival_calibration(tables, times), caption)
 
 
 def _inputs(run: Run) -> tuple[list[str], Array]:

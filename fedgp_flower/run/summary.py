@@ -17,7 +17,8 @@ from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
 
-TIMES = {"concordance": "concordance", "nll": "NLL", "events": "seen events", "coverage_95": "95 % coverage"}
+TIMES = {"concordance": "concordance", "nll": "NLL", "ibs": "Brier (IBS)", "survival_error": "survival error"}
+TIMES |= {"events": "seen events", "coverage_95": "95 % coverage"}
 REGRESSION = {"rmse": "RMSE", "r2": "R²", "nll": "NLL", "crps": "CRPS", "coverage_95": "95 % coverage"}
 CLASSIFICATION = {"accuracy": "accuracy", "auc": "AUC", "nll": "NLL", "brier": "Brier", "brier_skill": "skill"}
 CLASSIFICATION["calibration_slope"] = "slope"
@@ -25,6 +26,8 @@ CLASSIFICATION["calibration_slope"] = "slope"
 TITLES = {**TIMES, **REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
 MATTERS = 0.01
 """Nats a row that more training has to promise to be worth a note."""
+PLAINEST = {"mean of the target", "class shares", "Kaplan–Meier curve"}
+"""Baselines that look at no input."""
 IN_ONE_PLACE = ("pooled", "gradient boosting")
 """Baselines that see all rows."""
 HIGHER, LOWER = "with a higher NLL than", "with a lower NLL than"
@@ -34,7 +37,7 @@ SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
 MOST_NAMED = 5
 """Differences that are named."""
-PERCENTAGES = ("accuracy", "events", "coverage_50", "coverage_90", "coverage_95")
+PERCENTAGES = ("accuracy", "concordance", "events", "survival_error", "coverage_50", "coverage_90", "coverage_95")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,16 @@ def is_time(metrics: RunMetrics) -> bool:
 
 def rivals(metrics: RunMetrics) -> dict[str, Facts]:
     """The baselines that the run computed, by the name of their arm, the plainest first."""
-    classes = is_classification(metrics)
+    if is_classification(metrics):
+        plain = "class shares", "logistic regression"
+    else:
+        plain = (
+            ("Kaplan–Meier curve", "AFT regression")
+            if is_time(metrics)
+            else ("mean of the target", "linear regression")
+        )
     named = {
-        "class shares" if classes else "mean of the target": metrics.mean,
-        "logistic regression" if classes else "linear regression": metrics.linear,
+        **dict(zip(plain, (metrics.mean, metrics.linear), strict=True)),
         "local-only": metrics.local_only,
         "pooled": metrics.pooled,
         "gradient boosting": metrics.boosting,
@@ -184,9 +193,10 @@ def _called(name: str, metrics: RunMetrics, difference: float) -> str:
         model = "a GP" if name == "pooled" else name
         away = "" if abs(difference) <= LEVEL else f" ({_short(abs(difference))} nats a row)"
         return f"{model} of all rows in one place{away}"
-    if name not in {"mean of the target", "class shares"}:
+    if name not in PLAINEST:
         return {"local-only": "each site alone"}.get(name, name)
-    skill, words = ("r2", "R²") if "r2" in metrics.test else ("brier_skill", "Brier skill")
+    known = {"r2": "R²", "brier_skill": "Brier skill", "ibs_skill": "Brier skill"}
+    skill, words = next(((name, words) for name, words in known.items() if name in metrics.test), ("r2", "R²"))
     return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
@@ -235,11 +245,15 @@ def convergence_note(metrics: RunMetrics) -> str:
         return ""
     facts, rows = metrics.method_details, metrics.data.get("rows", math.nan)
     forecasts = [number(facts.get(name)) / rows for name in ("forecast_rise", "promised_rise")]
-    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "rise_per_round")]
+    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "forecast_per_row")]
     known = [rise for rise in forecasts if math.isfinite(rise)]
-    if known and known[0] < MATTERS:
+    unsettled = facts.get("unsettled") or {}
+    if known and known[0] < MATTERS and not unsettled:
         return ""
-    more = f"; a longer one may gain {_short(known[0])} nats a row" if known else ""
+    more = f"; a longer one may gain {_short(known[0])} nats a row" if known and known[0] >= MATTERS else ""
+    if unsettled:
+        name = max(unsettled, key=lambda name: unsettled[name])
+        more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from where it is heading"
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: raise what limits it"
 
 
@@ -251,8 +265,7 @@ def answer(run: Run) -> str:
     classes = is_classification(run.metrics)
     figure = figure_columns(run.metrics)[0]
     scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
-    plainest = {"mean of the target", "class shares"}
-    chosen = [arm for arm in scored if arm.name not in plainest] or scored
+    chosen = [arm for arm in scored if arm.name not in PLAINEST] or scored
     called = {"local-only": "each site alone", "pooled": "a GP of all rows in one place"}
     called |= {"mean of the target": "their mean"}
     found = [f"{_plain(figure, arm)} for {called.get(arm.name, arm.name)}" for arm in chosen]
@@ -261,6 +274,8 @@ def answer(run: Run) -> str:
     if classes:
         return f"{_plain(figure, mine)} of {rows} in the right class{beside}."
     held = f"; 95 % intervals held {percent(covered)} of {rows}" if math.isfinite(covered) else f", on {rows}"
+    if is_time(run.metrics):
+        return f"{_plain(figure, mine)} of pairs of rows have their events in the predicted order{beside}{held}."
     return f"Typical error of {target_of(run)}: {_plain(figure, mine)}{beside}{held}."
 
 

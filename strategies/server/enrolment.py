@@ -21,6 +21,7 @@ from fedgp_flower.agreement import (
 )
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
+from fedgp_flower.follow_up import edges_around, life_table
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import TRUST
 from fedgp_flower.shared_messages import (
@@ -28,11 +29,13 @@ from fedgp_flower.shared_messages import (
     ColumnSquares,
     ColumnSums,
     Described,
+    Edges,
     Nothing,
     RobustMoments,
     RobustScales,
     TargetMoments,
     TargetPowers,
+    TimeCounts,
 )
 from fedgp_flower.transforms import Transform
 from strategies.server.network import Network, pause_after
@@ -57,7 +60,7 @@ def described(met: Agreement, site: str) -> Described:
 def restored(snapshot: Snapshot) -> Agreement:
     """What the sites of a checkpoint had agreed on."""
     facts = snapshot.facts["preparation"]
-    arrays = {name: snapshot.arrays[name] for name in ("input.mean", "input.scale", "target.mean", "target.scale")}
+    arrays = {name: array for name, array in snapshot.arrays.items() if name.startswith(("input.", "target."))}
     return Agreement(arrays, **{**facts, "names": tuple(facts["names"])})
 
 
@@ -218,6 +221,15 @@ def transformed(met: Agreement, name: str, sites: tuple[str, ...]) -> Asking[Agr
     unknown = np.full((1, 3), np.nan)  # what a site said of its target was of the one before
     sums = {site: np.vstack([known[:-1], unknown]) for site, known in met.sums.items()}
     return replace(met, schema=json.dumps(schema), arrays={**met.arrays, **scales}, sums=sums)
+
+
+def followed(met: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
+    """What the sites agreed on, with how long rows were followed, from counts of times in bins."""
+    edges = edges_around(met.training_target["mean"])
+    summed: Summed[TimeCounts] = yield Total(TimeCounts, Edges(edges), sites, sizes={"B": len(edges) + 1})
+    if summed.total is None:
+        raise DataError("no site answered how long its rows were followed")
+    return replace(met, arrays={**met.arrays, **life_table(summed.total.counts, edges).to_arrays()})
 
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:

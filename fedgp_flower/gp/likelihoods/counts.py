@@ -17,7 +17,7 @@ from fedgp_flower.count_scores import BinomialLaw, Law, NegativeBinomialLaw, Poi
 from fedgp_flower.gp.likelihoods.integrals import expected_softplus
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, apart, in_float64
 from fedgp_flower.lazy import special
-from fedgp_flower.scores import Scores
+from fedgp_flower.scores import Scores, TargetUnits
 from fedgp_flower.typing import Array
 
 
@@ -60,7 +60,7 @@ class Counts(PointLikelihood):
         del hyper
         return PoissonLaw()
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the counts of each row's exposure."""
         count, exposure = rows_scores.apart(target)
         return count_scores(mean + np.log(exposure), variance, count, self.law(hyper))
@@ -134,7 +134,7 @@ class Successes(PointLikelihood):
         (p, spread), trials = self.moments(mean, variance, hyper), apart(targets)[1]
         return trials * p, trials * p * (1 - p) + trials * (trials - 1) * spread
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the successes among each row's trials."""
         count, trials = rows_scores.apart(target)
         return count_scores(mean, variance, count, BinomialLaw(trials))

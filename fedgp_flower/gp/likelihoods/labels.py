@@ -13,7 +13,7 @@ from torch.distributions import Bernoulli
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes, in_float64
 from fedgp_flower.lazy import special
-from fedgp_flower.scores import Scores, bernoulli_scores
+from fedgp_flower.scores import Scores, TargetUnits, bernoulli_scores
 from fedgp_flower.typing import Array
 
 
@@ -49,7 +49,7 @@ class Probit(PointLikelihood):
         probability = torch.special.ndtr(mean / (1.0 + variance).sqrt())
         return probability, probability * (1.0 - probability)
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the probability of the second class."""
         probability, _ = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
         return bernoulli_scores(probability.numpy(), target)

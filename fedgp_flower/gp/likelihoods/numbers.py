@@ -14,7 +14,7 @@ from torch.distributions import StudentT
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64
-from fedgp_flower.scores import Scores, mixture_quantiles, mixture_scores
+from fedgp_flower.scores import Scores, TargetUnits, mixture_quantiles, mixture_scores
 from fedgp_flower.typing import Array
 
 
@@ -114,10 +114,11 @@ class HeavyTailed(PointLikelihood):
         """Mean m and variance v + σ² ν / (ν − 2)."""
         return mean, variance + (2.0 * hyper[..., -1:]).exp() * FREEDOM / (FREEDOM - 2.0)
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the true predictive distribution."""
         centre, spread, hyper = torch.from_numpy(mean), torch.from_numpy(variance), hyper.detach().double().cpu()
         total, shares = (part.numpy() for part in self.components(centre, spread, hyper))
+        scale = units.scale
         sds = scale * np.sqrt(total)
         found = mixture_scores(np.broadcast_to(scale * mean, sds.shape), sds, scale * target, shares[:, 0])
         density = self.log_predictive(torch.from_numpy(target), centre, spread, hyper)

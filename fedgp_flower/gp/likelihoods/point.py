@@ -21,7 +21,7 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from jaxtyping import Float
 from torch import Tensor
 
-from fedgp_flower.scores import Scores, gaussian_scores
+from fedgp_flower.scores import Scores, TargetUnits, gaussian_scores
 from fedgp_flower.typing import Array, Targets
 
 WEAK = 0.01
@@ -59,7 +59,8 @@ def rule(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 class PointLikelihood(ABC):
     """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
 
-    Targets are [N], or [N, 2] with the column that stands beside the target.
+    Targets are [N], or [N, 2] with the column that stands beside the target. Where it is of several functions, their
+    means and variances are [C, N].
     """
 
     initial: Float[Tensor, " R"] = NONE  # parameters at the start, in logarithms
@@ -76,8 +77,8 @@ class PointLikelihood(ABC):
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
         """The same model as a likelihood of GPyTorch."""
 
-    def start(self, target: Mapping[str, float], beside: float) -> float:
-        """The constant f that suits what is known of all targets, and the mean of what stands beside them."""
+    def start(self, target: Mapping[str, float], beside: float) -> float | Array:
+        """The constant f, or each [C, 1], that suits what is known of targets and the mean of what is beside them."""
         del target, beside
         return 0.0
 
@@ -117,10 +118,11 @@ class PointLikelihood(ABC):
         del targets
         return self.moments(mean, variance, hyper)
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Float[Tensor, " R"], scale: float) -> Scores:
-        """Scores in original units of a target standardised by ``scale``; intervals and CRPS as of a Gaussian."""
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
+        """Scores in original units of a standardised target; intervals and CRPS as of a Gaussian."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
+        scale = units.scale
         found = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
         density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
         return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)

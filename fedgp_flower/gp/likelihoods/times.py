@@ -26,7 +26,7 @@ from torch.distributions import (
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, apart, in_float64, rule
-from fedgp_flower.scores import Scores, time_scores
+from fedgp_flower.scores import Scores, TargetUnits, time_scores
 from fedgp_flower.typing import Array
 
 HALVINGS = 60
@@ -92,13 +92,17 @@ class Times(PointLikelihood):
         low, middle, high = self.quantiles(centre, spread, hyper, (0.16, 0.5, 0.84))
         return torch.from_numpy(middle), torch.from_numpy((high - low) / 2).square()
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of times some of which are censored."""
         targets, hyper = torch.from_numpy(target), hyper.detach().double().cpu()
         moments = torch.from_numpy(mean), torch.from_numpy(variance)
-        time, seen = (part.numpy() for part in apart(targets))
-        reached = 1 - self.survival(torch.from_numpy(time), *moments, hyper).numpy()
-        return time_scores(mean, reached, -self.log_predictive(targets, *moments, hyper).numpy(), time, seen)
+
+        def survival(times: Array) -> Array:
+            return self.survival(torch.from_numpy(times), *moments, hyper).numpy()
+
+        nll, follow_up = -self.log_predictive(targets, *moments, hyper).numpy(), units.follow_up
+        assert follow_up is not None
+        return time_scores(mean, 1 - survival(target[:, 0]), nll, target, follow_up, survival)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """Times [levels, N] by which so many have had the event, by bisection of log t."""

@@ -137,7 +137,7 @@ class FedMGPClient(SiteClient):
             return super().score(request)
         mean, variance, phi = self.function(request, self.rows.x_test)
         point, learned = model.observed(self.likelihood, phi)
-        return point.scores(mean, variance, self.rows.y_test, learned, self.preparation.target_scale)
+        return point.scores(mean, variance, self.rows.y_test, learned, self.units)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of a GP of the unit's rows; in a simulation of the same multi-output model of all units' rows."""

@@ -39,7 +39,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import BESIDE, ModelSection
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
-from fedgp_flower.shared_messages import Parameters, Step, Stepped
+from fedgp_flower.shared_messages import Confusion, Parameters, Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 ROWS = 250
@@ -156,6 +156,10 @@ class SVGPClient(SparseClient):
         with torch.no_grad():
             return Prediction(*map(to_array, model.observed.observed(tensor(rows.y_test), *moments, model.hyper)))
 
+    def confusion(self, request: PooledPosterior) -> Confusion:
+        """Which class was taken for which; asked for where there are several."""
+        return Confusion.of(self.held_out(request).mean, self.rows.y_test)
+
     def shown(self, request: PooledPosterior) -> NamedArrays:
         """As usual; nothing of times, which may be censored."""
         return {} if BESIDE.get(self.config.model.likelihood) == "event" else super().shown(request)
@@ -164,7 +168,7 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.preparation.target_scale)
+        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.units)
 
 
 class FSGPClient(SparseClient):
