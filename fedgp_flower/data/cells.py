@@ -166,7 +166,8 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
             " a code for a missing cell (−999, 9999), empty those cells and set `missing`"
         ]
     if twice := repeated(frame):
-        said += [f"{twice:,} rows repeat another row in every column; if they are the same row, leave them out"]
+        rows = "1 row repeats" if twice == 1 else f"{twice:,} rows repeat"
+        said += [f"{rows} another row in every column; if it is the same observation, leave it out"]
     if gaussian and is_skewed(frame[target]):
         said += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"

@@ -332,7 +332,8 @@ def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure 
 def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure:
     """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 5.0, height=2.6, make=make)
-    limits = (min(effect.low.min() for effect in found), max(effect.high.max() for effect in found))
+    low, high = min(effect.low.min() for effect in found), max(effect.high.max() for effect in found)
+    limits = (low - 0.04 * (high - low), high + 0.04 * (high - low))
     for ax, effect in zip(axes, found, strict=True):
         if effect.levels:
             ax.vlines(effect.values, effect.low, effect.high, color=BAND, lw=6)

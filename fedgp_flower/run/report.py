@@ -223,7 +223,7 @@ def _note(metrics: RunMetrics, units: str) -> str:
         low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
-            " R²: share of the squared error of the training mean that is gone."
+            " R² is against the mean of the training rows."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
     if len({arm.rows for arm in arms(metrics)}) > 1:
@@ -346,5 +346,7 @@ def _totals(metrics: RunMetrics) -> list[tuple[str, str]]:
         for way, count in metrics.bytes.items()
     ]
     parts = {"total": "time, total", "sites": "computing at the sites, added up"}
-    times = ((parts.get(name, f"time, {name}"), value) for name, value in metrics.seconds.items())
+    masked = "privacy" in metrics.method_details  # no site says how long it computes then
+    known = {name: value for name, value in metrics.seconds.items() if name != "sites" or not masked}
+    times = ((parts.get(name, f"time, {name}"), value) for name, value in known.items())
     return [*sent, *((name, f"{show(number(value))} s") for name, value in times)]

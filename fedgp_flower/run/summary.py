@@ -170,7 +170,7 @@ def verdict(metrics: RunMetrics) -> str:
     }
     said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
-    few = ("without figures of sites there is no interval", "1 site gives no interval", "2 sites give no interval")
+    few = ("no interval, as masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
     how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = arms(metrics)[0].rows
     where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
@@ -200,8 +200,11 @@ def _called(name: str, metrics: RunMetrics, difference: float) -> str:
     return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
-def beside(metrics: RunMetrics) -> list[list[str]]:
-    """A row for every baseline: the difference of the NLL, its interval, and at how many sites the run's is lower."""
+def beside(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row for every baseline: the difference of the NLL, its interval, and where the run's is lower.
+
+    The interval is left out where no score of a single site is known.
+    """
     rows = []
     for name, rival in rivals(metrics).items():
         found = paired_difference(metrics, rival)
@@ -213,7 +216,8 @@ def beside(metrics: RunMetrics) -> list[list[str]]:
         sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites > 1 else ""
         few = f"– ({found.sites} site{'s' * (found.sites != 1)})" if found.sites else "–"
         rows.append([name, mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else few])
-    return rows
+    titles = ["", "NLL, difference", "95 % interval over sites"][: 3 if any(row[2] != "–" for row in rows) else 2]
+    return (titles, [row[: len(titles)] for row in rows]) if rows else ([], [])
 
 
 def calibration_verdict(metrics: RunMetrics) -> str:
