@@ -65,7 +65,7 @@ MEANINGS = {
     "kernel.outputscale": "prior variance of f",
     "likelihood.noise": "σ², noise variance of an observation",
     CONSTANT: "c, mean of f",
-    "likelihood.parameters": "of p(y | f): student-t: scale",
+    "likelihood.parameters": "of p(y | f); student-t: κ of the degrees of freedom 2.5 + κ / (1 + κ / 17.5), and scale",
 }
 GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
