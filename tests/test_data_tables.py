@@ -57,7 +57,11 @@ CASES = {
     "long row": (lines((8, f"27,bx,1,2,{SECRET}")), {}, ["data row 8", "more cells"]),
     "all rows long": (lines(rows=[row + "," + SECRET for row in GOOD]), {}, ["more cells than the header"]),
     "identifiers": (lines(rows=[f"{i},{SECRET}{i}x,{i},{i}" for i in range(12)]), {}, ["`job`", "`features`"]),
-    "text target": (lines(rows=[f"{i},a,{i},{SECRET}x" for i in range(4)]), {}, ["target `y` holds text", "bernoulli"]),
+    "text target": (
+        lines(rows=[f"{i},a,{i},{SECRET}x" for i in range(4)]),
+        {},
+        ["target `y` holds text", "needs numbers"],
+    ),
     "no header": ("\n".join(f"{i},{SECRET}" for i in range(5)), {}, ["first line holds numbers"]),
     "part of a header": (
         f"a,{SECRET},b,c\n1,2,3,4\n",
@@ -80,7 +84,11 @@ CASES = {
         ["in `dose` day and month could be exchanged"],
     ),
     "counts below zero": (lines((2, "21,ax,1,-1")), {"model": {"likelihood": "poisson"}}, ["counts", "in row 2"]),
-    "many classes": (lines(), {"model": {"likelihood": "bernoulli"}}, ["target `y` has 12 levels", "two classes"]),
+    "many classes": (
+        lines(),
+        {"model": {"likelihood": "bernoulli"}},
+        ["`y` has 12 levels", "at most 2 classes"],
+    ),
     "zero under a logarithm": (lines(), {"transform": {"target": "log"}}, ["above zero", "in row 1"]),
     "nothing filled": (lines(rows=[f"{i},ax,,1" for i in range(9)]), {"missing": "impute"}, ["no cell of `dose`"]),
     "kinds at once": (

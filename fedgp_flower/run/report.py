@@ -234,14 +234,17 @@ def _note(metrics: RunMetrics, units: str) -> str:
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
     rows = run.predictions
-    levels = run.saved.schema["target"].get("levels") if run.saved else None
+    levels = list(map(str, run.saved.schema["target"].get("levels", ()))) if run.saved else []
     if is_classification(run.metrics) or levels:  # also where nothing was scored
         if rows is not None:
-            figure = figures.probabilities(rows, [str(level) for level in levels or ("class 0", "class 1")])
+            figure = figures.probabilities(rows, levels or ("class 0", "class 1"))
             yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
         if ranks := run.metrics.calibration.get("ranks"):
             figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
             yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
+        if counts := run.metrics.method_details.get("confusion"):
+            caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
+            yield Panel("Confusion of classes", figures.confusion(np.array(counts), levels), caption)
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
