@@ -366,11 +366,13 @@ def test_small_sites_are_named_capped_or_sent_under_masks():
     with pytest.raises(ConfigError, match="mid, low have fewer than 3 rows"):
         inducing_points(24, there, "masks")
     [told] = told_by_total(48, rows, 2)
-    assert "141 rows of all sites are fewer than 3 for each of 48 points" in told
+    assert "with 141 rows and sums at 48 points this model can reveal" in told
     assert "`model.num-inducing` = 23 or less" in told  # 6 × 23 ≤ 141 < 6 × 24
     assert told_by_total(47, rows, 2) == []
     [told] = told_by_sites(27, rows, ", ".join)
-    assert told.startswith("site(s) big, mid, low have fewer than 3 rows for each of 27 points")
+    assert told.startswith(
+        "sums of big, mid, low nearly show their rows to the server, with fewer than 3 rows for each"
+    )
 
 
 def test_a_run_says_what_limited_its_points(tmp_path):
