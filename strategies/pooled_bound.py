@@ -123,10 +123,10 @@ def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) ->
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:
         return []
+    fewer = max(1, count // (chosen_from * ROWS_PER_POINT))
     return [
-        f"{count} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points: even their total can"
-        f" reveal whether a row is in it; `model.num-inducing` = {max(1, count // (chosen_from * ROWS_PER_POINT))} or"
-        " less hides that better (docs/privacy.md)"
+        f"with {count} rows and sums at {points} points this model can reveal whether a row was in the data;"
+        f" `model.num-inducing` = {fewer} or less hides that better (docs/privacy.md)"
     ]
 
 
@@ -136,8 +136,8 @@ def told_by_sites(points: int, rows: Mapping[str, int], called: Callable[[Sequen
     if not small:
         return []
     return [
-        f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {points} points: their sums are"
-        " nearly their rows to the server; `privacy.secure-aggregation` = true hides them (docs/privacy.md)"
+        f"sums of {called(small)} nearly show their rows to the server, with fewer than {ROWS_PER_POINT} rows for each"
+        f" of {points} points; `privacy.secure-aggregation` = true hides them (docs/privacy.md)"
     ]
 
 

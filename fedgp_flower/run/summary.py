@@ -13,6 +13,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
+from fedgp_flower.privacy.policy import FEW_ROWS
 from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
@@ -294,7 +295,9 @@ def notes(metrics: RunMetrics) -> list[str]:
     """What to know besides, a sentence each."""
     calibrated = calibration_verdict(metrics)
     odd = "too " in calibrated
-    said = (*metrics.warnings, calibrated if odd else "", convergence_note(metrics))
+    others = [warning for warning in metrics.warnings if not warning.startswith(FEW_ROWS)]
+    warnings = others if any("docs/privacy.md" in warning for warning in others) else metrics.warnings
+    said = (*warnings, calibrated if odd else "", convergence_note(metrics))
     return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in said if words]
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import BASIC, Count, MethodOptions, ModelSection, Positive, PositiveInt
+from fedgp_flower.options import Count, MethodOptions, ModelSection, Positive, PositiveInt
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which stay as they are."""
@@ -31,7 +31,7 @@ class CommonKeys(MethodOptions):
     variant_key: ClassVar[str] = "model"
     variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
 
-    model: Annotated[str, BASIC] = "gp"
+    model: str = "gp"
     """By name, as in Hassan et al. (2023) where a section is given."""
     structure: Literal["diagonal", "full"] = "diagonal"
     """L_G of q(Z_G). ``full`` sends M²/2 numbers more."""
