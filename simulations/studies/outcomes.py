@@ -66,9 +66,10 @@ def grades(seeds: tuple[int, ...]) -> Iterator[Row]:
     """Wine quality."""
     for split in seeds:
         keys: Keys = {"dataset": "uci/wine", "split": split}
-        ordinal = fit({**keys, "model.likelihood": "ordinal"}, SITES)
-        test, cost = ordinal["test"], ordinal["exchanges"]
-        yield {"method": "ordinal", "NLL": test["nll"], "accuracy": test["accuracy"], "exchanges": cost}
+        for likelihood in ("ordinal", "categorical"):
+            run = fit({**keys, "model.likelihood": likelihood}, SITES)
+            test, cost = run["test"], run["exchanges"]
+            yield {"method": likelihood, "NLL": test["nll"], "accuracy": test["accuracy"], "exchanges": cost}
         gaussian = fit({**keys, "keep-predictions": True}, SITES)
         yield {"method": "gaussian, rounded", "NLL": rounded(gaussian), "exchanges": gaussian["exchanges"]}
 
