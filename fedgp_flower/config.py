@@ -151,8 +151,8 @@ class CoreConfig(Section):
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
     """Share of its rows that a site holds out; 0: nothing is scored."""
     holdout: Annotated[str, BASIC] = "random"
-    """Which rows these are: any (``random``), whole groups (``group:patient``), or the latest (``time:COLUMN``). That
-    column is an input only if `features` names it."""
+    """Which rows these are: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
+    simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
@@ -215,6 +215,8 @@ class CoreConfig(Section):
             )
         if self.holdout != "random" and self.split >= 0:
             raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
+        if self.holdout == "site" and self.partitioner != "natural":
+            raise ValueError("`holdout` = 'site' holds out natural groups of one table: set `partitioner` = 'natural'")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
         if self.formula and (self.target or self.features):
@@ -278,8 +280,8 @@ class CoreConfig(Section):
     @field_validator("holdout")
     @classmethod
     def _known_holdout(cls, way: str) -> str:
-        if not re.fullmatch(r"random|(time|group):.+", way):
-            raise ValueError("expected random, time:COLUMN or group:COLUMN")
+        if not re.fullmatch(r"random|site|(time|group):.+", way):
+            raise ValueError("expected random, time:COLUMN, group:COLUMN or site")
         return way
 
     @property

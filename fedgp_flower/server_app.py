@@ -30,7 +30,7 @@ def main(grid: Grid, context: Context) -> None:
         logger.addHandler(handler)
 
     def progress(row: Facts, total: int) -> None:
-        logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))
+        logger.info("round %d of about %d  %s", row["round"], total, figures_of(row))
 
     folder = execute(grid, context.run_config, progress)
     logger.info("results: %s", folder.resolve())

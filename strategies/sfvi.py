@@ -216,6 +216,8 @@ def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Ask
     yield from ()
     section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
     model = {"family": "structured", "model": section, "structure": structure}
+    if strategy.options.row.personal:
+        model["why_no_posterior"] = "each site has a last layer of its own, which stays there: name it with `--site`"
     posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
     facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
     facts |= {"bound": state.bound} if state.bound is not None else {}

@@ -28,7 +28,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import centres_of, drawn, weight_of
 from fedgp_flower.gp.kernels import with_kernel_of
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.optimisers import StepMemory, direction, outlook, pack, unpack
+from fedgp_flower.gp.optimisers import StepMemory, direction, outlook, pack, rounds_to_come, unpack
 from fedgp_flower.gp.sums import PENALTY, SparseSums, leading, prior, profiled
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
@@ -485,8 +485,11 @@ class SGPR(FederatedStrategy[SGPRState]):
         return state.converged
 
     def exchanges_to_come(self, state: SGPRState) -> int:
-        """As many as are left, if it does not converge before, and those for more points."""
+        """As many as are left, or fewer where the gains tell when training rests, and those for more points."""
         left = 0 if trained(self.problem, state) else self.problem.exchanges - state.exchanges
+        rounds = rounds_to_come(state.gains, math.ceil(FEW / A_ROUND), self.problem.worth)
+        if rounds is not None:
+            left = min(left, A_ROUND * max(rounds, pooled_bound.SMOOTHED - len(state.gains)))
         return left + (A_SIZE * sizes_of(state.most) if state.next_size and state.large is None else 0)
 
     def work_to_come(self, state: SGPRState) -> float:

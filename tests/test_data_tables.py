@@ -244,6 +244,8 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
     frame = pd.DataFrame({"x": draw.normal(size=60), "n": draw.integers(0, 3, 60), "days": draw.lognormal(1, 1, 60)})
     said = suspicions(pd.concat([frame, frame[:7]]), "days", {}, gaussian=True).splitlines()
     assert [line[:20] for line in said] == ["7 rows repeat anothe", "target `days` is abo"]
+    once = suspicions(pd.concat([frame, frame[:1]]), "days", {}, gaussian=False)
+    assert once == "1 row repeats another row in every column; if it is the same observation, leave it out"
     assert suspicions(frame.assign(days=frame["x"]), "days", {}, gaussian=True) == ""  # symmetric
     assert suspicions(frame, "days", {}, gaussian=False) == ""
     assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance

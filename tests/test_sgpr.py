@@ -27,7 +27,7 @@ from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining, repeats, weight_of
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import SparseGP
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook, rounds_to_come
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import (
@@ -213,6 +213,10 @@ def test_the_outlook_goes_on_as_a_geometric_series_does():
     assert outlook(np.array([1.0, 3.0, 2.0]), 4) == pytest.approx(8.0)
     assert outlook(np.zeros(4), 3) == 0.0
     assert outlook(np.array([2.0, 1.0]), 3) is None
+    ends = (k for k in range(99) if (0.7 ** np.arange(5 + k, 11 + k)).sum() < 0.01)
+    assert rounds_to_come(gains, 6, 0.01) == next(ends) > 5
+    assert rounds_to_come(gains, 6, 9.0) == 0
+    assert rounds_to_come(np.ones(4), 6, 0.01) is None
 
 
 def test_cells_count_every_row_once_and_none_alone():

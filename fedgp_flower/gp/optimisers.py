@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -215,9 +216,24 @@ def outlook(gains: Array, rounds: int) -> float | None:
     """What more rounds add to gains gᵢ as a geometric series of r = Σ gᵢ₊₁/Σ gᵢ ≤ 1; None for fewer than three."""
     if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
         return None if len(gains) < 3 else 0.0
-    ratio = min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
+    ratio = _ratio(gains)
     latest = gains.sum() / (ratio ** -np.arange(len(gains))).sum()
     return float(latest * (ratio ** np.arange(1, rounds + 1)).sum())
+
+
+def _ratio(gains: Array) -> float:
+    return min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
+
+
+def rounds_to_come(gains: Array, few: int, little: float) -> int | None:
+    """Rounds until ``few`` more add less than ``little`` by that series; None where the gains do not tell."""
+    more = outlook(gains, few)
+    if more is None or little <= 0:
+        return None
+    if more < little:
+        return 0
+    ratio = _ratio(gains)
+    return None if ratio == 1 else math.ceil(math.log(little / more) / math.log(ratio))
 
 
 def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Array) -> tuple[Array, M]:

@@ -124,7 +124,7 @@ class Rules:
         self._judge("methods", not limits.methods or method in limits.methods, f"method `{method}` may not run")
         odd: list[str] = []
         if limits.keys:
-            usual = defaults([type(config.options)])
+            usual = defaults([type(config.options)]) | {"num-server-rounds": config.options.usual_rounds}
             changed = {key for key, value in config.flat().items() if value != usual.get(key)} - HARMLESS
             odd = sorted(key for key in changed if not _matches(key, limits.keys))
         self._judge("keys", not odd, f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}")

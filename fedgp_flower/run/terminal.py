@@ -38,7 +38,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = 
 def progress_bar() -> Iterator[Progress]:
     """A bar that moves with every round; what goes wrong at a site is printed above it."""
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
-    clock = (TimeElapsedColumn(), TextColumn("at most"), TimeRemainingColumn())
+    clock = (TimeElapsedColumn(), TextColumn("about"), TimeRemainingColumn())
     columns = (BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.description}"))
     handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
