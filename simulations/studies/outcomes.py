@@ -11,10 +11,10 @@ Of discrete intervals the share that they should hold is counted, see `fedgp_flo
 times, a function of four columns, 40 % censored; *gbsg2* and *rossi*: breast cancer and recidivism, as lifelines brings
 them. Concordance of all held-out rows, by the median and by a Cox regression of all training rows (lifelines);
 *survival error* is the largest difference of the predicted and the observed share without an event at the quartiles of
-time, and *together* that of the held-out rows of all seeds. **Outliers.** A function of two columns with noise .1, and so many training rows moved by Cauchy's law of scale 2;
-held-out rows are clean. *Clean alone* is a fit of the rows that were not moved, with the same likelihood or with normal
-noise. Who says that so large a share of rows lies anywhere, as it does, gives clean rows a density that is lower by
-−log(1 − share).
+time, and *together* that of the held-out rows of all seeds. **Outliers.** A function of two columns with noise .1, and
+so many training rows moved by Cauchy's law of scale 2; held-out rows are clean. *Clean alone* is a fit of the rows that
+were not moved, with the same likelihood or with normal noise. Who says that so large a share of rows lies anywhere, as
+it does, gives clean rows a density that is lower by −log(1 − share).
 """
 
 from __future__ import annotations
