@@ -22,12 +22,20 @@ from fedgp_flower.methods.mixed_model import estimates, profile
 from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
 from fedgp_flower.methods.mixed_model.effects import Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
-from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials, pieces
+from fedgp_flower.methods.mixed_model.messages import (
+    MarginalSums,
+    MixedView,
+    Outline,
+    Restricted,
+    SiteEffect,
+    Trials,
+    pieces,
+)
 from fedgp_flower.methods.mixed_model.options import MixedOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import AnyShape, Array, Json, NamedArrays
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.questions import Asking, Each, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 
 START = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -337,8 +345,23 @@ class MixedModel(FederatedStrategy[MixedState]):
         }
 
     def final(self, state: MixedState, roster: Roster) -> Asking[Json]:
+        """Intervals by the profile of the likelihood; and in the clear, where they are random, the effects of sites."""
+        tables = yield from self.with_profiles(state)
+        terms = zip(self.problem.formula.random, self.problem.columns.effect_names, strict=True)
+        named = any({*term.group} <= self.config.sites_named and "intercept" in names for term, names in terms)
+        if roster.totals_only or not named:
+            return tables
+        view = self.scoring.predicted.request
+        told: Mapping[str, SiteEffect] = yield Each(SiteEffect, dict.fromkeys(roster.sites, view))
+        sites = []
+        for site, effect in told.items():
+            mean, reach = self.scale * float(effect.mean), self.scale * estimates.Z95 * float(effect.variance) ** 0.5
+            row = {"group": "site", "effect": self.preparation.labels[site], "kind": "of one site"}
+            sites.append(row | {"estimate": mean, "low": mean - reach, "high": mean + reach})
+        return {**tables, "sites": sorted(sites, key=lambda row: row["estimate"])}
+
+    def with_profiles(self, state: MixedState) -> Asking[Json]:
         """The table with intervals by the profile of the likelihood, where noise is Gaussian."""
-        del roster
         problem, found, told = self.problem, estimated(self.problem, state), self.scoring.predicted.details
         if not problem.gaussian or not state.sites or told["singular"]:
             return {}

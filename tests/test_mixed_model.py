@@ -195,6 +195,28 @@ def test_the_site_is_a_group(tmp_path):
     as_lme4("nested", run)
 
 
+def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path):
+    """E b = G Zᵀ V⁻¹ (y − X β̂) and Var (b − E b) = G − G Zᵀ P Z G, P = V⁻¹ − V⁻¹ X (Xᵀ V⁻¹ X)⁻¹ Xᵀ V⁻¹."""
+    draw, site = np.random.default_rng(8), np.repeat(np.arange(4), (12, 9, 14, 8))
+    x = draw.normal(size=len(site))
+    y = 70 + 3 * x + np.array([4.0, -5.0, 1.0, 0.5])[site] + draw.normal(size=len(site))
+    table = pd.DataFrame({"x": x, "y": y, "site": [f"s{k}" for k in site]})
+    keys = {"formula": "y ~ x + (1 | site)", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
+    run = fg.run(table, site="site", options=keys)
+    shown = run.summary()
+    between, within = shown["estimate"].iloc[2:4]
+    z, design = np.eye(4)[site], np.column_stack([np.ones_like(x), x])
+    inverse = np.linalg.inv(between**2 * z @ z.T + within**2 * np.eye(len(site)))
+    middle = inverse @ design @ np.linalg.solve(design.T @ inverse @ design, design.T @ inverse)
+    mean = between**2 * z.T @ (inverse - middle) @ y
+    variance = between**2 - between**4 * np.diag(z.T @ (inverse - middle) @ z)
+    found = shown.iloc[4:]
+    assert list(found["effect"]) == [f"s{k}" for k in np.argsort(mean)]
+    np.testing.assert_allclose(found["estimate"], np.sort(mean), rtol=1e-5)
+    np.testing.assert_allclose(found["high"], np.sort(mean) + 1.959964 * np.sqrt(variance[np.argsort(mean)]), rtol=1e-5)
+    assert (run.path / "plots" / "sites.png").exists()
+
+
 @pytest.mark.long
 def test_the_site_is_an_effect(tmp_path):
     keys = {"formula": "score ~ hours + school", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}

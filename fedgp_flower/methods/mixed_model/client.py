@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.lazy import pd
-from fedgp_flower.methods.mixed_model.design import Columns, Design, columns, decoded, design, reference, sizes
+from fedgp_flower.methods.mixed_model.design import (
+    TERM,
+    Columns,
+    Design,
+    columns,
+    decoded,
+    design,
+    reference,
+    sizes,
+    whitened,
+)
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
     Conditional,
@@ -25,10 +36,20 @@ from fedgp_flower.methods.mixed_model.effects import (
     Terms,
     restricted_sums,
 )
-from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials
+from fedgp_flower.methods.mixed_model.messages import (
+    MarginalSums,
+    MixedView,
+    Outline,
+    Restricted,
+    SiteEffect,
+    Trials,
+)
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
+
+TOGETHER = 8
+"""Trials at once."""
 
 
 class MixedClient(SiteClient):
@@ -46,9 +67,9 @@ class MixedClient(SiteClient):
 
     def restricted(self, request: Trials) -> Restricted:
         """What restricted maximum likelihood needs, with derivatives by θ."""
-        found = [restricted_sums(self.crossed, torch.tensor(point)) for point in request.points]
+        each = vmap(partial(restricted_sums, self.crossed), chunk_size=TOGETHER)
+        values, slopes, curvatures = (part.numpy() for part in each(torch.tensor(request.points)))
         rows, columns_ = np.tril_indices(request.points.shape[1])
-        values, slopes, curvatures = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
         return Restricted(values, slopes, curvatures[:, rows, columns_], *self.counted)
 
     def marginal(self, request: Trials) -> MarginalSums:
@@ -58,6 +79,19 @@ class MixedClient(SiteClient):
         found = [likelihood.derivatives(*torch.tensor(p).split([size, len(p) - size])) for p in request.points]
         values, gradients, hessians = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
         return MarginalSums(values, gradients, hessians, *self.counted)
+
+    def site_effect(self, request: MixedView) -> SiteEffect:
+        """The intercept of this site: η of a row without any other effect."""
+        effects = []
+        for k, (term, names) in enumerate(zip(self.formula.random, self.around.effect_names, strict=True)):
+            row = np.zeros((1, len(names)))
+            if not self.columns_of(term.group) and "intercept" in names:
+                row[0, names.index("intercept")] = 1.0
+            effects.append(whitened(row, self.setting.constants[f"{TERM}{k}"]))
+        none = torch.zeros(1, len(self.around.names), dtype=torch.float64)
+        found = Design(none, none[:, 0], tuple(effects))
+        mean, variance = self.latent(request, found, self.site.train.iloc[:1], known=True)
+        return SiteEffect(mean.reshape(()), variance.reshape(()))
 
     def predict(self, request: MixedView, inputs: Array) -> Prediction:
         """An observation of a new group."""
@@ -137,8 +171,11 @@ class MixedClient(SiteClient):
 
     def linear(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
         """Mean and variance of η at rows of a table, in units of the model; unless ``known`` their groups are new."""
+        return self.latent(request, design(self.formula, frame, self.preparation, self.setting.constants), frame, known)
+
+    def latent(self, request: MixedView, found: Design, frame: pd.DataFrame, known: bool) -> tuple[Array, Array]:
+        """The same of whitened rows, whose groups the table names."""
         beta, theta, covariance = map(torch.tensor, (request.beta, request.theta, request.covariance))
-        found = design(self.formula, frame, self.preparation, self.setting.constants)
         factors = [self.factor(group, found, frame, known) for group in self.grouped]
         rows = self.crossed
         ordered = [factors[k] for k in rows.order]

@@ -78,6 +78,19 @@ class MixedView:
     """Variance of the noise; 1 where there is none."""
 
 
+@message("query.site_effect")
+class SiteEffect:
+    """The random intercept of a site, given its rows and the estimates, in units of the model."""
+
+    mean: Float[ndarray, ""] = leaves("conditional mean of the random intercept of the site")
+    variance: Float[ndarray, ""] = leaves("its variance, with that of the fixed effects")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why no rows have such an effect, or None."""
+        del described
+        return None if self.variance > 0 else "`variance` is not above 0"
+
+
 def other_rows(count: Float[ndarray, ""], described: Described) -> str | None:
     """Why a sum is not of the rows that were described, or None."""
     rows = described.rows
