@@ -28,7 +28,7 @@ class Outline:
 
 @message()
 class Trials:
-    """Parameters to be tried, whitened: Cholesky factors of relative covariances θ; without Gaussian noise (β, θ)."""
+    """Parameters to be tried, whitened: Cholesky factors of relative covariances θ; else (β, θ, shape)."""
 
     points: Float[ndarray, "K B"]
 
@@ -55,7 +55,7 @@ class MarginalSums:
     """Log marginal likelihoods of groups, summed, at each trial."""
 
     values: Float[ndarray, " K"] = leaves("log p(y | β, θ), random effects integrated out")
-    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (β, θ)")
+    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (β, θ), and by log dispersion")
     hessians: Float[ndarray, "K B B"] = leaves("its second derivatives", symmetric=True)
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
@@ -76,6 +76,8 @@ class MixedView:
     theta: Float[ndarray, " T"]
     noise: float
     """Variance of the noise; 1 where there is none."""
+    shape: Float[ndarray, " S"]
+    """Of a likelihood that has one: log dispersion."""
 
 
 @message("query.site_effect")
