@@ -97,7 +97,7 @@ def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Fitting:
     """What stays the same during a run."""
 
     formula: Formula
@@ -121,7 +121,7 @@ class Problem:
         return self.family == "gaussian"
 
 
-def start(problem: Problem, roster: Roster) -> Asking[MixedState]:
+def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
     """What whitens the columns, and trials around rough estimates."""
     columns, terms = problem.columns, problem.terms
     widths = {"E": columns.fixed.shape[1], "W": sum(q * q for q in terms.widths)}
@@ -146,7 +146,7 @@ def start(problem: Problem, roster: Roster) -> Asking[MixedState]:
     return MixedState(arrays, first, *nothing, {}, RADIUS, count, np.zeros(len(problem.factors)), (), 2)
 
 
-def one_round(problem: Problem, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
+def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
     """One exchange: the likelihood at the trials, and from the best of them the next ones."""
     state = replace(state, exchanges=state.exchanges + 1)
     count, width = state.trials.shape
@@ -200,7 +200,7 @@ def kept(found: Restricted, k: int) -> NamedArrays:
     return {"values": found.values[k], "slopes": found.slopes[k], "curvatures": found.curvatures[k]}
 
 
-def estimated(problem: Problem, state: MixedState) -> Estimates:
+def estimated(problem: Fitting, state: MixedState) -> Estimates:
     """The estimates a last step away from the best trial."""
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
     if not problem.gaussian:
@@ -215,7 +215,10 @@ def converged(state: MixedState) -> bool:
 
 
 def profiled(
-    problem: Problem, state: MixedState, found: Estimates, parameters: Sequence[tuple[profile.Function, Array | None]]
+    problem: Fitting,
+    state: MixedState,
+    found: Estimates,
+    parameters: Sequence[tuple[profile.Function, Array | None]],
 ) -> Asking[list[tuple[float, float]]]:
     """95 % intervals of parameters by the profile of the likelihood; NaN for ends that are not found."""
     totals = Totals(**state.totals, count=state.count)
@@ -255,10 +258,10 @@ class MixedModel(FederatedStrategy[MixedState]):
     options: MixedOptions
 
     @cached_property
-    def problem(self) -> Problem:
+    def problem(self) -> Fitting:
         """What stays the same during a run."""
         formula, agreed = parse(self.config.formula), self.preparation
-        return Problem(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
+        return Fitting(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
         """Whitened columns, and the first trials."""
