@@ -33,7 +33,7 @@ class Trials:
     points: Float[ndarray, "K B"]
 
 
-@message("train.restricted", summand=True, counts="R B")
+@message("train.restricted", summand=True)
 class Restricted:
     """What restricted maximum likelihood needs of the rows at each trial: V = I + ZΛΛᵀZᵀ, r = [X y]."""
 
@@ -42,6 +42,10 @@ class Restricted:
     curvatures: Float[ndarray, "K H Q"] = leaves("their second derivatives, lower entries row by row")
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
+
+    def num_parameters(self) -> int:
+        """Of the fixed effects, the noise and θ."""
+        return len(lower(self.values[0][1:])) + self.slopes.shape[1]
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
