@@ -20,7 +20,7 @@ from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates, profile
 from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
-from fedgp_flower.methods.mixed_model.effects import Terms
+from fedgp_flower.methods.mixed_model.effects import SHAPES, Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
 from fedgp_flower.methods.mixed_model.messages import (
     MarginalSums,
@@ -53,7 +53,8 @@ MOST = 30
 EQUATION = (
     "η = xᵀ fixed.mean + offset + zᵀ b by `formula`, x and z in units of the table; of a new group b ~ N(0,"
     " random.covariance.k) for the k-th random term. Gaussian: y ~ N(η, noise). Bernoulli: P(y = 1) = E 1/(1 + e^(−η))."
-    " Poisson: y with rate e^η. The estimates of the fixed effects have covariance fixed.covariance."
+    " Poisson: y with rate e^η. Negative binomial: y with mean μ = e^η and variance μ + dispersion μ²."
+    " The estimates of the fixed effects have covariance fixed.covariance."
 )
 
 
@@ -138,7 +139,8 @@ def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
     if not problem.gaussian:
         root = arrays[FIXED] / sizes(columns.fixed)
         rough = np.linalg.solve(root.T, outline.products / count)
-        first = np.hstack([np.tile(rough, (len(first), 1)), first])
+        every = len(first), 1
+        first = np.hstack([np.tile(rough, every), first, np.tile(SHAPES.get(problem.family, ()), every)])
     width = first.shape[1]
     nothing = np.zeros(width), 0.0, np.zeros(width), np.zeros((width, width))
     return MixedState(arrays, first, *nothing, {}, RADIUS, count, np.zeros(len(problem.factors)), (), 2)
@@ -203,7 +205,7 @@ def estimated(problem: Fitting, state: MixedState) -> Estimates:
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
     if not problem.gaussian:
         around = Expansion(state.value, state.gradient, state.hessian)
-        return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1])
+        return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1], problem.terms.count)
     return estimates.of_restricted(Totals(**state.totals, count=state.count), state.point, step)
 
 
@@ -291,7 +293,7 @@ class MixedModel(FederatedStrategy[MixedState]):
         del roster
         yield from ()
         problem, found, scale = self.problem, estimated(self.problem, state), self.scale
-        view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)))
+        view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)), found.shape)
         base, bases = state.whitening[FIXED], pieces(state.whitening, TERM)
         turn = scale * np.linalg.inv(base)  # a change of units
         mean, covariance = turn @ found.beta, turn @ found.covariance @ turn.T
@@ -306,13 +308,15 @@ class MixedModel(FederatedStrategy[MixedState]):
             "fixed.covariance": covariance,
             "noise": np.array(scale**2 * view.noise),
         }
+        arrays |= {"dispersion": np.exp(found.shape)} if len(found.shape) else {}
         arrays |= {f"random.covariance.{k}": root @ root.T for k, root in enumerate(roots)}
         meanings = {
             "fixed.mean": "fixed effects",
             "fixed.covariance": "of their estimates",
             "noise": "variance of the noise",
+            "dispersion": "of counts",
         }
-        meanings |= {name: "of the effects of a group" for name in arrays if name.startswith("random")}
+        meanings = {name: meanings.get(name, "of the effects of a group") for name in arrays}
         model = {"formula": self.config.formula, "columns": list(problem.columns.names), "likelihood": problem.family}
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "original units"), EQUATION, model)
         return Predicted(view, saved, self.table(state, found, mean, covariance))
@@ -322,12 +326,12 @@ class MixedModel(FederatedStrategy[MixedState]):
         problem, scale, bases = self.problem, self.scale, pieces(state.whitening, TERM)
         called = [term.called for term in problem.formula.random]
         random = estimates.random_table(called, problem.columns.effect_names, problem.terms, bases, scale, found)
-        random += [estimates.noise_row(found, scale)] if problem.gaussian else []
+        random += [estimates.noise_row(found, scale)] if problem.gaussian else estimates.shape_rows(found)
         likelihood = found.log_likelihood
         if problem.gaussian:  # back to the units of the table, as lme4 counts
             likelihood -= np.log(np.abs(np.diag(state.whitening[FIXED]))).sum()
             likelihood -= (state.count - len(mean)) * np.log(scale)
-        free = len(mean) + len(found.theta) + problem.gaussian
+        free = len(mean) + len(found.theta) + problem.gaussian + len(found.shape)
         singular = any(row["kind"] == "sd" and not row["estimate"] > 1e-4 * scale for row in random)
         return {
             "effects": estimates.fixed_table(problem.columns.names, mean, covariance, problem.family),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from fedgp_flower.data.cells import COUNTS
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.formula import parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
@@ -30,6 +31,7 @@ class NewGroup:
         self.formula, self.likelihood = parse(str(saved.model["formula"])), saved.likelihood
         self.mean, self.covariance = saved.arrays["fixed.mean"], saved.arrays["fixed.covariance"]
         self.random, self.noise = pieces(saved.arrays, "random.covariance."), float(saved.arrays["noise"])
+        self.shape = torch.tensor(np.log(saved.arrays.get("dispersion", np.empty(0))))
 
     def latent(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and variance of η [N], in units of the table."""
@@ -47,18 +49,26 @@ class NewGroup:
             return (mean - agreed.target_mean) / agreed.target_scale, np.sqrt(
                 variance + self.noise
             ) / agreed.target_scale
-        likelihood = canonical_likelihood(self.likelihood)
-        centre, spread = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
+        moments = torch.from_numpy(mean), torch.from_numpy(variance)
+        centre, spread = canonical_likelihood(self.likelihood).moments(*moments, self.shape)
         return centre.numpy(), spread.sqrt().numpy()
+
+
+class NewCounts(NewGroup):
+    """Counts of a group without rows, which are not normal."""
+
+    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
+        """Quantiles [levels, N]."""
+        return canonical_likelihood(self.likelihood).quantiles(*self.latent(inputs), self.shape, levels)
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewGroup:
     """The model of a finished run."""
     del names
-    return NewGroup(saved)
+    return (NewCounts if saved.likelihood in COUNTS else NewGroup)(saved)
 
 
-RATIOS = {"bernoulli": "odds ratio", "poisson": "rate ratio"}
+RATIOS = {"bernoulli": "odds ratio", "poisson": "rate ratio", "negative-binomial": "rate ratio"}
 
 
 def panels(run: Run) -> list[Panel]:
@@ -98,7 +108,7 @@ def site_effects(sites: Sequence[Facts], family: str) -> Figure:
     axes.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, lw=1.2)
     axes.axvline(0, color="black", lw=0.7)
     axes.set_yticks(places, [str(row["effect"]) for row in sites], fontsize=8)
-    axes.set_xlabel({"bernoulli": "log odds", "poisson": "log rate"}.get(family, "units of the target"), fontsize=8)
+    axes.set_xlabel(f"log {RATIOS[family].split()[0]}" if family in RATIOS else "units of the target", fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
     return figure
 
