@@ -106,6 +106,11 @@ NLL = [1.0, 1.1, 1.2]
     ("mine", "local", "words"),
     [
         (NLL, [1.5, 1.61, 1.7], "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and"),
+        (
+            NLL,
+            [1.1, 1.2, 1.9],
+            "With a lower NLL than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and",
+        ),
         ([1.5, 1.61, 1.7], NLL, "Worse than each site alone: fsgp"),
         ([1.0, 1.2, 1.1], [1.1] * 3, "About as good as each site alone: fsgp"),
         (NLL[::2], [1.1, 1.4], "With a lower NLL than each site alone: fsgp on 20 held-out rows of 2 sites, by NLL; 2"),
