@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name, with_kernel_of
+from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
@@ -165,7 +165,7 @@ class SparseGP(WiredModel, WhitenedGP):
     @classmethod
     def from_arrays(cls: type[S], model: ModelSection, arrays: Mapping[str, Array]) -> S:
         """The model that ``arrays`` describe; the inverse of :meth:`to_arrays`."""
-        sparse = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
+        sparse = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         sparse.load(arrays)
         return sparse
 
@@ -233,7 +233,7 @@ class LatentGP(SparseGP):
     @classmethod
     def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
         """As usual, with as many parameters of the likelihood as there are."""
-        latent = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
+        latent = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
         latent.load(arrays)
         return latent
