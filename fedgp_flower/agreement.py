@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.options import SEVERAL
+from fedgp_flower.options import MOST_CLASSES, SEVERAL
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -212,7 +212,7 @@ class Agreement:
     labels: dict[Site, str]
     simulated: bool
     training_target: dict[str, float] = field(default_factory=dict)
-    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
+    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of the second class, or of each."""
     columns: list[Json] = field(default_factory=list)
     dropped: int = 0
     sums: dict[Site, Array] = field(default_factory=dict)
@@ -231,6 +231,11 @@ class Agreement:
     def transformed(self) -> bool:
         """Whether the target is modelled through a transformation."""
         return "transform" in json.loads(self.schema)["target"]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Levels of the target; none of a number."""
+        return Column.from_json(json.loads(self.schema)["target"]).levels
 
     @property
     def num_inputs(self) -> int:
@@ -295,6 +300,10 @@ def agree(
         raise DataError(f"target `{target}` is the same {what} at every site; {end}")
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
     centre, spread = float(goal.mean[0]), float(goal.scale[0])
+    if likelihood == "categorical" and len(classes) > MOST_CLASSES:
+        raise DataError(
+            f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are told apart"
+        )
     raw_target = classes or likelihood not in {"gaussian", "student-t"} or not standardise
     arrays = {
         "input.mean": mean if standardise else np.zeros_like(mean),
@@ -424,7 +433,10 @@ def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
-    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells."""
+    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells.
+
+    Of a target with levels they are those of the numbers 0, 1, … of its classes.
+    """
     told, (features, target) = _parse(description), _parse_schema(schema)
     columns = (*features, target)
     if {(name, known.kind) for name, known in told.items()} != {(column.name, column.kind) for column in columns}:

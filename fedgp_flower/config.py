@@ -151,8 +151,8 @@ class CoreConfig(Section):
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
     """Share of its rows that a site holds out; 0: nothing is scored."""
     holdout: Annotated[str, BASIC] = "random"
-    """Which rows these are: any (``random``), whole groups (``group:patient``), or the latest (``time:COLUMN``). That
-    column is an input only if `features` names it."""
+    """Which rows these are: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
+    simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
@@ -166,8 +166,8 @@ class CoreConfig(Section):
     """How rows are dealt to simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
     ``exponential``, ``sizes``); unevenly by a column (``dirichlet``, ``pathological``); by a column that names the site
     (``natural``); by where inputs lie (``kmeans``, ``blocks``)."""
-    num_server_rounds: Annotated[Count, BASIC] = 100
-    """Most rounds. A run ends earlier when its method has converged."""
+    num_server_rounds: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
+    """Most rounds; -1 leaves it to the method: 2000 for ``sfvi``, 100 otherwise. A run ends when it has converged."""
     seed: Annotated[Count, BASIC] = 0
     """Everything random follows from it."""
     output_dir: Annotated[str, BASIC] = "results"
@@ -215,6 +215,8 @@ class CoreConfig(Section):
             )
         if self.holdout != "random" and self.split >= 0:
             raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
+        if self.holdout == "site" and self.partitioner != "natural":
+            raise ValueError("`holdout` = 'site' holds out natural groups of one table: set `partitioner` = 'natural'")
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
         if self.formula and (self.target or self.features):
@@ -278,8 +280,8 @@ class CoreConfig(Section):
     @field_validator("holdout")
     @classmethod
     def _known_holdout(cls, way: str) -> str:
-        if not re.fullmatch(r"random|(time|group):.+", way):
-            raise ValueError("expected random, time:COLUMN or group:COLUMN")
+        if not re.fullmatch(r"random|site|(time|group):.+", way):
+            raise ValueError("expected random, time:COLUMN, group:COLUMN or site")
         return way
 
     @property
@@ -453,7 +455,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     if not core.model.num_inducing:
         room = core.model.max_megabytes or chosen.usual_megabytes
         usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
-    core = core.model_copy(update={"model": core.model.model_copy(update=usual)})
+    rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.usual_rounds
+    model = core.model.model_copy(update=usual)
+    core = core.model_copy(update={"model": model, "num_server_rounds": rounds})
     if core.formula and not chosen.reads_formula:
         raise ConfigError(
             f"`formula`: `method` = {method!r} reads none; leave `method` out, which is 'mixed-model' then"

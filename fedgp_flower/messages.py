@@ -8,10 +8,10 @@ sites, and the table of what leaves a site::
         gram: Float[ndarray, "M M"] = leaves("W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
         moment: Float[ndarray, "M"] = leaves("W y")
 
-A field is an array with a shape, another message, ``tuple[Message, ...]``, ``Mapping[str, Message]``,
-``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or anything that JSON can hold. Arrays
-travel under ``field`` or ``outer.field``, the numbers of a request or an answer among Flower's configuration or metrics
-(:func:`to_parts`); all else is JSON text in one array of bytes.
+A field is an array with a shape, of which an axis ``*C`` in front may be missing, another message, ``tuple[Message,
+...]``, ``Mapping[str, Message]``, ``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or
+anything that JSON can hold. Arrays travel under ``field`` or ``outer.field``, the numbers of a request or an answer
+among Flower's configuration or metrics (:func:`to_parts`); all else is JSON text in one array of bytes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _lengths(value: object) -> dict[str, int]:
     for spec in _fields(type(value)):
         content = getattr(value, spec.name)
         if spec.form == "array" and content is not None:
-            found |= zip(spec.letters, np.shape(content), strict=False)
+            found |= zip(spec.letters, spec.lengths(np.shape(content)), strict=False)
         elif spec.form == "message" and content is not None:
             found |= _lengths(content)
     return found
@@ -144,7 +144,16 @@ class _Field:
     @cached_property
     def letters(self) -> tuple[str, ...]:
         """Of the shape of an array."""
-        return tuple(self.inner.dim_str.split())
+        return tuple(self.inner.dim_str.removeprefix("*").split())
+
+    @property
+    def open(self) -> bool:
+        """Whether the first axis may be missing; its length is 0 then."""
+        return bool(self.inner.dim_str.startswith("*"))
+
+    def lengths(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What the letters stand for."""
+        return (0, *shape) if self.open and len(shape) < len(self.letters) else shape
 
     @cached_property
     def dtypes(self) -> list[str]:
@@ -314,15 +323,16 @@ class _Reader:
         array, size = np.asarray(self.arrays[name]), 0
         shape = array.shape
         if spec.symmetric:
-            length = shape[-1] if array.ndim == len(spec.letters) - 1 else -1
+            axes = len(spec.letters) - 1
+            length = shape[-1] if axes - spec.open <= array.ndim <= axes else -1
             size = int((np.sqrt(8 * max(length, 0) + 1) - 1) / 2)
             if size * (size + 1) // 2 != length:
                 raise self._error(name, f"shape {shape} is no packed symmetric matrix")
             shape = (*shape[:-1], size, size)
         if str(array.dtype) not in spec.dtypes:
             raise self._error(name, f"type {array.dtype}, expected {' or '.join(spec.dtypes)}")
-        if spec.letters != ("*_",):
-            self._match(name, shape, spec.letters)
+        if spec.letters != ("_",):
+            self._match(name, spec.lengths(shape), spec.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
         return unpacked(array, size) if spec.symmetric else array
@@ -375,6 +385,7 @@ def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | Non
     for spec in _fields(cls):
         if spec.form == "array" and not spec.optional:
             shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in spec.letters]
+            shape = shape[1:] if spec.open and shape[0] <= 0 else shape
             if -1 in shape:
                 return None
             shape = [*shape[:-2], shape[-1] * (shape[-1] + 1) // 2] if spec.symmetric else shape
@@ -436,7 +447,8 @@ def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield from table(spec.inner, f"{name}." if spec.form == "message" else f"{name}.*.")
         else:
             shaped = spec.form in ("array", "arrays")
-            shape = f"[{', '.join(spec.letters)}]" if shaped else spec.form.replace("json", "text")
+            axes = "*" if shaped and spec.letters == ("_",) else ", ".join(spec.letters) if shaped else ""
+            shape = f"[{axes}]" if shaped else spec.form.replace("json", "text")
             yield f"{name}.*" if spec.form == "arrays" else name, shape, spec.meaning
 
 

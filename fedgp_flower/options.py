@@ -87,8 +87,10 @@ BESIDE = {
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
 """What a second column named by ``target`` holds, by likelihood."""
-SEVERAL = frozenset({"ordinal"})
+SEVERAL = frozenset({"categorical", "ordinal"})
 """Likelihoods of a target that is one of several classes, whose numbers are 0, 1, 2, …"""
+CLASSES = SEVERAL | {"bernoulli"}
+MOST_CLASSES = 20
 COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
 """Likelihoods of every method that does not say which it knows."""
 
@@ -113,6 +115,7 @@ class ModelSection(Section):
             "bernoulli",
             "poisson",
             "student-t",
+            "categorical",
             "negative-binomial",
             "binomial",
             "time-to-event",
@@ -122,9 +125,9 @@ class ModelSection(Section):
         ],
         BASIC,
     ] = "gaussian"
-    """What the target is: a number with normal noise; two classes; counts; a number with outliers; counts that vary
-    more than ``poisson`` says; successes among trials; times to an event, some censored, that are Weibull
-    (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
+    """What the target is: a number with normal noise; two classes; counts; a number with outliers; 2 to 20 classes;
+    counts that vary more than ``poisson`` says; successes among trials; times to an event, some censored, that are
+    Weibull (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and period of ``periodic``, in standardised units."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
@@ -201,6 +204,11 @@ class MethodOptions(BaseModel):
     def hyperprior(self) -> str:
         """A name of :data:`fedgp_flower.clients.baselines.PRIORS`, also for the pooled fit."""
         return "none"
+
+    @property
+    def usual_rounds(self) -> int:
+        """Most rounds where ``num-server-rounds`` leaves them to the method."""
+        return 100
 
     @property
     def usual_inducing(self) -> int:

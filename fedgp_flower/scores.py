@@ -11,7 +11,7 @@ For a predictive distribution F with density f and an outcome y:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +72,11 @@ class Prediction:
 def apart(targets: Array) -> tuple[Array, Array]:
     """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
     return (targets, np.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
+
+
+def shares_of(target: Mapping[str, float]) -> Array:
+    """Shares of the classes [C], from what is known of a target that has classes."""
+    return np.array([1 - target["share"], target["share"]] if "share" in target else [*target.values()])
 
 
 def much_better(nll: float, other: float, rows: float) -> bool:

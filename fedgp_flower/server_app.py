@@ -30,7 +30,7 @@ def main(grid: Grid, context: Context) -> None:
         logger.addHandler(handler)
 
     def progress(row: Facts, total: int) -> None:
-        logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))
+        logger.info("round %d of about %d  %s", row["round"], total, figures_of(row))
 
     folder = execute(grid, context.run_config, progress)
     logger.info("results: %s", folder.resolve())
@@ -59,7 +59,7 @@ def execute(
                 strategy = strategy_class(config).from_config(config, observer, snapshot)
                 strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
                 write_results(folder, config, strategy.outcome)
-        except Exception:  # raised again: whatever it is, a run that has no round keeps no name from the next one
+        except BaseException:  # raised again, Ctrl-C too: a run that has no round keeps no name from the next one
             folder.give_name_free()
             raise
     return folder.path

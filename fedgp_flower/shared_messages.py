@@ -499,18 +499,18 @@ class Moments:
 
 @message()
 class Coefficients:
-    """Intercept and weights, in standardised inputs."""
+    """Intercept and weights, in standardised inputs, of each class but the first, whose log odds are 0."""
 
-    values: Float[ndarray, " P"] = leaves("intercept and weights")
+    values: Float[ndarray, "R P"] = leaves("intercept and weights of each class but the first")
 
 
-@message("query.logistic", summand=True, counts="P")
+@message("query.logistic", summand=True, counts="Q")
 class LogisticSums:
-    """The log likelihood of a site's classes, log σ(±X̃w), and its derivatives by w."""
+    """The log likelihood of a site's classes, p = softmax(0, X̃w), and its derivatives by w; Q = R P."""
 
-    likelihood: Float[ndarray, ""] = leaves("Σ log σ((2y − 1) x̃ᵀw)")
-    gradient: Float[ndarray, " P"] = leaves("X̃ᵀ(y − p), p = σ(X̃w)")
-    information: Float[ndarray, "P P"] = leaves("X̃ᵀ diag(p (1 − p)) X̃", symmetric=True)
+    likelihood: Float[ndarray, ""] = leaves("Σ log p_y")
+    gradient: Float[ndarray, "R P"] = leaves("(1[y = c] − p_c)ᵀ X̃ of each class but the first")
+    information: Float[ndarray, "Q Q"] = leaves("X̃ᵀ diag(1[c = d] p_c − p_c p_d) X̃ of each pair", symmetric=True)
 
 
 @message()
@@ -518,7 +518,7 @@ class LinearPredictor:
     """f(x) = intercept + (x − centre)ᵀ weights, in standardised coordinates; what it means depends on the likelihood.
 
     Gaussian or Student-t: y ~ N(f, variance + ‖spread (x − centre)‖²). Bernoulli: P(y = 1) = σ(f). Poisson: a log rate
-    ~ N(f, variance). Times: log t = f + σ ε with σ² = variance.
+    ~ N(f, variance). Times: log t = f + σ ε with σ² = variance. Classes: P(y = c) = softmax(0, classes (1, x))_c.
     """
 
     centre: Float[ndarray, " D"] = leaves("means of the training inputs")
@@ -526,6 +526,7 @@ class LinearPredictor:
     intercept: float = leaves("prediction at the centre")
     variance: float = leaves("of a new row at the centre")
     spread: Float[ndarray, "D D"] | None = leaves("S, with SᵀS the covariance of the weights", default=None)
+    classes: Float[ndarray, "R P"] | None = leaves("intercept and weights of each class but the first", default=None)
 
 
 @message("query.linear_scores", summand=True)

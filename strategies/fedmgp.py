@@ -100,7 +100,7 @@ class FedMGP(FederatedStrategy[PseudoState]):
     method = "fedmgp"
     options_class = FedMGPOptions
     state_class = PseudoState
-    watched, anneals = "objective", (WATCHED, WATCHED)
+    watched, anneals = "objective", WATCHED
     options: FedMGPOptions
     adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
+from strategies.server.course import tenths
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_locations, shape_of_inputs
@@ -30,6 +32,10 @@ class FSGP(FederatedStrategy[AveragingState]):
         shape = yield from shape_of_inputs(roster)
         locations = initial_locations(shape, self.config.model, self.config.seed)
         return first_state({LOCATIONS: locations, **shape.start})
+
+    def tolerances(self, state: AveragingState) -> NamedArrays:
+        """Of the hyperparameters; inducing points may wander."""
+        return tenths({name: array for name, array in state.parameters.items() if name != LOCATIONS})
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
@@ -55,6 +61,10 @@ class FGPR(FederatedStrategy[AveragingState]):
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Hyperparameters start where the configuration says."""
         return first_state((yield from shape_of_inputs(roster)).start)
+
+    def tolerances(self, state: AveragingState) -> NamedArrays:
+        """Of the hyperparameters."""
+        return tenths(state.parameters)
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Steps on the evidence of each site."""

@@ -7,7 +7,7 @@ once; what a site sends is a sum over its groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from numpy import ndarray
 
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
-from fedgp_flower.methods.mixed_model import estimates
+from fedgp_flower.methods.mixed_model import estimates, profile
 from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
 from fedgp_flower.methods.mixed_model.effects import Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
@@ -204,6 +204,38 @@ def converged(state: MixedState) -> bool:
     return state.promised < SETTLED and len(state.trials) == 1
 
 
+def profiled(
+    problem: Problem, state: MixedState, found: Estimates, parameters: Sequence[tuple[profile.Function, Array | None]]
+) -> Asking[list[tuple[float, float]]]:
+    """95 % intervals of parameters by the profile of the likelihood; NaN for ends that are not found."""
+    totals = Totals(**state.totals, count=state.count)
+    best = profile.lowest(totals, state.point, found.log_noise)
+    ends = [best, *(profile.first(best, totals, f, row, sign) for f, row in parameters for sign in (-1, 1))]
+    around, before = [totals] * len(ends), 0.0
+    for share in profile.SHARES:
+        least = float(profile.deviance(around[0], ends[0])(torch.tensor(ends[0].point)))
+        there = [ends[0], *(end.farther(share / before) if before else end for end in ends[1:])]
+        level, before = least + share**2 * profile.LEVEL, share
+        ends = [profile.moved(end, at, level) for end, at in zip(there, around, strict=True)]
+        if share == 1 and profile.settled(there, ends):
+            break
+        size = 2 + problem.columns.fixed.shape[1]
+        width = len(state.point)
+        lengths = {"K": len(ends), "B": width, "F": len(problem.factors), "T": width}
+        lengths |= {"Q": 1 + size * (size - 1) // 2, "H": width * (width + 1) // 2}
+        asked = Trials(np.array([state.point if end.lost else end.theta for end in ends]))
+        summed: Summed[Restricted] = yield Total(Restricted, asked, state.sites, sizes=lengths)
+        if summed.total is None or summed.silent or summed.sites != state.sites:
+            return [(np.nan, np.nan)] * len(parameters)
+        told = summed.total
+        around = [Totals(*here, state.count) for here in zip(told.values, told.slopes, told.curvatures, strict=True)]
+        ends = [replace(end, centre=at) for end, at in zip(ends, asked.points, strict=True)]
+    values = [
+        np.nan if end.lost or end.parameter is None else float(end.parameter(torch.tensor(end.point))) for end in ends
+    ]
+    return [*zip(values[1::2], values[2::2], strict=True)]
+
+
 class MixedModel(FederatedStrategy[MixedState]):
     """Mixed models by Newton's method on restricted or marginal likelihoods, from sums."""
 
@@ -300,3 +332,26 @@ class MixedModel(FederatedStrategy[MixedState]):
             "exchanges": state.exchanges,
             "promised_rise": state.promised,
         }
+
+    def final(self, state: MixedState, roster: Roster) -> Asking[Json]:
+        """The table with intervals by the profile of the likelihood, where noise is Gaussian."""
+        del roster
+        problem, found, told = self.problem, estimated(self.problem, state), self.scoring.predicted.details
+        if not problem.gaussian or not state.sites or told["singular"]:
+            return {}
+        fixed, random, scale = told["effects"], told["random"], self.scale
+        turn = scale * np.linalg.inv(state.whitening[FIXED])
+        spread = estimates.spreads(problem.terms, pieces(state.whitening, TERM), scale)
+        rows = [row / effect["se"] for row, effect in zip(turn, fixed, strict=True)]
+        parameters: list[tuple[profile.Function, Array | None]] = [(profile.entry(-1), row) for row in rows]
+        parameters += [(profile.entry(k, spread), None) for k in range(len(random))]
+        ends = yield from profiled(problem, state, found, parameters)
+        found_at = [float(row @ found.beta) for row in rows]
+        tables: dict[str, list[Json]] = {"effects": [], "random": []}
+        for effect, middle, pair in zip(fixed, found_at, ends, strict=False):
+            low, high = (effect["estimate"] + effect["se"] * (end - middle) for end in pair)
+            tables["effects"].append({**effect, "profile_low": low, "profile_high": high})
+        for row, pair in zip(random, ends[len(fixed) :], strict=True):
+            low, high = (float(np.tanh(end) if row["kind"] == "correlation" else np.exp(end)) for end in pair)
+            tables["random"].append({**row, "profile_low": low, "profile_high": high})
+        return tables

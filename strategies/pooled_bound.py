@@ -46,7 +46,7 @@ MEANINGS = {
     "kernel.outputscale": "prior variance of f",
     "likelihood.noise": "σ², noise variance of an observation",
     CONSTANT: "c, mean of f",
-    "likelihood.parameters": "of p(y | f): student-t: scale",
+    "likelihood.parameters": "of p(y | f); student-t: κ of the degrees of freedom 2.5 + κ / (1 + κ / 17.5), and scale",
 }
 GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
@@ -97,9 +97,8 @@ def told_by_total(points: int, rows: Mapping[str, int]) -> list[str]:
     if count >= ROWS_PER_POINT * points:
         return []
     return [
-        f"{count} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points: even their total can"
-        f" reveal whether a row is in it; `model.num-inducing` = {max(1, count // ROWS_PER_POINT)} or"
-        " less hides that better (docs/privacy.md)"
+        f"with {count} rows and sums at {points} points this model can reveal whether a row was in the data;"
+        f" `model.num-inducing` = {max(1, count // ROWS_PER_POINT)} or less hides that better (docs/privacy.md)"
     ]
 
 
@@ -109,8 +108,8 @@ def told_by_sites(points: int, rows: Mapping[str, int], called: Callable[[Sequen
     if not small:
         return []
     return [
-        f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {points} points: their sums are"
-        " nearly their rows to the server; `privacy.secure-aggregation` = true hides them (docs/privacy.md)"
+        f"sums of {called(small)} nearly show their rows to the server, with fewer than {ROWS_PER_POINT} rows for each"
+        f" of {points} points; `privacy.secure-aggregation` = true hides them (docs/privacy.md)"
     ]
 
 

@@ -46,8 +46,11 @@ def one_round(run: Weights, state: PVIState, roster: Roster) -> Asking[tuple[PVI
 
 
 def finished(run: Weights, state: PVIState) -> bool:
-    """Whether the plan visits no site any more."""
-    return not pvi.due(plan_of(run), run.roster().sites, state.record.visits)
+    """Whether the plan visits no site any more, or the latest visit of each changed nothing."""
+    sites, record = run.roster().sites, state.record
+    if not pvi.due(plan_of(run), sites, record.visits):
+        return True
+    return all(record.visits.get(site) for site in sites) and max(record.sizes.values()) < pvi.SETTLED_EXACT
 
 
 def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicted]:

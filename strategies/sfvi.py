@@ -26,11 +26,12 @@ from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
 from fedgp_flower.methods.family import GlobalPosterior, global_term, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
-from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, FLAT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
+from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import configured
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import MOVE, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.server.course import tenths
 from strategies.server.questions import (
     Asking,
     Each,
@@ -215,6 +216,8 @@ def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Ask
     yield from ()
     section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
     model = {"family": "structured", "model": section, "structure": structure}
+    if strategy.options.row.personal:
+        model["why_no_posterior"] = "each site has a last layer of its own, which stays there: name it with `--site`"
     posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
     facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
     facts |= {"bound": state.bound} if state.bound is not None else {}
@@ -229,16 +232,28 @@ def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
 
 def rate(strategy: SFVI | SFVIAvg, roster: Roster) -> float:
     """The learning rate of a round."""
-    return strategy.options.rate(roster.round - 1, strategy.horizon(), flat=strategy.course.flat_from is not None)
+    return strategy.options.rate(roster.round - 1, strategy.horizon())
+
+
+def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
+    """Posterior standard deviations of Z_G, what is as far for its scales by the KL divergence, and a tenth of a log.
+
+    None for networks, whose weights come to no rest.
+    """
+    if strategy.options.row.mean_field:
+        return {}
+    found, q = tenths(state.parameters), GlobalPosterior.of(state.parameters)
+    found |= {"q.mean": q.factor().norm(dim=1).numpy(), "q.log_scale": np.full(len(q.mean), 0.5**0.5)}
+    return found | ({} if q.lower is None else {"q.lower": np.ones(len(q.lower))})
 
 
 class SFVIAvg(FederatedStrategy[SFVIState]):
     """Rounds of local steps and averages."""
 
     method, watched = "sfvi-avg", "site_estimate"
-    options_class, state_class, anneals = SFVIAvgOptions, SFVIState, (CONSTANT_SHARE, FLAT_SHARE)
+    options_class, state_class, anneals = SFVIAvgOptions, SFVIState, CONSTANT_SHARE
     options: SFVIAvgOptions
-    initialise, predictive, constants = first_state, predicted, shared_inputs
+    initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
@@ -249,9 +264,9 @@ class SFVI(FederatedStrategy[SFVIState]):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method, watched = "sfvi", "objective"
-    options_class, state_class, anneals = SFVIOptions, SFVIState, (CONSTANT_SHARE, FLAT_SHARE)
+    options_class, state_class, anneals = SFVIOptions, SFVIState, CONSTANT_SHARE
     options: SFVIOptions
-    initialise, predictive, constants = first_state, predicted, shared_inputs
+    initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""

@@ -30,7 +30,7 @@ from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.models import SparseGP
-from fedgp_flower.gp.optimisers import pack, unpack
+from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.messages import encode, leaves, message
@@ -425,8 +425,11 @@ class SGPR(FederatedStrategy[SGPRState]):
         return state.converged or bool(state.asked)
 
     def exchanges_to_come(self, state: SGPRState) -> int:
-        """As many as are left, if it does not converge before, and those for more points."""
+        """As many as are left, or fewer where the gains tell when the ascent rests, and those for more points."""
         left = 0 if state.asked or settled(self.problem, state) else self.problem.exchanges - state.exchanges
+        rounds = rounds_to_come(state.gains, 1, self.problem.worth)
+        if rounds is not None:
+            left = min(left, A_ROUND * max(rounds, pooled_bound.SMOOTHED - len(state.gains)))
         return left + (A_SIZE * sizes_of(state.most) if state.next_size and not state.asked else 0)
 
     def work_to_come(self, state: SGPRState) -> float:

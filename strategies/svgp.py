@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.gp.models import FLOAT32_JITTER, HYPER, LatentGP
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
@@ -56,8 +56,8 @@ class SVGPState:
     """The latest accepted evaluation and those before it: all that the next trial follows from."""
 
     values: Mapping[str, AnyShape]  # w
-    precision: Float[ndarray, "M M"]  # B at w
-    shift: Float[ndarray, " M"]  # b at w
+    precision: Float[ndarray, "*C M M"]  # B at w
+    shift: Float[ndarray, "*C M"]  # b at w
     found: Expectations | None
     """At w and q(v); None before the first evaluation."""
     points: Float[ndarray, "E P"]
@@ -82,14 +82,16 @@ class SVGPState:
 
 def at(values: Mapping[str, ndarray]) -> SVGPState:
     """Before the first evaluation, where q is the prior."""
-    nothing, count = np.empty((0, pack(values).size)), len(values[LOCATIONS])
-    zeros = np.zeros((count, count)), np.zeros(count)
+    nothing, size = np.empty((0, pack(values).size)), (*values[CONSTANT].shape[:-1], len(values[LOCATIONS]))
+    zeros = np.zeros((*size, size[-1])), np.zeros(size)
     return SVGPState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
-    model = problem.model
+    model = problem.model.model_copy(
+        update={"num_inducing": min(problem.model.num_inducing, sum(roster.rows.values()))}
+    )
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
     beside = float(shape.beside) / float(shape.histogram[0].sum())
@@ -105,7 +107,8 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
         moved = carried(duals, old, new, new.factor())
         q = moved.posterior()
     asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
-    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes={"M": len(asked.mean)})
+    lengths = dict(zip("MC", asked.mean.shape[::-1], strict=False))
+    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes=lengths)
     if summed.total is None or summed.silent or summed.sites != roster.sites:
         return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
     found, rows = summed.total, sum(roster.rows.values())
@@ -114,8 +117,9 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
         return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
     if state.evaluations % COMPARED == 0 and HYPER not in found.values:  # Student-t noise is not concave
-        each = {site: pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()}
-        yield from doubts(each, level_of(new), at_unit_noise)
+        pseudo = [pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()]
+        for each in zip(*pseudo, strict=True):  # of each class
+            yield from doubts(dict(zip(summed.parts, each, strict=True)), level_of(new), at_unit_noise)
     if summed.sites != state.sites:
         state = remembering(state, 0)
     local = gradient_at_server(duals, old, new, found)

@@ -43,9 +43,11 @@ def test_a_table_becomes_a_run_with_figures_and_a_posterior(run, capsys):
     assert (run.metrics.sites, run.config["num-server-rounds"]) == (3, 8)
     assert 1 < rounds <= 8  # it ends where more exchanges promise nothing
     assert run.report_path.is_file()
-    assert [*((number, 8) for number in range(1, rounds)), (rounds, rounds)] == SEEN
+    assert [number for number, _ in SEEN] == [*range(1, rounds + 1)]
+    assert [total for _, total in SEEN[:2]] == [8, 8]  # too few gains to tell
+    assert all(number <= total <= 2 * rounds for number, total in SEEN[2:])
     fg.print_round(run.history.iloc[0].to_dict(), 8)
-    assert "round 1 of at most 8" in capsys.readouterr().out
+    assert "round 1 of about 8" in capsys.readouterr().out
     x = np.linspace(-2, 2, 20)
     predicted = run.posterior.predict(pd.DataFrame({"x": x}))
     assert np.abs(predicted["mean"] - np.sin(x)).max() < 0.3

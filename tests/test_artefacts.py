@@ -23,10 +23,11 @@ from fedgp_flower.config import parse
 from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
 from fedgp_flower.files import read_arrays, read_json, write_arrays, write_json
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.outcome import Posterior, Snapshot
+from fedgp_flower.outcome import Posterior, Snapshot, silent
 from fedgp_flower.run.artefacts import HISTORY_COLUMNS, SEALS, RunFolder, RunMetrics, held, read_posterior, read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.server_app import execute
 
 
 def config(folder, **keys):
@@ -226,6 +227,15 @@ def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_p
     folder.checkpoint(Snapshot({}, {"round": 1}))
     folder.give_name_free()
     assert folder.path.name == "a-run"  # it can be resumed
+
+
+def test_ctrl_c_before_the_first_round_gives_the_name_free(tmp_path):
+    def interrupted(_folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(None, FLAT | {"output-dir": str(tmp_path), "name": "a-run"}, silent, interrupted)
+    assert [path.name for path in tmp_path.iterdir()] == ["a-run-failed-1"]
 
 
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

@@ -15,7 +15,8 @@ from fedgp_flower.data.datasets import Table, load_table
 from fedgp_flower.data.partitioning import Deal, deal, standard_columns
 from fedgp_flower.data.sites import RawSite, count_sites, load_all_sites, load_site, write_partition
 from fedgp_flower.data.synthetic import convolved_signals, five_blocks, sine
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.run.registry import parse_config
 
 
 def config(**keys) -> CoreConfig:
@@ -41,6 +42,22 @@ def test_sites_of_a_standard_split_share_out_exactly_its_rows(partitioner):
     shares = [len(site.test) for site in sites]
     assert max(shares) - min(shares) <= 1
     assert [(site.site, site.partitions, site.simulated) for site in sites] == [(str(k), 7, True) for k in range(7)]
+
+
+@pytest.mark.parametrize(("share", "out"), [(0.2, 3), (0.0001, 1), (0.99, 12)])
+def test_whole_sites_are_held_out_and_take_no_part(share, out):
+    keys = config(dataset="fuel-economy", holdout="site", partitioner="natural", partition={"column": "maker"})
+    keys = keys.model_copy(update={"test_fraction": share})
+    assert count_sites(keys) == 14 - out
+    sites, table = load_all_sites(keys, 14 - out), load_table(keys)
+    gone = ~table.column.isin([site.label for site in sites])
+    assert as_rows(stacked(sites, "test")) == as_rows(table.frame[gone])
+    assert as_rows(stacked(sites, "train")) == as_rows(table.frame[~gone])
+    assert sites[0].left_out.endswith(", ".join(sorted(table.column[gone].unique())))
+    with pytest.raises(ValueError, match="natural groups of one table"):
+        config(holdout="site")
+    with pytest.raises(ConfigError, match="such as 'sgpr'"):
+        parse_config({"method": "fgpr", "holdout": "site", "partitioner": "natural", "partition.column": "maker"})
 
 
 def test_without_a_split_every_site_holds_out_its_own_rows():

@@ -57,7 +57,11 @@ CASES = {
     "long row": (lines((8, f"27,bx,1,2,{SECRET}")), {}, ["data row 8", "more cells"]),
     "all rows long": (lines(rows=[row + "," + SECRET for row in GOOD]), {}, ["more cells than the header"]),
     "identifiers": (lines(rows=[f"{i},{SECRET}{i}x,{i},{i}" for i in range(12)]), {}, ["`job`", "`features`"]),
-    "text target": (lines(rows=[f"{i},a,{i},{SECRET}x" for i in range(4)]), {}, ["target `y` holds text", "bernoulli"]),
+    "text target": (
+        lines(rows=[f"{i},a,{i},{SECRET}x" for i in range(4)]),
+        {},
+        ["target `y` holds text", "needs numbers"],
+    ),
     "no header": ("\n".join(f"{i},{SECRET}" for i in range(5)), {}, ["first line holds numbers"]),
     "part of a header": (
         f"a,{SECRET},b,c\n1,2,3,4\n",
@@ -80,7 +84,11 @@ CASES = {
         ["in `dose` day and month could be exchanged"],
     ),
     "counts below zero": (lines((2, "21,ax,1,-1")), {"model": {"likelihood": "poisson"}}, ["counts", "in row 2"]),
-    "many classes": (lines(), {"model": {"likelihood": "bernoulli"}}, ["target `y` has 12 levels", "two classes"]),
+    "many classes": (
+        lines(),
+        {"model": {"likelihood": "bernoulli"}},
+        ["`y` has 12 levels", "at most 2 classes"],
+    ),
     "zero under a logarithm": (lines(), {"transform": {"target": "log"}}, ["above zero", "in row 1"]),
     "nothing filled": (lines(rows=[f"{i},ax,,1" for i in range(9)]), {"missing": "impute"}, ["no cell of `dose`"]),
     "kinds at once": (
@@ -236,6 +244,8 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
     frame = pd.DataFrame({"x": draw.normal(size=60), "n": draw.integers(0, 3, 60), "days": draw.lognormal(1, 1, 60)})
     said = suspicions(pd.concat([frame, frame[:7]]), "days", {}, gaussian=True).splitlines()
     assert [line[:20] for line in said] == ["7 rows repeat anothe", "target `days` is abo"]
+    once = suspicions(pd.concat([frame, frame[:1]]), "days", {}, gaussian=False)
+    assert once == "1 row repeats another row in every column; if it is the same observation, leave it out"
     assert suspicions(frame.assign(days=frame["x"]), "days", {}, gaussian=True) == ""  # symmetric
     assert suspicions(frame, "days", {}, gaussian=False) == ""
     assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance

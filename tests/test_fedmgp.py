@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
 from flwr.serverapp.strategy import Result
 from scipy import stats
@@ -17,6 +18,7 @@ from scipy import stats
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.messages import add, decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.posterior import panels
@@ -286,13 +288,14 @@ def test_heavy_tails_are_learned_and_kept_at_the_site(tmp_path: Path) -> None:
     remembered = memory(grid, strategy, "b")
     assert remembered is not None
     kept = remembered.proposed.likelihood
-    assert len(kept) == 1
+    assert len(kept) == 2
     scale = float(strategy.preparation.arrays["target.scale"])
-    assert 0.05 < np.exp(kept[0]) * scale < 0.4  # noise 0.1; with the outliers the residuals have 1.3
+    assert 0.05 < np.exp(kept[1]) * scale < 0.4  # noise 0.1; with the outliers the residuals have 1.3
     assert not any("likelihood" in name for name in strategy.current.parameters)
     total = rows = 0.0
     for phi, mean, variance, y in held_out(grid, strategy):
-        t = stats.t(4, mean + np.sqrt(variance) * Z, np.exp(phi.likelihood[0]))
+        freedom = float(freedom_of(torch.tensor(phi.likelihood)))
+        t = stats.t(freedom, mean + np.sqrt(variance) * Z, np.exp(phi.likelihood[1]))
         total -= (np.log((WEIGHT * t.pdf(y)).sum(0)) - np.log(scale)).sum()
         rows += len(y)
     found = strategy.evaluation["test"]

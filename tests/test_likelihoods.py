@@ -23,6 +23,7 @@ from fedgp_flower.gp.likelihoods import (
     build_point_likelihood,
 )
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
+from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.options import ModelSection, kernel_names
 
@@ -101,7 +102,19 @@ def test_the_log_density_of_a_count_far_from_every_node_is_finite() -> None:
     assert at_the_mean < found < 0, "a wider f comes nearer"
 
 
-OUTCOMES = {"student-t": ([0.0, 0.3, 4.0], [-1.6])}
+def test_degrees_of_freedom_stay_where_noise_has_a_variance():
+    """With log κ far up or down; with a scale alone there are four."""
+    hyper = torch.tensor([[-40.0, 0.0], [40.0, 0.0]], dtype=torch.float64)
+    assert freedom_of(hyper).squeeze().tolist() == pytest.approx([2.5, 20.0])
+    assert freedom_of(build_point_likelihood("student-t").initial).item() == pytest.approx(4.0)
+    assert freedom_of(torch.zeros(1, dtype=torch.float64)).item() == pytest.approx(4.0)
+    targets, at = torch.tensor([0.4, -1.3]).double(), (torch.zeros(2).double(), torch.full((2,), 0.3).double())
+    nearly = build_point_likelihood("student-t").log_predictive(targets, *at, hyper[1])
+    normal = build_point_likelihood("gaussian").log_predictive(targets, *at, hyper[1, 1:])
+    torch.testing.assert_close(nearly, normal, atol=0.05, rtol=0)
+
+
+OUTCOMES = {"student-t": ([0.0, 0.3, 4.0], [0.9, -1.6])}
 """Outcomes, and parameters in logarithms."""
 
 

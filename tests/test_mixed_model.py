@@ -172,7 +172,7 @@ def as_lme4(name: str, run: fg.Run) -> None:
     exact = mixed_models.SETS[name][2] == "gaussian"
     assert max(found["effects"], found["standard errors"], found["sd"]) < (1e-6 if exact else 1e-4)
     if exact:
-        assert abs(found["log likelihood"]) < 1e-6
+        assert found["profile"] < 1e-5  # lme4 interpolates between points of a profile
         assert details["aic"] == pytest.approx(KNOWN[name]["aic"], abs=1e-6)
 
 

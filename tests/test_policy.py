@@ -23,7 +23,7 @@ from fedgp_flower.messages import is_summand
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
 from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
-from fedgp_flower.privacy.policy import Decision, Policy, Rules
+from fedgp_flower.privacy.policy import FEW_ROWS, Decision, Policy, Rules
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run import leaves
 from fedgp_flower.run.in_process import NODE_OFFSET, InProcessGrid, run_in_process
@@ -66,7 +66,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
         return run(FaultyGrid(flat, sites)).outcome.metrics["warnings"]
 
     assert warned(3) == []
-    [said] = [said for said in warned(9) if said.startswith("too many parameters for the rows of a site")]
+    [said] = [said for said in warned(9) if said.startswith(FEW_ROWS)]
     assert said.endswith("(told by a, b, c)")
     assert warned(9, privacy__secure_aggregation=True) == []
 

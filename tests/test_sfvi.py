@@ -1,5 +1,6 @@
 """SFVI and SFVI-Avg as a federation runs them, and what the server does with answers by heart."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from fedgp_flower.methods.sfvi.learner import RoundMemory, SiteMemory
 from fedgp_flower.methods.sfvi.messages import GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi
-from strategies.server.algorithm import Course
+from strategies.server.course import Course
 from strategies.server.questions import Roster, drive
 from strategies.sfvi import LONGEST, Prior, SFVIState, plus, server_term
 
@@ -175,27 +176,28 @@ def test_no_gradient_carries_adam_beyond_its_limit() -> None:
 
 def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
     options = SFVIOptions.model_validate({"learning-rate": 0.2})
-    assert [options.rate(step, 100) for step in (0, 50, 75, 100)] == pytest.approx([0.2, 0.2, 0.02, 0.002])
+    assert [options.rate(step, 100) for step in (0, 80, 90, 100)] == pytest.approx([0.2, 0.2, 0.02, 0.002])
 
 
-def test_a_flat_bound_ends_the_run_in_proportion():
-    """Flat after 20 rounds: the rate falls from there and ends in round 25."""
-    strategy = sfvi.SFVI(learning_rate=0.2)
-    strategy.planned_rounds = 100
-
-    def at(number, course):
-        strategy.network, strategy.course = SimpleNamespace(round=number), course
-        return strategy
-
-    early, flat = at(20, Course()), Course([0.0] * 20, 20)
-    assert [early.horizon(), early.finished(start())] == [100, False]
-    assert early.converged(start()) is False
-    assert [at(20, flat).horizon(), strategy.finished(start())] == [25, False]
-    rates = [strategy.options.rate(step, 25, flat=True) for step in (20, 25)]
-    assert rates == pytest.approx([0.2, 0.002])
-    assert at(25, flat).finished(start())
-    assert strategy.converged(start())
-    assert at(90, Course([0.0] * 90, 90)).horizon() == 100
+def test_a_settled_run_ends_at_its_mean():
+    """Parameters that scatter around a point: the answer is their mean. Networks anneal instead, in proportion."""
+    strategy, draw = sfvi.SFVI(learning_rate=0.2), np.random.default_rng(0)
+    strategy.planned_rounds, strategy.current, places = 1000, start(), []
+    while not strategy.arrived:
+        places.append(1 + 0.1 * draw.standard_normal(2))
+        strategy.current = replace(strategy.current, parameters={**start().parameters, "q.mean": places[-1]})
+        strategy.network = SimpleNamespace(round=len(places))
+        assert not strategy.finished(strategy.current)
+        strategy.follow({"objective": 1e-3 * draw.standard_normal()})
+    count = strategy.course.size * len(strategy.course.window)
+    np.testing.assert_allclose(strategy.current.parameters["q.mean"], np.mean(places[-count:], 0))
+    assert strategy.finished(strategy.current)
+    assert strategy.converged(strategy.current)
+    network = sfvi.SFVI(model="fedpop", standardise=False)
+    network.planned_rounds, network.network = 1000, SimpleNamespace(round=100)
+    network.course = replace(Course.begin(0), arrived=100)
+    assert [network.horizon(), network.finished(start()), network.converged(start())] == [125, False, True]
+    assert [network.options.rate(n, 125) for n in (100, 125)] == pytest.approx([0.05, 0.0005])
 
 
 def start(**known):

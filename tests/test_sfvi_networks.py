@@ -14,7 +14,7 @@ from scipy import stats
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.methods.family import named, unit_noise
 from fedgp_flower.methods.sfvi.classes import CONCENTRATION, AmortisedModel, PersonalNetwork, half_normal
 from fedgp_flower.methods.sfvi.mixed import MixedModel
@@ -133,6 +133,10 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, method: st
     assert "that of the likeliest class" in (folder / "report.html").read_text()
     assert {"calibration.png", "confusion-of-classes.png"} <= {path.name for path in (folder / "plots").iterdir()}
     table = one_class_each()[lambda frame: frame["silo"] == 1]
+    assert read.posterior is None  # of the heads of new sites nothing is known: all classes would be as likely
+    with pytest.raises(RunError, match="a last layer of its own"):
+        Predictor.of_run(folder)
+    assert len(Predictor.of_all(folder)) == 3
     chance = Predictor.at_site(folder, "1").predict(table).to_numpy()
     assert (chance.argmax(1) == table["label"]).mean() > 0.85
 

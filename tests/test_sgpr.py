@@ -28,7 +28,7 @@ from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, drawn, repeats
 from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import SparseGP
-from fedgp_flower.gp.optimisers import LOGARITHM, maximise, outlook
+from fedgp_flower.gp.optimisers import LOGARITHM, maximise, outlook, rounds_to_come
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_sums
@@ -187,6 +187,10 @@ def test_the_outlook_goes_on_as_a_geometric_series_does():
     assert outlook(np.array([1.0, 3.0, 2.0]), 4) == pytest.approx(8.0)
     assert outlook(np.zeros(4), 3) == 0.0
     assert outlook(np.array([2.0, 1.0]), 3) is None
+    ends = (k for k in range(99) if (0.7 ** np.arange(5 + k, 11 + k)).sum() < 0.01)
+    assert rounds_to_come(gains, 6, 0.01) == next(ends) > 5
+    assert rounds_to_come(gains, 6, 9.0) == 0
+    assert rounds_to_come(np.ones(4), 6, 0.01) is None
 
 
 def test_cells_count_every_row_once_and_none_alone():
@@ -331,11 +335,13 @@ def test_small_sites_are_named_capped_or_sent_under_masks():
     with pytest.raises(ConfigError, match="mid, low have fewer than 3 rows"):
         inducing_points(24, there, "masks")
     [told] = told_by_total(48, rows)
-    assert "141 rows of all sites are fewer than 3 for each of 48 points" in told
+    assert "with 141 rows and sums at 48 points this model can reveal" in told
     assert "`model.num-inducing` = 47 or less" in told  # 3 × 47 ≤ 141 < 3 × 48
     assert told_by_total(47, rows) == []
     [told] = told_by_sites(27, rows, ", ".join)
-    assert told.startswith("site(s) big, mid, low have fewer than 3 rows for each of 27 points")
+    assert told.startswith(
+        "sums of big, mid, low nearly show their rows to the server, with fewer than 3 rows for each"
+    )
 
 
 def test_a_run_says_what_limited_its_points(tmp_path):

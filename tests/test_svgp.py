@@ -10,7 +10,7 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, lost, run
 
 import fedgp_flower as fg
-from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
 from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server, pseudo_sums
@@ -23,6 +23,8 @@ from strategies.server.questions import Roster, drive
 from strategies.svgp import SVGP, at, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
+SEVERAL = ("categorical",)
+"""Of several functions."""
 OUTCOMES = ("negative-binomial", "binomial", "time-to-event", "log-logistic", "log-normal")
 """Targets with a column beside them."""
 INDUCING = 7
@@ -37,6 +39,7 @@ def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor
         "bernoulli": (f + draw.standard_normal(rows) > 0).astype(float),
         "poisson": draw.poisson(np.exp(f + 0.5)).astype(float),
         "student-t": f + 0.2 * draw.standard_t(3, rows),
+        "categorical": (f > 0.4).astype(float) + (x[:, 1] + draw.standard_normal(rows) > 0),
     }
     beside = draw.uniform(0.5, 3, rows), draw.integers(1, 9, rows)
     targets["negative-binomial"] = np.column_stack([draw.negative_binomial(2, 1 / (1 + 0.5 * np.exp(f))), beside[0]])
@@ -52,7 +55,8 @@ def section(likelihood: str, **keys: Any) -> ModelSection:
 
 def latent(likelihood: str, **keys: Any) -> LatentGP:
     points = torch.from_numpy(np.random.default_rng(1).standard_normal((INDUCING, 2)))
-    return LatentGP(section(likelihood, **keys), points)
+    model = LatentGP(section(likelihood, **keys), points)
+    return model.begin({"a": 0.3, "b": 0.5, "c": 0.2}, 1.0) if likelihood in SEVERAL else model
 
 
 def moved_by(model: LatentGP, size: float) -> dict[str, np.ndarray]:
@@ -66,7 +70,8 @@ def factor(model: SparseGP) -> torch.Tensor:
 
 
 def settled(model: LatentGP, data: tuple[torch.Tensor, torch.Tensor], steps: int, rho: float) -> Duals:
-    duals = Duals(torch.zeros(INDUCING, INDUCING).double(), torch.zeros(INDUCING).double())
+    size = *model.constant.shape[:-1], INDUCING
+    duals = Duals(torch.zeros(*size, INDUCING).double(), torch.zeros(size).double())
     for _ in range(steps):
         duals = duals.stepped(expectations(model, *data, duals.posterior()), rho)
     return duals
@@ -86,7 +91,7 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
     fit = expectations(model, *data, q).fit
     assert float(fit) - float(duals.divergence()) == pytest.approx(bound, abs=1e-9)
     elsewhere = settled(model, data, 1, 0.5).posterior()
-    seen = pseudo_sums(expectations(model, *data, elsewhere), elsewhere.mean.numpy(), 60)
+    [seen] = pseudo_sums(expectations(model, *data, elsewhere), elsewhere.mean.numpy(), 60)
     np.testing.assert_allclose(seen.gram, sums.gram / 0.2, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(seen.projection, sums.projection / 0.2, rtol=1e-9, atol=1e-9)
     alone = bound + 30 * np.log(0.4 * np.pi) + (sums.target_squares + sums.prior_variance - np.trace(sums.gram)) / 0.4
@@ -94,7 +99,7 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear"])
-@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES])
+@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES, *SEVERAL])
 def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str, kernel: str) -> None:
     """Central differences of F + log p(w), q carried from an anchor that is neither w nor settled."""
     data, old = rows_of(likelihood), latent(likelihood, kernel=kernel)
@@ -171,7 +176,7 @@ def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
     return state
 
 
-@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES])
+@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES, *SEVERAL])
 def test_a_run_does_not_depend_on_the_partition(likelihood: str) -> None:
     """Steps in (B, b) to rounding; L-BFGS amplifies it."""
     for number, slack in ((3, 1e-9), (5, 1e-6)):
@@ -273,11 +278,11 @@ def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path
         np.testing.assert_allclose(table["mean"], f.mean, rtol=1e-6)
 
 
-@pytest.mark.parametrize("likelihood", KINDS)
+@pytest.mark.parametrize("likelihood", [*KINDS, *SEVERAL])
 def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
     """Probabilities are at most 1 and log-concave in f; outliers of Student-t noise know no such limit."""
     model, data = latent(likelihood), rows_of(likelihood)
-    standard = WhitenedPosterior(torch.zeros(INDUCING).double(), torch.eye(INDUCING).double())
+    standard = settled(model, data, 0, 1.0).posterior()
     honest = expectations(model, *data, standard, factor(model))
     lies = (replace(honest, fit=np.asarray(-honest.fit)), replace(honest, curvature=-honest.curvature))
     for described in (Described(len(data[1])), Described(len(data[1]), added=True)):

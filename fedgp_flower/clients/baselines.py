@@ -19,6 +19,7 @@ from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
+from fedgp_flower.options import CLASSES
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart
 from fedgp_flower.typing import NamedArrays
 
@@ -84,7 +85,11 @@ def nothing(rows: SiteData, units: TargetUnits) -> Scores:
 def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
     """Scores of gradient boosting of all rows; of none where trees have too few rows or no loss for the target."""
     likelihood = config.model.likelihood
-    few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES or config.options.numbers_classes(config.model)
+    numbered = config.options.numbers_classes(config.model) and likelihood not in CLASSES
+    few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES or numbered
+    few |= (
+        likelihood in CLASSES and np.unique(rows.y, return_counts=True)[1].min() < 2
+    )  # each fold is predicted by others
     if few or rows.y.ndim > 1 or np.ptp(rows.y) == 0 or not len(rows.y_test):
         return nothing(rows, units)
     return boosted(rows.x, rows.y, likelihood, config.seed).scores(rows, likelihood, units)
@@ -185,8 +190,9 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         held = np.bincount(y.astype(int), minlength=units.classes) + 0.5
         known = dict(zip(map(str, range(units.classes)), (held / held.sum()).tolist(), strict=True))
     latent = LatentGP(config.model, points).begin(known, (beside.sum() + 1) / count)
-    model, size = place.module(latent), len(points)
-    mean, root = (part.requires_grad_() for part in (place.tensor(np.zeros(size)), place.tensor(np.eye(size))))
+    model, size = place.module(latent), (*latent.constant.shape[:-1], len(points))
+    first = np.zeros(size), np.tile(np.eye(size[-1]), (*size[:-1], 1, 1))
+    mean, root = (place.tensor(part).requires_grad_() for part in first)
 
     def posterior() -> WhitenedPosterior:
         return WhitenedPosterior(mean, root.tril() @ root.tril().mT)
@@ -194,7 +200,8 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     def objective() -> Tensor:
         cross, prior = model.project(inputs), model.kernel(inputs, diag=True)
         fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
-        divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
+        scales = root.diagonal(dim1=-2, dim2=-1).abs().log()
+        divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - mean.numel()) - scales.sum()
         return (fit - divergence + model.log_prior()) / len(targets)
 
     _maximise(model, objective, rows, config.baselines.max_evaluations, mean, root)

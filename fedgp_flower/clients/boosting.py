@@ -12,7 +12,8 @@ import numpy as np
 
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores
+from fedgp_flower.options import CLASSES, SEVERAL
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, Indices
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
     Trees: TypeAlias = HistGradientBoostingClassifier | HistGradientBoostingRegressor
 
-LOSSES = {"gaussian": "squared_error", "student-t": "squared_error", "poisson": "poisson", "bernoulli": "log_loss"}
+LOSSES = {"gaussian": "squared_error", "student-t": "squared_error", "poisson": "poisson"}
+LOSSES |= dict.fromkeys(CLASSES, "log_loss")
 """By likelihood; the others have no counterpart among the losses."""
 FOLDS, SCORED = 5, 2000
 """A setting is judged on rows out of its folds: on all rows, or on so many where a fold holds more."""
@@ -52,8 +54,10 @@ class Boosted:
 
     def scores(self, rows: SiteData, likelihood: str, units: TargetUnits) -> Scores:
         """Of the held-out rows, in original units; noise has one variance everywhere."""
-        if likelihood == "bernoulli":
-            return bernoulli_scores(np.asarray(self.trees.predict_proba(rows.x_test))[:, 1], rows.y_test)
+        if likelihood in CLASSES:
+            shares = np.asarray(self.trees.predict_proba(rows.x_test))
+            several = likelihood in SEVERAL
+            return class_scores(shares, rows.y_test) if several else bernoulli_scores(shares[:, 1], rows.y_test)
         mean = np.asarray(self.trees.predict(rows.x_test), np.float64)
         spread = np.full_like(mean, self.variance)
         if likelihood == "poisson":
@@ -65,7 +69,7 @@ def grown(likelihood: str, seed: int, rate: float, leaves: float, trees: float, 
     """Trees to be fitted, by the loss of a likelihood."""
     from sklearn import ensemble  # noqa: PLC0415 - slow to import, and only a simulation needs it
 
-    kind = "HistGradientBoostingClassifier" if likelihood == "bernoulli" else "HistGradientBoostingRegressor"
+    kind = "HistGradientBoostingClassifier" if likelihood in CLASSES else "HistGradientBoostingRegressor"
     made = getattr(ensemble, kind)(
         loss=LOSSES[likelihood],
         learning_rate=rate,

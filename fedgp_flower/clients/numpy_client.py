@@ -36,7 +36,16 @@ from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
 from fedgp_flower.options import BESIDE
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart, bernoulli_scores, much_better, time_scores
+from fedgp_flower.scores import (
+    Prediction,
+    Scores,
+    TargetUnits,
+    apart,
+    bernoulli_scores,
+    class_scores,
+    much_better,
+    time_scores,
+)
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     Centres,
@@ -328,12 +337,23 @@ def moments(client: SiteClient, request: Nothing) -> Moments:
 
 
 def logistic(client: SiteClient, request: Coefficients) -> LogisticSums:
-    """Log likelihood, gradient and information of a logistic regression."""
-    design, y = with_ones(client.rows.x), client.rows.y
-    log_odds = design @ request.values
-    p = special.expit(log_odds)
-    value = -np.logaddexp(0, (1 - 2 * y) * log_odds).sum()
-    return LogisticSums(np.array(value), design.T @ (y - p), design.T * (p * (1 - p)) @ design)
+    """Log likelihood, gradient and information of a logistic regression into two or more classes."""
+    design, y = with_ones(client.rows.x), client.rows.y.astype(int)
+    logarithm = log_shares(design, request.values)  # [N, C]
+    p, observed = np.exp(logarithm[:, 1:]), y[:, None] == np.arange(1, logarithm.shape[1])
+    weighted = np.concatenate([share[:, None] * design for share in p.T], axis=1)  # [N, R P]
+    information = -weighted.T @ weighted
+    blocks = information.reshape(2 * request.values.shape)
+    for c, share in enumerate(p.T):
+        blocks[c, :, c] += design.T * share @ design
+    value = logarithm[np.arange(len(y)), y].sum()
+    return LogisticSums(np.array(value), (observed - p).T @ design, information)
+
+
+def log_shares(design: Array, weights: Array) -> Array:
+    """Logarithms of the probabilities of classes [N, C], from X̃ [N, P] and the weights of all but the first."""
+    log_odds = np.column_stack([np.zeros(len(design)), design @ weights.T])
+    return np.asarray(log_odds - special.logsumexp(log_odds, axis=1, keepdims=True))
 
 
 def follow_up(client: SiteClient, request: Edges) -> TimeCounts:
@@ -379,7 +399,9 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     mean, variance = request.intercept + x @ request.weights, np.full(len(x), request.variance)
     if request.spread is not None:
         variance += np.square(x @ request.spread.T).sum(axis=1)
-    if likelihood == "bernoulli":
+    if request.classes is not None:
+        scores = class_scores(np.exp(log_shares(with_ones(x), request.classes)), y)
+    elif likelihood == "bernoulli":
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
     elif likelihood == "poisson":
         scores = count_scores(mean, variance, y)

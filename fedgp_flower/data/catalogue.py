@@ -55,11 +55,11 @@ def _fuel_economy(_seed: int) -> Made:
 
 
 _BENIGN = "Benign or malignant, from cell images; needs model.likelihood = 'bernoulli'"
-_CARS = "Miles per gallon of 496 cars by 22 makers, model year 2021 (U.S. EPA, public domain)"
+_CARS = "Miles per gallon of 458 cars by 14 makers, model year 2021 (U.S. EPA, public domain)"
 _BUILTINS = (
     Entry("diabetes", "Disease progression of 442 patients after a year", 442, 10, target="target", make=_diabetes),
     Entry("breast-cancer", _BENIGN, 569, 30, target="diagnosis", make=_breast_cancer),
-    Entry("fuel-economy", _CARS, 496, 8, 0, "maker", "mpg", _fuel_economy),
+    Entry("fuel-economy", _CARS, 458, 8, 0, "maker", "mpg", _fuel_economy),
     Entry("sine", "3 sin(2πx/20) + noise, x on a line", 800, 1, 1, "", "y", sine),
     Entry("plane-wave", "2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, 1, "", "y", plane_wave),
     Entry("five-blocks", "One GP draw seen by five sites on blocks of x", 300, 1, 1, "site", "y", five_blocks),

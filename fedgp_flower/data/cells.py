@@ -17,7 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import BESIDE, SEVERAL
+from fedgp_flower.options import BESIDE, CLASSES, MOST_CLASSES
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -166,7 +166,8 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
             " a code for a missing cell (−999, 9999), empty those cells and set `missing`"
         ]
     if twice := repeated(frame):
-        said += [f"{twice:,} rows repeat another row in every column; if they are the same row, leave them out"]
+        rows = "1 row repeats" if twice == 1 else f"{twice:,} rows repeat"
+        said += [f"{rows} another row in every column; if it is the same observation, leave it out"]
     if gaussian and is_skewed(frame[target]):
         said += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
@@ -195,20 +196,23 @@ def is_skewed(target: pd.Series) -> bool:
 def check_target(target: pd.Series, likelihood: str, transform: str, file: str, order: Sequence[str] = ()) -> None:
     """Refuse a typed target that the likelihood or the transform cannot take, or that is not among ordered grades."""
     name, levels = f"{file}: target `{target.name}`", target.nunique()
-    if likelihood == "bernoulli" and levels > 2:
-        like = ", as an identifier has" if levels * ROWS_PER_LEVEL > len(target) else ""
+    many = levels * ROWS_PER_LEVEL > len(target)
+    fitting = "bernoulli" if levels == 2 else "categorical" if 2 < levels <= MOST_CLASSES and not many else ""
+    advice = f"set `model.likelihood` to {fitting!r}, or name another `target`" if fitting else "name another `target`"
+    most = {"bernoulli": 2, "categorical": MOST_CLASSES}.get(likelihood, levels)
+    if levels > most:
+        like = ", as an identifier has" if many else ""
         raise DataError(
-            f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
-            " classes. Name another `target`"
+            f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = {likelihood!r} takes at most"
+            f" {most} classes: {advice}"
         )
     if likelihood == "ordinal":
         check_grades(target, order, name)
-    if likelihood in {"bernoulli", *SEVERAL}:
+    if likelihood in CLASSES:
         return
     if kind_of(target) == "categorical":
         raise DataError(
-            f"{name} holds text; `model.likelihood` = '{likelihood}' needs numbers."
-            " Name another `target`, or set `model.likelihood` to 'bernoulli' for two classes"
+            f"{name} holds text, {levels} levels; `model.likelihood` = '{likelihood}' needs numbers: {advice}"
         )
     values = target.to_numpy(dtype=np.float64)
     wrong = (values < 0) | (values != np.round(values))

@@ -25,6 +25,13 @@ def keys_of(raw: pd.DataFrame, config: CoreConfig, file: str) -> pd.Series | Non
     return typed(with_numbers(raw, [read], file), [read], file, {read: kind})[read]
 
 
+def whole(column: pd.Series, config: CoreConfig) -> Indices:
+    """Rows of the natural groups that ``holdout`` = site leaves out, in the order of a hash; two or more stay."""
+    labels = sorted(column.unique(), key=lambda label: (derived_seed(config.seed, "held-out", label), label))
+    count = min(max(1, round(config.test_fraction * len(labels))), len(labels) - 2)
+    return np.flatnonzero(column.isin(labels[: max(count, 0)]))
+
+
 def divided(rows: int, keys: pd.Series | None, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
     """Positions of a site's training rows and of its held-out rows.
 

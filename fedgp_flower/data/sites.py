@@ -17,7 +17,7 @@ from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, identifier_problems, kind_of, suspicions
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, parts_in
-from fedgp_flower.data.holdout import divided, keys_of
+from fedgp_flower.data.holdout import divided, keys_of, whole
 from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_beside, read_table, table_stem, tables_in
@@ -155,7 +155,7 @@ def count_sites(config: CoreConfig, wanted: int = 0) -> int:
             f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' finds it in the data"
         )
     table = load_table(config)
-    train, _ = table.rows(config.split)
+    train, _ = _rows(table, config)
     sizes = partitioning.row_labels(table.column).iloc[train].value_counts()
     return int((sizes >= max(config.partition.min_rows, 1)).sum())
 
@@ -196,9 +196,9 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     with _ONE_AT_A_TIME:
         table = load_table(config)
         dealt = _dealt(table, config, partitions)
-    train, test = table.rows(config.split)
+    train, test = _rows(table, config)
     rows = train[dealt.rows[site]]
-    if config.split >= 0:
+    if config.split >= 0 or config.holdout == "site":
         held_out = _share(config, table, test, dealt, site)
     else:
         keys = None if table.keys is None else table.keys.iloc[rows]
@@ -235,9 +235,17 @@ def _site(
     return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected=suspected)
 
 
+def _rows(table: Table, config: CoreConfig) -> tuple[Indices, Indices]:
+    """Training rows, which are dealt to sites, and test rows of all: of a standard split, or of whole sites."""
+    if config.holdout != "site":
+        return table.rows(config.split)
+    test = whole(partitioning.row_labels(table.column), config)
+    return np.setdiff1d(np.arange(len(table.frame)), test), test
+
+
 def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
     """A site's part of the pooled test rows: those of its natural group, else an equal share of all."""
-    if config.partitioner == "natural":
+    if config.partitioner == "natural" and config.holdout != "site":
         return test[(partitioning.row_labels(table.column).iloc[test] == dealt.labels[site]).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(test.size)
     return np.sort(test[np.array_split(order, len(dealt.rows))[site]])
@@ -247,7 +255,9 @@ def _left_out(table: Table, config: CoreConfig, dealt: partitioning.Deal) -> lis
     """Who takes no part in a run by natural groups, and whose held-out rows are therefore not scored; a line each."""
     if config.partitioner != "natural":
         return []
-    groups = partitioning.row_labels(table.column).iloc[table.rows(config.split)[1]]
+    groups = partitioning.row_labels(table.column).iloc[_rows(table, config)[1]]
+    if config.holdout == "site":
+        return [f"sites that take no part; their rows are held out: {', '.join(sorted(set(map(str, groups))))}"]
     unseen = sorted(set(map(str, groups)) - {*dealt.labels, *dealt.left_out})
     said = {"fewer training rows than `partition.min-rows`": dealt.left_out, "no training rows": unseen}
     return [
@@ -271,7 +281,7 @@ def require_dealable(config: CoreConfig, partitions: int) -> None:
 @lru_cache(maxsize=2)
 def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
     """A process of a simulation serves many sites and deals once."""
-    train, _ = table.rows(config.split)
+    train, _ = _rows(table, config)
     terms = () if config.design is None else config.design.random
     factors = [[name for name in term.group if name not in config.sites_named] for term in terms]
     if any(factors) and config.partitioner == "iid":
@@ -312,6 +322,8 @@ def real_site(
     ``node`` is its id, its label, and of a simulation its number of sites; the label then stands for the id.
     """
     site, label, partitions = node
+    if config.holdout == "site":
+        raise DataError("`holdout` = 'site' holds out natural groups of one table; leave out the tables of such sites")
     if config.design is not None and SITE in config.design.inputs:  # the site as a fixed effect
         tables = [(name, table if SITE in table else table.assign(**{SITE: label or site})) for name, table in tables]
     file, raw = tables[0]

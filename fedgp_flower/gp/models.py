@@ -24,7 +24,7 @@ from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, 
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array, NamedArrays, Rows, Square, Targets, Vector
+from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 G = TypeVar("G", bound="WhitenedGP")
 S = TypeVar("S", bound="SparseGP")
@@ -44,19 +44,20 @@ AMPLITUDE, REACH = 2.0, 1.35
 class WhitenedPosterior:
     """q(v) = N(mean, covariance) of whitened inducing values v = L⁻¹u."""
 
-    mean: Vector  # [M]
-    covariance: Square  # [M, M]
+    mean: Float[Tensor, "*C M"]
+    covariance: Float[Tensor, "*C M M"]
+    """Of each of C functions, where there are several."""
 
     @cached_property
-    def root(self) -> Square:
+    def root(self) -> Float[Tensor, "*C M M"]:
         """R, lower triangular, R Rᵀ = S."""
         return kernel_cholesky(self.covariance, variance=torch.ones(()), jitter=0.0, of="S")
 
-    def variances(self, cross: Float[Tensor, "M N"]) -> Float[Tensor, " N"]:
+    def variances(self, cross: Float[Tensor, "M N"]) -> Float[Tensor, "*C N"]:
         """aᵀSa = |Rᵀa|² for every column a; of R only the blocks from the diagonal down are multiplied."""
         root, total = self.root.to(cross), cross.new_zeros(cross.shape[1])
-        for start in range(0, len(root), PANEL):
-            total = total + (root[start:, start : start + PANEL].mT @ cross[start:]).square().sum(0)
+        for start in range(0, len(cross), PANEL):
+            total = total + (root[..., start:, start : start + PANEL].mT @ cross[start:]).square().sum(-2)
         return total
 
 
@@ -98,7 +99,7 @@ class WhitenedGP(ApproximateGP):
         cross = self.project(inputs)
         mean, covariance = self.posterior.mean.to(cross), self.posterior.covariance.to(cross)
         excess = MatmulLinearOperator(cross.mT, covariance @ cross - cross)
-        return MultivariateNormal(known.mean + cross.mT @ mean, known.lazy_covariance_matrix + excess)
+        return MultivariateNormal(known.mean + mean @ cross, known.lazy_covariance_matrix + excess)
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """The prior."""
@@ -195,14 +196,14 @@ class SparseGP(WiredModel, WhitenedGP):
         return mean, variance
 
     def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [N], a = L⁻¹k_zx, some rows at a time with one factor L."""
-        factor, size = self.factor(), len(inputs)
+        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [*C, N], a = L⁻¹k_zx, some rows at a time with one factor L."""
+        factor, size = self.factor(), (*posterior.mean.shape[:-1], len(inputs))
         mean, variance = factor.new_empty(size), factor.new_empty(size)
-        for rows in torch.arange(size).split(math.ceil(ENTRIES / len(factor))):
+        for rows in torch.arange(len(inputs)).split(math.ceil(ENTRIES / len(factor))):
             cross, prior = self.covariances(inputs[rows])
             cross = torch.linalg.solve_triangular(factor, cross, upper=False)
-            mean[rows] = cross.mT @ posterior.mean.to(cross)
-            variance[rows] = prior - cross.square().sum(0) + posterior.variances(cross)
+            mean[..., rows] = posterior.mean.to(cross) @ cross
+            variance[..., rows] = prior - cross.square().sum(0) + posterior.variances(cross)
         return mean, variance
 
     @torch.no_grad()
@@ -216,7 +217,11 @@ class SparseGP(WiredModel, WhitenedGP):
 
 
 class LatentGP(SparseGP):
-    """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R]."""
+    """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R].
+
+    Where p(y | f) is of C functions, these share kernel and inducing points: c is [C, 1], q(v) = ∏ N(μ_c, S_c), and
+    moments are [C, N].
+    """
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
         WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
@@ -232,15 +237,17 @@ class LatentGP(SparseGP):
 
     @classmethod
     def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
-        """As usual, with as many parameters of the likelihood as there are."""
+        """As usual, with as many functions and parameters of the likelihood as there are."""
         latent = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
+        latent.constant = Parameter(torch.zeros(arrays[CONSTANT].shape, dtype=torch.float64))
         latent.load(arrays)
         return latent
 
     def begin(self, target: Mapping[str, float], beside: float) -> LatentGP:
         """With a constant and parameters of the likelihood that suit what is known of all targets."""
-        self.constant.data.fill_(self.observed.start(target, beside))
+        start = torch.as_tensor(self.observed.start(target, beside), dtype=torch.float64)
+        self.constant = Parameter(torch.atleast_1d(start))
         self.hyper = Parameter(self.observed.start_parameters(target).clone())
         return self
 
@@ -264,15 +271,15 @@ class LatentGP(SparseGP):
 
     def moments(
         self, cross: Float[Tensor, "M N"], prior: Float[Tensor, " N"], posterior: WhitenedPosterior
-    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "M N"]]:
+    ) -> tuple[Float[Tensor, "*C N"], Float[Tensor, "*C N"], Float[Tensor, "*C M N"]]:
         """Mean c + Wᵀμ and variance k(x, x) − |w|² + wᵀSw of f with its nugget, and SW, for W = L⁻¹ k(Z, x)."""
         mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
         spread = covariance @ cross
-        return self.constant + cross.mT @ mean, prior + self.nugget() + ((spread - cross) * cross).sum(0), spread
+        return self.constant + mean @ cross, prior + self.nugget() + ((spread - cross) * cross).sum(-2), spread
 
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of f, both [N]."""
+        """Mean and variance of f, both [N], or [C, N] of each."""
         mean, variance = self.marginals(inputs, posterior)
         return (self.constant + mean).double(), (variance + self.nugget()).double()
 

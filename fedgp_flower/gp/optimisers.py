@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -187,9 +188,24 @@ def outlook(gains: Array, rounds: int) -> float | None:
     """What more rounds add to gains gᵢ as a geometric series of r = Σ gᵢ₊₁/Σ gᵢ ≤ 1; None for fewer than three."""
     if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
         return None if len(gains) < 3 else 0.0
-    ratio = min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
+    ratio = _ratio(gains)
     latest = gains.sum() / (ratio ** -np.arange(len(gains))).sum()
     return float(latest * (ratio ** np.arange(1, rounds + 1)).sum())
+
+
+def _ratio(gains: Array) -> float:
+    return min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
+
+
+def rounds_to_come(gains: Array, few: int, little: float) -> int | None:
+    """Rounds until ``few`` more add less than ``little`` by that series; None where the gains do not tell."""
+    more = outlook(gains, few)
+    if more is None or little <= 0:
+        return None
+    if more < little:
+        return 0
+    ratio = _ratio(gains)
+    return None if ratio == 1 else math.ceil(math.log(little / more) / math.log(ratio))
 
 
 def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:
@@ -206,7 +222,7 @@ def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Arra
 
 def pack(arrays: Mapping[str, ndarray]) -> Array:
     """Named arrays as one vector w, in the order of their names."""
-    return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in sorted(arrays)])
+    return np.concatenate([np.zeros(0), *(np.asarray(arrays[name], np.float64).ravel() for name in sorted(arrays))])
 
 
 def unpack(point: Array, like: Mapping[str, ndarray]) -> NamedArrays:

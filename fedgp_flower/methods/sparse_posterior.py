@@ -29,7 +29,7 @@ class SavedSparseGP:
     whitened: WhitenedPosterior
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]."""
+        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]; of classes those of each [N, C]."""
         with torch.no_grad():
             mean, variance = self.model.predict(torch.from_numpy(inputs), self.whitened)
         return mean.numpy(), variance.sqrt().numpy()

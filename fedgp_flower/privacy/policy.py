@@ -51,6 +51,13 @@ class Histograms(Protocol):
         """The same with histograms whose cells have at least so many rows."""
 
 
+FEW_ROWS = (
+    "sums of a site with so few rows nearly show its rows to the server; fewer `model.num-inducing`, or"
+    " `privacy.secure-aggregation` = true, hide them (`parameters-per-row` of docs/privacy.md)"
+)
+"""One warning for all kinds of messages: the log of the site says which."""
+
+
 class Policy(Section):
     """The rules of a site. Under masks ``parameters-per-row`` does not hold: the server sees the total alone."""
 
@@ -126,6 +133,7 @@ class Rules:
         if limits.keys:
             usual = defaults([type(config.options)])
             chosen = {
+                "num-server-rounds": config.options.usual_rounds,
                 "model.kernel": config.options.usual_kernel,
                 "model.num-inducing": config.options.usual_inducing,
                 "model.max-megabytes": config.options.usual_megabytes,
@@ -200,8 +208,7 @@ class Rules:
             self._judge("parameters-per-row", passes, words, found)
             return
         self.decisions.append(Decision("parameters-per-row", limit, "warned", found))
-        # One text for all kinds of messages: the log of the site says which.
-        self.warning = f"too many parameters for the rows of a site: `parameters-per-row` = {limit:g} (docs/privacy.md)"
+        self.warning = FEW_ROWS
 
 
 def read(path: Path) -> Policy:

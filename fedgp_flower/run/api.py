@@ -48,7 +48,7 @@ def run(
         sites: Number of sites, where neither ``site`` nor a table per site says.
         num_rounds: Most rounds.
         options: Further keys of the run configuration, such as ``{"model.num-inducing": 100, "name": "first"}``.
-        on_round: Called after every round with its row of the history and the most rounds; :func:`print_round` prints.
+        on_round: Called after every round with its row of the history and about how many there will be.
 
     Returns:
         The run: ``metrics``, ``history``, ``posterior``, ``report_path``.
@@ -81,7 +81,7 @@ def run(
 
 def print_round(row: Mapping[str, float], total: int) -> None:
     """An observer for ``on_round``: one line that is written over, in a terminal and in a notebook."""
-    print(f"\rround {row['round']:.0f} of at most {total}  {figures_of(row)}", end="", flush=True)
+    print(f"\rround {row['round']:.0f} of about {total}  {figures_of(row)}", end="", flush=True)
 
 
 def _kept(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:

@@ -85,6 +85,8 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     """
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
+    if posterior.saved.likelihood == "categorical":  # an outcome of several functions
+        return []
     try:
         model, likelihood = posterior.to_gpytorch()
     except RunError:  # not a single Gaussian process

@@ -45,6 +45,8 @@ Z95 = 1.959963984540054
 MAX_POINTS, MOST_ACROSS = 400, 3
 MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
 """What the figure of lengthscales shows."""
+LONGEST = 18
+"""Letters of the name of a class."""
 GROUPS = 8
 """Of rows by their predicted survival, at most."""
 DPI = 180
@@ -263,7 +265,7 @@ def _bars(ax: Axes, counts: Array, edges: Array) -> None:
     ax.set(ylabel="held-out rows", xlim=(edges[0], edges[-1]))
 
 
-def confusion(counts: Array) -> Figure:
+def confusion(counts: Array, levels: Sequence[str]) -> Figure:
     """Held-out rows by class [C, C], observed downwards and predicted across, as shares of each observed class."""
     size = len(counts)
     figure = Figure(figsize=(1.9 + 0.4 * size, 1.3 + 0.4 * size), dpi=DPI, layout="constrained")
@@ -275,6 +277,10 @@ def confusion(counts: Array) -> Figure:
         words = f"{counts[observed, predicted]:,.0f}"
         ax.text(predicted, observed, words, ha="center", va="center", fontsize=6, color="white" if dark else "black")
     ax.set(xlabel="likeliest class", ylabel="observed class", xticks=range(size), yticks=range(size))
+    if levels:
+        names = [level if len(level) <= LONGEST else f"{level[: LONGEST - 1]}…" for level in levels]
+        ax.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
+        ax.set_yticklabels(names)
     ax.grid(visible=False)
     figure.colorbar(image, ax=ax, label="share of the observed class (%)", shrink=0.8)
     return figure
@@ -326,7 +332,8 @@ def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure 
 def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure:
     """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 5.0, height=2.6, make=make)
-    limits = (min(effect.low.min() for effect in found), max(effect.high.max() for effect in found))
+    low, high = min(effect.low.min() for effect in found), max(effect.high.max() for effect in found)
+    limits = (low - 0.04 * (high - low), high + 0.04 * (high - low))
     for ax, effect in zip(axes, found, strict=True):
         if effect.levels:
             ax.vlines(effect.values, effect.low, effect.high, color=BAND, lw=6)

@@ -9,36 +9,37 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.lazy import Lazy
 from fedgp_flower.run.summary import answer, arms, headline, target_of
 
 if TYPE_CHECKING:
+    from matplotlib import pyplot
+
+    from fedgp_flower.run import dependence, figures, report
     from fedgp_flower.run.artefacts import Run
     from fedgp_flower.run.predict import Predictor
+else:  # pictures, templates and the state of pyplot, for notebooks alone
+    pyplot = Lazy("matplotlib.pyplot")
+    dependence, figures, report = (Lazy(f"fedgp_flower.run.{name}") for name in ("dependence", "figures", "report"))
 
 
 def html_of_run(run: Run) -> str:
     """The answer of a run, and its figures beside the comparisons."""
-    from fedgp_flower.run.report import html_table  # noqa: PLC0415  loads templates
-
-    return Markup("<p><b>{}</b></p>\n{}\n<p>{}</p>").format(answer(run), html_table(*headline(run.metrics)), run.path)
+    return Markup("<p><b>{}</b></p>\n{}\n<p>{}</p>").format(
+        answer(run), report.html_table(*headline(run.metrics)), run.path
+    )
 
 
 def html_of_posterior(posterior: Predictor) -> str:
     """What predicts what from which columns."""
-    from fedgp_flower.run.report import html_table  # noqa: PLC0415  loads templates
-
     agreed = posterior.preparation
     rows = [[column.name, column.kind, ", ".join(column.levels[:8])] for column in agreed.columns]
     title = f"{posterior.saved.method}: {agreed.target.name}, from"
-    return Markup("<p><b>{}</b></p>\n{}").format(title, html_table(["column", "kind", "levels"], rows))
+    return Markup("<p><b>{}</b></p>\n{}").format(title, report.html_table(["column", "kind", "levels"], rows))
 
 
 def plot_run(run: Run) -> Sequence[Axes]:
     """Observed against predicted held-out rows with 95 % intervals, and residuals; else the course of training."""
-    from matplotlib import pyplot  # noqa: PLC0415  state of the process, for notebooks alone
-
-    from fedgp_flower.run import figures  # noqa: PLC0415  figures are made on demand
-
     rows, units = run.predictions, target_of(run)
     if rows is not None and {"mean", "sd", "target"} <= set(rows):
         counts = run.config.get("model.likelihood") == "poisson"
@@ -52,10 +53,6 @@ def plot_run(run: Run) -> Sequence[Axes]:
 
 def plot_column(posterior: Predictor, column: str) -> Axes:
     """Mean and 95 % interval of the outcome along one column, the others at their mean."""
-    from matplotlib import pyplot  # noqa: PLC0415  state of the process, for notebooks alone
-
-    from fedgp_flower.run import dependence, figures  # noqa: PLC0415  figures are made on demand
-
     effects = {effect.name: effect for effect in dependence.effects(posterior, most=None)}
     if column not in effects:
         raise RunError(f"no effect of `{column}` can be drawn; there are {', '.join(effects) or 'none'}")

@@ -261,11 +261,20 @@ def parse_config(flat: FlatConfig) -> RunConfig:
     """Validate a run configuration; see :func:`fedgp_flower.config.parse`."""
     # Flower starts a process for each message of a real site, which need not import the tables of other methods.
     name = resolved(str(flat.get("method", AUTO)), flat)
-    if name in BUILT_IN and not flat.get("extra"):
-        options = {name: load(BUILT_IN[name].options)}
-        if set(flat) <= set(defaults(options.values())):
-            return parse(flat, options)
-    return parse(flat, option_classes())
+    options = {name: load(BUILT_IN[name].options)} if name in BUILT_IN and not flat.get("extra") else option_classes()
+    config = parse(flat, options if set(flat) <= set(defaults(options.values())) else option_classes())
+    if config.holdout == "site" and not _predicts_alike(config):
+        raise ConfigError(
+            f"`holdout` = 'site': every site of `method` = {config.method!r} predicts by itself; take one that predicts"
+            " alike everywhere, such as 'sgpr' or 'svgp'"
+        )
+    return config
+
+
+def _predicts_alike(config: RunConfig) -> bool:
+    """Whether a method predicts a row in the same way wherever it is."""
+    method = METHODS[config.method]
+    return bool(method.posterior) and not method.at_site and not config.options.reads_formula
 
 
 def default_config() -> dict[str, Value]:

@@ -223,7 +223,7 @@ def _note(metrics: RunMetrics, units: str) -> str:
         low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
-            " R²: share of the squared error of the training mean that is gone."
+            " R² is against the mean of the training rows."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
     if len({arm.rows for arm in arms(metrics)}) > 1:
@@ -234,14 +234,17 @@ def _note(metrics: RunMetrics, units: str) -> str:
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
     rows = run.predictions
-    levels = run.saved.schema["target"].get("levels") if run.saved else None
+    levels = list(map(str, run.saved.schema["target"].get("levels", ()))) if run.saved else []
     if is_classification(run.metrics) or levels:  # also where nothing was scored
         if rows is not None:
-            figure = figures.probabilities(rows, [str(level) for level in levels or ("class 0", "class 1")])
+            figure = figures.probabilities(rows, levels or ("class 0", "class 1"))
             yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
         if ranks := run.metrics.calibration.get("ranks"):
             figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
             yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
+        if counts := run.metrics.method_details.get("confusion"):
+            caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
+            yield Panel("Confusion of classes", figures.confusion(np.array(counts), levels), caption)
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
@@ -343,5 +346,7 @@ def _totals(metrics: RunMetrics) -> list[tuple[str, str]]:
         for way, count in metrics.bytes.items()
     ]
     parts = {"total": "time, total", "sites": "computing at the sites, added up"}
-    times = ((parts.get(name, f"time, {name}"), value) for name, value in metrics.seconds.items())
+    masked = "privacy" in metrics.method_details  # no site says how long it computes then
+    known = {name: value for name, value in metrics.seconds.items() if name != "sites" or not masked}
+    times = ((parts.get(name, f"time, {name}"), value) for name, value in known.items())
     return [*sent, *((name, f"{show(number(value))} s") for name, value in times)]

@@ -55,28 +55,21 @@ TEMPLATE = """<!DOCTYPE html>
 <div class="wide first">{{ table(*headline) }}</div>
 <p class="note">{{ note }}</p>
 {% endif %}
-{% if beside %}<div class="wide">{{ table(["", "NLL, difference", "95 % interval over sites"], beside) }}</div>
+{% if beside[1] %}<div class="wide">{{ table(*beside) }}</div>
 <p class="note">Federated minus the other: below zero, federated is better.</p>{% endif %}
 <nav></nav>
 
-<h2>Predictions on held-out rows</h2>
-{% for panel in predictions %}{{ panel.drawn(plots) }}{% else %}
-<p class="note">{{ "No held-out predictions were kept: real sites never send rows, only sums of their scores." if
-opening | length > 1 else "No row was held out: set `test-fraction` above zero to see how good predictions are." }}</p>
-{% endfor %}
+{% if predictions %}<h2>Predictions on held-out rows</h2>
+{% for panel in predictions %}{{ panel.drawn(plots) }}{% endfor %}{% endif %}
 {% if notes %}<h2>Notes</h2><ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
+{% for panel in extra %}<h2>{{ panel.title }}</h2>{{ panel.drawn(plots) }}{% endfor %}
 {% if calibration %}<h2>Calibration</h2>{{ calibration.drawn(plots) }}{% endif %}
 {% if convergence %}<h2>Convergence</h2>{{ convergence.drawn(plots) }}{% endif %}
 
-<h2>Sites</h2>
+{% if site_table[1] %}<h2>Sites</h2>
 {% if sites %}{{ sites.drawn(plots) }}{% endif %}
 <details{% if site_table[1] | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
-<div class="wide">{{ table(*site_table) }}</div></details>
-
-{%- for panel in extra %}
-<h2>{{ panel.title }}</h2>
-{{ panel.drawn(plots) }}
-{%- endfor %}
+<div class="wide">{{ table(*site_table) }}</div></details>{% endif %}
 
 {% if metrics.data %}<h2>Data</h2><p>{{ agreement.overview_lines(metrics.data) | join("; ") | replace("`", "") }}.</p>
 <details><summary>Columns</summary>

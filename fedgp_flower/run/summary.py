@@ -13,6 +13,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
+from fedgp_flower.privacy.policy import FEW_ROWS
 from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.typing import Facts
@@ -170,7 +171,7 @@ def verdict(metrics: RunMetrics) -> str:
     }
     said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
     sites = max(difference.sites for difference in differences.values())
-    few = ("without figures of sites there is no interval", "1 site gives no interval", "2 sites give no interval")
+    few = ("no interval, as masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
     how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = arms(metrics)[0].rows
     where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
@@ -200,8 +201,11 @@ def _called(name: str, metrics: RunMetrics, difference: float) -> str:
     return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
-def beside(metrics: RunMetrics) -> list[list[str]]:
-    """A row for every baseline: the difference of the NLL, its interval, and at how many sites the run's is lower."""
+def beside(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row for every baseline: the difference of the NLL, its interval, and where the run's is lower.
+
+    The interval is left out where no score of a single site is known.
+    """
     rows = []
     for name, rival in rivals(metrics).items():
         found = paired_difference(metrics, rival)
@@ -213,7 +217,8 @@ def beside(metrics: RunMetrics) -> list[list[str]]:
         sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites > 1 else ""
         few = f"– ({found.sites} site{'s' * (found.sites != 1)})" if found.sites else "–"
         rows.append([name, mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else few])
-    return rows
+    titles = ["", "NLL, difference", "95 % interval over sites"][: 3 if any(row[2] != "–" for row in rows) else 2]
+    return (titles, [row[: len(titles)] for row in rows]) if rows else ([], [])
 
 
 def calibration_verdict(metrics: RunMetrics) -> str:
@@ -241,11 +246,15 @@ def convergence_note(metrics: RunMetrics) -> str:
         return ""
     facts, rows = metrics.method_details, metrics.data.get("rows", math.nan)
     forecasts = [number(facts.get(name)) / rows for name in ("forecast_rise", "promised_rise")]
-    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "rise_per_round")]
+    forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "forecast_per_row")]
     known = [rise for rise in forecasts if math.isfinite(rise)]
-    if known and known[0] < MATTERS:
+    unsettled = facts.get("unsettled") or {}
+    if known and known[0] < MATTERS and not unsettled:
         return ""
-    more = f"; a longer one may gain {_short(known[0])} nats a row" if known else ""
+    more = f"; a longer one may gain {_short(known[0])} nats a row" if known and known[0] >= MATTERS else ""
+    if unsettled:
+        name = max(unsettled, key=lambda name: unsettled[name])
+        more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from where it is heading"
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: raise what limits it"
 
 
@@ -286,7 +295,9 @@ def notes(metrics: RunMetrics) -> list[str]:
     """What to know besides, a sentence each."""
     calibrated = calibration_verdict(metrics)
     odd = "too " in calibrated
-    said = (*metrics.warnings, calibrated if odd else "", convergence_note(metrics))
+    others = [warning for warning in metrics.warnings if not warning.startswith(FEW_ROWS)]
+    warnings = others if any("docs/privacy.md" in warning for warning in others) else metrics.warnings
+    said = (*warnings, calibrated if odd else "", convergence_note(metrics))
     return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in said if words]
 
 

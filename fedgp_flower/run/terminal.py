@@ -38,7 +38,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = 
 def progress_bar() -> Iterator[Progress]:
     """A bar that moves with every round; what goes wrong at a site is printed above it."""
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
-    clock = (TimeElapsedColumn(), TextColumn("at most"), TimeRemainingColumn())
+    clock = (TimeElapsedColumn(), TextColumn("about"), TimeRemainingColumn())
     columns = (BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.description}"))
     handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
@@ -62,7 +62,7 @@ def interruptible(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = "stopped before the first round was complete; nothing is kept"
+        kept = f"stopped before the first round was complete; the name {folder.name} is free again"
         if (folder / "checkpoint" / "checkpoint.json").exists():
             rounds = int(read_json(folder / "checkpoint" / "checkpoint.json")["state"]["round"])
             complete = f"{rounds} complete round{'s' * (rounds != 1)}"
@@ -91,8 +91,9 @@ def show_result(folder: Path) -> None:
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
     if arms(metrics)[0].rows:
         console.print(table(*headline(metrics), title=title, numbers=True))
-    if differences := beside(metrics):
-        console.print(table(["", "NLL, difference", "95 % interval over sites"], differences, numbers=True))
+    titles, differences = beside(metrics)
+    if differences:
+        console.print(table(titles, differences, numbers=True))
     for note in notes(metrics):
         console.print(f"Note: {note}", markup=False, highlight=False)
     console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", markup=False, highlight=False)

@@ -3,8 +3,9 @@
 Each set is generated, but for the children of six cities. References are lme4's with tight tolerances: lmer by REML;
 glmer with 25 nodes for one random effect, else Laplace. They are in `mixed_models_lme4.json`; `python -m
 simulations.run mixed_models --reference-only` makes them anew and needs R with lme4. Differences are the largest of
-fixed effects in standard errors, and of standard errors and standard deviations as shares of themselves. lme4 leaves a
-constant out of the log likelihood of counts by quadrature.
+fixed effects in standard errors, and of standard errors, standard deviations and ends of profile intervals
+(`confint`, at `delta = 0.05`) as shares of themselves. lme4 leaves a constant out of the log likelihood of counts by
+quadrature.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ if (args[3] == "gaussian") {
 v <- as.data.frame(VarCorr(m))
 v <- v[is.na(v$var2), ]
 write(sprintf("%.15g", c(length(fixef(m)), fixef(m), sqrt(diag(as.matrix(vcov(m)))), v$sdcor, logLik(m), AIC(m))), "")
+if (args[3] == "gaussian") {
+  p <- confint(m, method = "profile", delta = 0.05, devtol = 1e-12)
+  write(sprintf("p%.15g", sort(p)), "")
+}
 """
 
 
@@ -106,9 +111,9 @@ def reference(name: str) -> dict[str, Any]:
         script.write_text(SCRIPT, encoding="utf-8")
         words = ["Rscript", str(script), str(path), formula, family, str(nodes)]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
-    count, *numbers = map(float, done.stdout.split())
-    size = int(count)
-    parts = {"fixed": numbers[:size], "se": numbers[size : 2 * size], "sd": numbers[2 * size : -2]}
+    count, *numbers = (float(word) for word in done.stdout.split() if word[0] != "p")
+    size, ends = int(count), [float(word[1:]) for word in done.stdout.split() if word[0] == "p"]
+    parts = {"fixed": numbers[:size], "se": numbers[size : 2 * size], "sd": numbers[2 * size : -2], "profile": ends}
     return parts | {"log_likelihood": numbers[-2], "aic": numbers[-1]}
 
 
@@ -125,7 +130,11 @@ def apart(found: dict[str, Any], known: dict[str, Any]) -> Row:
     fixed, random = found["effects"], [row for row in found["random"] if row["kind"] == "sd"]
     mean, se = (np.array([row[part] for row in fixed]) for part in ("estimate", "se"))
     sd = np.array(sorted(row["estimate"] for row in random))
-    return {
+    told: Row = {}
+    if known["profile"]:
+        ends = [row[f"profile_{end}"] for row in (*fixed, *found["random"]) for end in ("low", "high")]
+        told = {"profile": float(np.abs(np.sort(ends) / known["profile"] - 1).max())}
+    return told | {
         "effects": float(np.abs((mean - known["fixed"]) / known["se"]).max()),
         "standard errors": float(np.abs(se / known["se"] - 1).max()),
         "sd": float(np.abs(sd / np.sort(known["sd"]) - 1).max()),

@@ -5,75 +5,25 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, cast
-
-import numpy as np
 
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.shared_messages import Confusion, Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
+from strategies.server.course import NEAR, Course
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Figures, Predicted, Roster, S, Total
 from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
 from strategies.server.totals import Masking
 
-LEAST = 10
-"""Rounds of a window."""
-ERRORS, DEVIATIONS = 3.0, 2.0
-NOTHING = 5e-3
-"""Nats a row along a window that are no rise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rise:
-    """A straight line through the latest values."""
-
-    slope: float
-    error: float
-    noise: float
-    """Standard deviation of a value around the line."""
-    flat: bool
-    """Whether the rise along the window, and three standard errors more, is below the noise."""
-
-
-def rise(values: Sequence[float]) -> Rise | None:
-    """The line through the latest half of ``values``, ten at least; None before there are enough."""
-    rounds = max(LEAST, len(values) // 2)
-    if len(values) < rounds:
-        return None
-    latest = np.array(values[-rounds:])
-    along = np.arange(rounds) - (rounds - 1) / 2
-    spread = float(along @ along)
-    slope = float(along @ latest) / spread
-    residual = latest - latest.mean() - slope * along
-    noise = math.sqrt(float(residual @ residual) / (rounds - 2))
-    error = noise / math.sqrt(spread)
-    return Rise(slope, error, noise, (slope + ERRORS * error) * rounds < max(DEVIATIONS * noise, NOTHING))
-
-
-@dataclass
-class Course:
-    """The values of a noisy bound so far, and the round after which they were flat for the first time."""
-
-    values: list[float] = field(default_factory=list)
-    flat_from: int | None = None
-
-    @property
-    def flat(self) -> bool:
-        """Whether the latest values are."""
-        line = rise(self.values)
-        return line is not None and line.flat
-
-    def add(self, value: float, after: int) -> None:
-        """The value after a round."""
-        self.values.append(value)
-        if self.flat_from is None and self.flat:
-            self.flat_from = after
+BOUND = "bound"
+"""What the watched figure is called among distances."""
 
 
 class Algorithm(ABC, Generic[S]):
@@ -88,8 +38,8 @@ class Algorithm(ABC, Generic[S]):
     """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
     """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
-    anneals: ClassVar[tuple[float, float] | None] = None
-    """Of a rate that falls at the end: shares of the planned rounds with long steps, and of all rounds until flat."""
+    anneals: ClassVar[float | None] = None
+    """Of a rate that falls at the end: the share of the rounds that have long steps."""
     predicts = True
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
@@ -104,7 +54,7 @@ class Algorithm(ABC, Generic[S]):
     scoring: Scoring
     current: S
     """The state; only complete rounds change it."""
-    course: Course
+    course: Course | None
     expected: Mapping[str, float]
     """Exchanges and seconds of training, as announced before it."""
 
@@ -141,27 +91,68 @@ class Algorithm(ABC, Generic[S]):
         return {}
 
     def finished(self, state: S) -> bool:
-        """Whether more rounds change nothing: none train, or the rate has come down since the figure was flat."""
-        if self.anneals and self.course.flat_from is not None:
-            return self.round >= self.horizon()
+        """Whether more rounds change nothing: none train, or it has settled and, for some, the rate has come down."""
+        if self.anneals and self.arrived:
+            return bool(self.tolerances(state)) or self.round >= self.horizon()
         return not self.trains and self.round > 0
 
     def horizon(self) -> int:
-        """The round in which the rate ends: as planned, or soon after the watched figure was flat."""
-        flat = self.course.flat_from
-        if flat is None or self.anneals is None:
+        """The round in which the rate ends: as planned, or soon after the course has settled."""
+        if self.anneals is None or not self.arrived:
             return self.planned_rounds
-        return min(self.planned_rounds, math.ceil(flat / self.anneals[1]))
+        return min(self.planned_rounds, math.ceil(self.arrived / self.anneals))
 
     def watching(self) -> bool:
         """Whether this round's figure says anything: not where steps are made small on purpose."""
-        return self.anneals is None or self.round <= self.anneals[0] * self.planned_rounds
+        return self.anneals is None or self.round <= self.anneals * self.planned_rounds
+
+    def tolerances(self, state: S) -> NamedArrays:
+        """Of parameters that come to rest, by name: lengths such as their posterior standard deviations.
+
+        Where there are any and the rate is constant, training ends when they have, and their mean is the answer.
+        """
+        return {}
+
+    def follow(self, figures: Figures) -> None:
+        """Add a round to the course; once it has settled, go on from its mean."""
+        if self.watched not in figures or not self.watching() or (self.anneals and self.arrived):
+            return
+        units = self.tolerances(self.current)
+        places = {name: cast(Any, self.current).parameters[name] for name in units}
+        place = pack(places)
+        self.course = (self.course or Course.begin(len(place))).after(figures[self.watched], place)
+        if self.arrived or self.course.waiting:
+            return
+        distances = self.distances(self.current)
+        if distances is None or max(distances.values()) > NEAR:
+            return
+        self.course = replace(self.course, arrived=self.round)
+        if self.anneals and units:
+            parameters = {**cast(Any, self.current).parameters, **unpack(self.course.answer, places)}
+            self.current = replace(cast(Any, self.current), parameters=parameters)
+
+    @property
+    def arrived(self) -> int:
+        """The round after which the course was near its limit for the first time; 0: not yet."""
+        return 0 if self.course is None else self.course.arrived
+
+    def distances(self, state: S) -> dict[str, float] | None:
+        """How far the bound and each parameter may be from where they are heading, in their units; None too early."""
+        units = self.tolerances(state)
+        found = None if self.course is None else self.course.distances(pack(units))
+        if found is None:
+            return None
+        farthest = {name: float(array.max()) for name, array in unpack(found[1:], units).items()} if units else {}
+        return {BOUND: float(found[0])} | farthest
 
     def converged(self, state: S) -> bool | None:
         """Whether training had come to its end by itself; None where the method cannot tell."""
+        if not self.watched:
+            return None
         if self.anneals:
-            return self.course.flat_from is not None
-        return self.course.flat if self.watched else None
+            return bool(self.arrived)
+        distances = self.distances(state)
+        return distances is not None and max(distances.values()) <= NEAR
 
     def exchanges_to_come(self, state: S) -> int | None:
         """With how many exchanges training ends at the latest, from here on; None where it cannot be said."""
@@ -185,9 +176,10 @@ class Algorithm(ABC, Generic[S]):
     def details(self) -> Json:
         """Facts of the method as ``metrics.json`` has them, those that sites are asked for among them."""
         asked = self.session.run(self.final(self.current, self.roster()))
-        line = rise(self.course.values)
         facts = {**self.scoring.predicted.details, **self.expected, **asked}
-        facts |= {} if line is None else {"rise_per_round": line.slope}
+        if self.course is not None and (distances := self.distances(self.current)):
+            unsettled = {name: far for name, far in distances.items() if far > NEAR and name != BOUND}
+            facts |= {"forecast_per_row": self.course.forecast, "unsettled": unsettled}
         return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
 
     def roster(self) -> Roster:

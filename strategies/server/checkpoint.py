@@ -9,14 +9,15 @@ from typing import Any
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.outcome import Snapshot, Summary
-from fedgp_flower.typing import Json
+from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.algorithm import Algorithm
+from strategies.server.course import Course
 from strategies.server.network import Failure, Traffic
 from strategies.server.questions import S
 from strategies.server.scoring import Evaluation, with_skill
 from strategies.server.session import Session
 
-STATE = "state."
+STATE, COURSE = "state.", "course."
 NOT_KEPT = {"arrays", "sums", "refused", "constant"}
 """Of an agreement: arrays stand beside the facts, and sites say the rest again."""
 
@@ -51,10 +52,10 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
     """State and preparation, and what was counted so far; the codec of messages writes the state too."""
     network, preparation, masking = algorithm.network, algorithm.preparation, algorithm.masking
     network.forgive()
-    arrays = {f"{STATE}{name}": array for name, array in encode(algorithm.current).items()}
+    parts = {STATE: algorithm.current} | ({} if algorithm.course is None else {COURSE: algorithm.course})
+    arrays = {f"{part}{name}": a for part, value in parts.items() for name, a in encode(value).items()}
     facts: Json = {} if masking is None else {"privacy": masking.facts()}
     facts |= {
-        "course": asdict(algorithm.course),
         "run": network.run,
         "traffic": asdict(network.traffic),
         "failures": [asdict(failure) for failure in network.failures],
@@ -87,8 +88,18 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
     clock.seconds = dict(facts["seconds"])
     clock.booked = {"seconds": sum(clock.seconds.values())}
     clock.booked |= {name: before[name] for name in ("bytes_up", "bytes_down")}
-    arrays = {name.removeprefix(STATE): a for name, a in snapshot.arrays.items() if name.startswith(STATE)}
-    return decode(state_class, arrays)
+    return decode(state_class, arrays_of(snapshot, STATE))
+
+
+def course_of(snapshot: Snapshot | None) -> Course | None:
+    """The course of a checkpoint; None where it has none."""
+    arrays = {} if snapshot is None else arrays_of(snapshot, COURSE)
+    return decode(Course, arrays) if arrays else None
+
+
+def arrays_of(snapshot: Snapshot, part: str) -> NamedArrays:
+    """The arrays of a part, without its prefix."""
+    return {name.removeprefix(part): a for name, a in snapshot.arrays.items() if name.startswith(part)}
 
 
 def dataset_of(session: Session) -> str:

@@ -369,7 +369,7 @@ class Network:
         for warning in str(_said(reply).get("warning", "")).splitlines()[:5]:
             if site not in self.warned.setdefault(warning[:300], set()):
                 self.warned[warning[:300]].add(site)
-                logger.warning("site %s: %s", site, warning[:300])
+                logger.info("site %s: %s", site, warning[:300])  # the run's notes tell people
 
 
 def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:

@@ -21,8 +21,8 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.options import BESIDE, COMMON
-from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better
+from fedgp_flower.options import BESIDE, CLASSES, COMMON, SEVERAL
+from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     Coefficients,
@@ -186,14 +186,14 @@ class Scoring:
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
             table = self.baseline(LifeTableScoreSums, Nothing())
             return table, None if line is None else self.baseline(LinearScoreSums, line)
-        odd = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli")
-        if odd or likelihood not in COMMON or session.config.beside:
+        odd = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
+        if odd or likelihood not in COMMON | SEVERAL or session.config.beside:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
         moved = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
         mean = constant(moved, rows, inputs, likelihood, scale)
-        line = session.run(linear_fit(session.roster().everyone, likelihood, inputs))
+        line = session.run(linear_fit(session.roster().everyone, likelihood, inputs, len(preparation.classes)))
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
@@ -294,6 +294,10 @@ def constant(
 
     Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
     """
+    if likelihood in SEVERAL:
+        shares = shares_of(target)
+        intercepts = np.log(shares[1:] / shares[0])[:, None]
+        return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1))
     if likelihood == "bernoulli":
         at, variance = math.log(target["share"] / (1 - target["share"])), 0.0
     elif likelihood == "poisson":
@@ -305,12 +309,19 @@ def constant(
     return LinearPredictor(np.zeros(inputs), np.zeros(inputs), at, variance)
 
 
-def linear_fit(sites: tuple[str, ...], likelihood: str, inputs: int) -> Asking[LinearPredictor | None]:
-    """Linear regression for numbers, logistic regression for two classes; None for counts, or if nobody answers."""
+def linear_fit(
+    sites: tuple[str, ...], likelihood: str, inputs: int, classes: int = 2
+) -> Asking[LinearPredictor | None]:
+    """Linear regression for numbers, logistic regression for classes; None for counts, or if nobody answers."""
     if likelihood == "poisson":
         return None
-    if likelihood == "bernoulli":
-        return (yield from _logistic(sites, inputs))
+    if likelihood in CLASSES:
+        weights = yield from _logistic(sites, inputs, classes)
+        if weights is None:
+            return None
+        if likelihood in SEVERAL:
+            return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
+        return LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
     summed: Summed[Moments] = yield Total(Moments, Nothing(), sites)
     return None if summed.total is None or summed.total.gram[0, 0] < 2 else ridge(summed.total)
 
@@ -367,21 +378,26 @@ def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[
     return LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), float(at[-1] ** -2))
 
 
-def _logistic(sites: tuple[str, ...], inputs: int) -> Asking[LinearPredictor | None]:
-    """The mode of log p(y | w) − ½‖w‖², by Newton's method; a step is halved while it lowers that."""
-    penalty = np.diag([0.0, *np.ones(inputs)])
-    weights, step, value = np.zeros(1 + inputs), np.zeros(1 + inputs), -math.inf
+def _logistic(sites: tuple[str, ...], inputs: int, classes: int) -> Asking[Array | None]:
+    """The mode of log p(y | w) − Σ ‖w_c − w̄‖² over C classes, of two −½‖w_1 − w_0‖²; w_0 = 0 by convention.
+
+    By Newton's method; a step is halved while it lowers that.
+    """
+    others, size = classes - 1, (classes - 1) * (1 + inputs)
+    penalty = np.kron(2 * (np.eye(others) - 1 / classes), np.diag([0.0, *np.ones(inputs)]))
+    weights, step, value = np.zeros(size), np.zeros(size), -math.inf
     for _ in range(NEWTON_STEPS):
         tried = weights + step
-        summed: Summed[LogisticSums] = yield Total(LogisticSums, Coefficients(tried), sites)
+        asked, sizes = Coefficients(tried.reshape(others, -1)), {"R": others, "Q": size}
+        summed: Summed[LogisticSums] = yield Total(LogisticSums, asked, sites, sizes=sizes)
         if summed.total is None:
             return None
         now = float(summed.total.likelihood - 0.5 * tried @ penalty @ tried)
         if now < value:
             step = step / 2
             continue
-        weights, value, gradient = tried, now, summed.total.gradient - penalty @ tried
+        weights, value, gradient = tried, now, summed.total.gradient.ravel() - penalty @ tried
         step = np.linalg.solve(summed.total.information + penalty, gradient)
         if gradient @ step < TOLERANCE:
             break
-    return LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), 0.0)
+    return weights.reshape(others, -1)

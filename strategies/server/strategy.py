@@ -30,7 +30,7 @@ from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server import checkpoint, enrolment
-from strategies.server.algorithm import Algorithm, Course
+from strategies.server.algorithm import Algorithm
 from strategies.server.network import Network
 from strategies.server.questions import Each, Figures, Question, S, Total
 from strategies.server.scoring import Scoring
@@ -76,7 +76,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.config, self.options, self.observer, self.snapshot = config, config.options, observer, snapshot
         self.timeout, self.planned_rounds = config.round_timeout, config.num_server_rounds
         facts: Json = {} if snapshot is None else snapshot.facts
-        self.clock, self.course = checkpoint.Clock(), Course(**facts.get("course", {}))
+        self.clock, self.course = checkpoint.Clock(), checkpoint.course_of(snapshot)
         self.begun = int(facts.get("round", 0))
         self.merged = bool(facts.get("merged"))
         """Whether what a site answered to training has ever changed the state."""
@@ -232,8 +232,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             self.current = before
             enrolment.reunite(network, self.preparation, again)
         figures = floats(metrics)
-        if self.watched in figures and self.watching():
-            self.course.add(figures[self.watched], number)
+        self.follow(figures)
         result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
         known = self.merged or not self.trains  # before an answer there is nothing to score
         if known and self.config.evaluate_every and number % self.config.evaluate_every == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedgp_flower.gp.likelihoods.classes import Softmax
 from fedgp_flower.gp.likelihoods.counts import Counts, OverdispersedCounts, Successes
 from fedgp_flower.gp.likelihoods.grades import Grades
 from fedgp_flower.gp.likelihoods.labels import Logit, Probit
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-OF_ONE_FUNCTION: dict[str, type[PointLikelihood]] = {
+BY_NAME: dict[str, type[PointLikelihood]] = {
     "bernoulli": Probit,
     "poisson": Counts,
     "negative-binomial": OverdispersedCounts,
@@ -31,6 +32,7 @@ OF_ONE_FUNCTION: dict[str, type[PointLikelihood]] = {
     "log-logistic": LogLogisticTimes,
     "log-normal": LogNormalTimes,
     "ordinal": Grades,
+    "categorical": Softmax,
 }
 """By the name in ``model.likelihood``, those that need no noise to start from."""
 
@@ -39,7 +41,7 @@ def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) ->
     """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
     if name in {"gaussian", "student-t"}:
         return (GaussianNoise if name == "gaussian" else HeavyTailed)(noise)
-    return OF_ONE_FUNCTION[name](nodes)
+    return BY_NAME[name](nodes)
 
 
 def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:

@@ -13,7 +13,7 @@ from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, rule
 from fedgp_flower.lazy import special
-from fedgp_flower.scores import Scores, TargetUnits, class_scores
+from fedgp_flower.scores import Scores, TargetUnits, class_scores, shares_of
 from fedgp_flower.typing import Array
 
 BEYOND = 1e4
@@ -83,8 +83,7 @@ def masses(edges: Tensor, mean: Tensor, sd: Tensor) -> Tensor:
 
 def _cuts(target: Mapping[str, float]) -> Array:
     """Φ⁻¹ of the shares of the first grade, of the first two, …, [K − 1]."""
-    shares = [1 - target["share"]] if "share" in target else [*target.values()][:-1]
-    return np.asarray(special.ndtri(np.cumsum(shares)))
+    return np.asarray(special.ndtri(np.cumsum(shares_of(target)[:-1])))
 
 
 def values_of(levels: Sequence[str]) -> Array:

@@ -93,3 +93,53 @@ def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, T
     slope, rest = normal @ ((-0.5 * z.square()).exp() * scale)  # of φ(z) / tᵢ, and tᵢ² = v + wᵢ²
     value = m * below + v * slope + rest
     return value.view_as(mean), below.view_as(mean), slope.view_as(mean)
+
+
+EDGE, LEFT_END, RIGHT_END, FINE = 5.4, 3.0, 16.0, 0.55
+"""How far a normal variable goes, in sds, and a Gumbel variable to either side; spacing of both rules."""
+STEPS, LIKE = 8, 128
+"""Rows are summed together that need as many nodes, rounded up; so many at once."""
+
+
+def expected_log_sum_exp(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """E log Σ e^{f_c} [N], π_c = E p_c and E p_c (1 − p_c) [C, N], p = softmax(f), of independent f_c ~ N(m_c, s_c).
+
+    With Gumbel noise G_c the largest f_c + G_c has the mean E log Σ e^{f_c} + γ (γ of Euler) and is that of class c
+    with probability π_c (Luce; McFadden 1974). Its distribution function is ∏ F_c(u), F_c(u) = E exp(−e^{f_c − u}), so
+
+        E log Σ e^{f_c} = b − γ − ∫_{−∞}^b ∏ F_c(u) du
+
+    for any b that it does not exceed, π_c = ∂/∂m_c of it, and the last is twice ∂/∂s_c. Trapezoidal rules over u and
+    over f are wrong by about e^{−π²/.55}, whatever the number of classes. The nodes of a row follow from it alone.
+    """
+    value, share, curvature = mean.new_empty(mean.shape[1]), torch.empty_like(mean), torch.empty_like(mean)
+    sd = variance.sqrt()
+    low, high = (mean - EDGE * sd).amax(0) - LEFT_END, (mean + EDGE * sd).amax(0) + RIGHT_END
+    nodes = torch.stack([EDGE * (sd.amax(0) / FINE).clamp(min=1.0), (high - low) / FINE])
+    kinds, kind = (STEPS * (nodes / STEPS).ceil()).long().unique(dim=1, return_inverse=True)
+    for number, (reach, count) in enumerate(kinds.T.tolist()):
+        for rows in torch.nonzero(kind == number)[:, 0].split(LIKE):
+            ends, found = (low[rows], high[rows]), (mean[:, rows], sd[:, rows])
+            value[rows], share[:, rows], curvature[:, rows] = _of_largest(*found, *ends, reach, count)
+    return value, share, curvature
+
+
+def _of_largest(
+    mean: Tensor, sd: Tensor, low: Tensor, high: Tensor, reach: int, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of rows with so many steps from 0 to the end of f, and between the ends of u."""
+    x = torch.linspace(-EDGE, EDGE, 2 * reach + 1).to(mean)
+    weight = (-0.5 * x.square()).exp()
+    weight = weight / weight.sum()
+    step = (high - low) / count  # [N]
+    t = ((mean + sd * x[:, None, None]) - low).exp()  # e^{f − u} at the first u, [Q, C, N]
+    value, share, curvature = high - np.euler_gamma, torch.zeros_like(mean), torch.zeros_like(mean)
+    for _ in range(count + 1):
+        density = (-t).exp()
+        reached, density = torch.tensordot(weight, density, 1), density.mul_(t)
+        slope, bend = torch.tensordot(weight, density, 1), torch.tensordot(weight, density.mul_(t - 1), 1)
+        every = reached.prod(0)
+        others = step * every / reached
+        value, share, curvature = value - step * every, share + others * slope, curvature - others * bend
+        t.mul_((-step).exp())
+    return value + step / 2, share, curvature  # ∏ F is 1 at the last u, which counts half

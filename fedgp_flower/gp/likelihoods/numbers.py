@@ -59,20 +59,28 @@ class GaussianNoise(PointLikelihood):
         return mean, variance + (2.0 * hyper[..., -1:]).exp()
 
 
-FREEDOM = 4.0
-"""Degrees of freedom ν of Student-t noise: tails that outliers do not move, and a variance, 2σ²."""
+LEAST, MOST = 2.5, 20.0
+"""Degrees of freedom ν of Student-t noise: so many that it has a variance, and so many that it is nearly normal."""
+KAPPA = 1 / (1 / (4.0 - LEAST) - 1 / (MOST - LEAST))
+"""Of ν = 4."""
+
+
+def freedom_of(hyper: Tensor) -> Tensor:
+    """ν = 2.5 + κ / (1 + κ / 17.5) [*S, 1] of parameters (log κ, log σ) [*S, 2]; ν = 4 where they are log σ alone."""
+    kappa = hyper[..., :-1].exp() if hyper.shape[-1] > 1 else torch.full_like(hyper, KAPPA)
+    return LEAST + kappa / (1 + kappa / (MOST - LEAST))
 
 
 class HeavyTailed(PointLikelihood):
-    """Student-t noise with ν = 4; the parameter is log of its scale σ."""
+    """Student-t noise; the parameters are log κ of its degrees of freedom, and log of its scale σ."""
 
     def __init__(self, noise: float = 0.1) -> None:
         super().__init__(nodes=200)
-        self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
+        self.initial = torch.tensor([math.log(KAPPA), 0.5 * math.log(noise)], dtype=torch.float64)
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log density of Student-t noise around f."""
-        return StudentT(FREEDOM, function, hyper[..., -1:].exp(), validate_args=False).log_prob(targets)
+        return StudentT(freedom_of(hyper), function, hyper[..., -1:].exp(), validate_args=False).log_prob(targets)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """By an integral of closed forms, as exact where f is wider than the noise.
@@ -84,15 +92,16 @@ class HeavyTailed(PointLikelihood):
 
         With B = E(a + r²) the integrand vanishes as t² where t is small.
         """
-        scale, apart = FREEDOM * (2.0 * hyper[..., -1:]).exp(), (targets - mean).square()
+        freedom, apart = freedom_of(hyper), (targets - mean).square()
+        scale = freedom * (2.0 * hyper[..., -1:]).exp()
         size = scale + apart + variance
         t = logarithmic_rule(-13.0, 17.0, size.ndim)
         wide = 1.0 + 2.0 * t * variance / size
         inside = (-t * (scale + apart / wide) / size).exp() * wide.rsqrt()
         logarithm = size.log() + SPACING * ((-t).exp() - inside).sum(0)
-        half = (FREEDOM + 1.0) / 2.0
-        normaliser = math.lgamma(half) - math.lgamma(FREEDOM / 2.0) - 0.5 * math.log(math.pi)
-        return normaliser + FREEDOM / 2.0 * scale.log() - half * logarithm
+        half = (freedom + 1.0) / 2.0
+        normaliser = torch.lgamma(half) - torch.lgamma(freedom / 2.0) - 0.5 * math.log(math.pi)
+        return normaliser + freedom / 2.0 * scale.log() - half * logarithm
 
     def components(self, mean: Tensor, variance: Tensor, hyper: Tensor, low: float = -9.0) -> tuple[Tensor, Tensor]:
         """Variances and shares [Q, *S, N] of Gaussians around the mean that are the predictive distribution.
@@ -100,8 +109,8 @@ class HeavyTailed(PointLikelihood):
         Student-t noise is normal with variance σ²/g, g ~ Gamma(ν/2, ν/2).
         """
         del mean
-        g, half = logarithmic_rule(low, 3.2, variance.ndim), FREEDOM / 2.0
-        shares = SPACING * (half * (half * g).log() - half * g - math.lgamma(half)).exp()
+        g, half = logarithmic_rule(low, 3.2, variance.ndim), freedom_of(hyper) / 2.0
+        shares = SPACING * (half * (half * g).log() - half * g - torch.lgamma(half)).exp()
         return variance + (2.0 * hyper[..., -1:]).exp() / g, shares
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
@@ -112,7 +121,8 @@ class HeavyTailed(PointLikelihood):
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean m and variance v + σ² ν / (ν − 2)."""
-        return mean, variance + (2.0 * hyper[..., -1:]).exp() * FREEDOM / (FREEDOM - 2.0)
+        freedom = freedom_of(hyper)
+        return mean, variance + (2.0 * hyper[..., -1:]).exp() * freedom / (freedom - 2.0)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the true predictive distribution."""
@@ -134,5 +144,5 @@ class HeavyTailed(PointLikelihood):
     def to_gpytorch(self, hyper: Tensor) -> Likelihood:
         """GPyTorch's Student-t likelihood."""
         likelihood = StudentTLikelihood(noise_constraint=log_positive()).double()
-        likelihood.noise, likelihood.deg_free = (2.0 * hyper[-1]).exp(), FREEDOM
+        likelihood.noise, likelihood.deg_free = (2.0 * hyper[-1]).exp(), freedom_of(hyper)
         return in_float64(likelihood, self)

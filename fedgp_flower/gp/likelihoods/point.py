@@ -59,7 +59,8 @@ def rule(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 class PointLikelihood(ABC):
     """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
 
-    Targets are [N], or [N, 2] with the column that stands beside the target.
+    Targets are [N], or [N, 2] with the column that stands beside the target. Where it is of several functions, their
+    means and variances are [C, N].
     """
 
     initial: Float[Tensor, " R"] = NONE  # parameters at the start, in logarithms
@@ -76,8 +77,8 @@ class PointLikelihood(ABC):
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
         """The same model as a likelihood of GPyTorch."""
 
-    def start(self, target: Mapping[str, float], beside: float) -> float:
-        """The constant f that suits what is known of all targets, and the mean of what stands beside them."""
+    def start(self, target: Mapping[str, float], beside: float) -> float | Array:
+        """The constant f, or each [C, 1], that suits what is known of targets and the mean of what is beside them."""
         del target, beside
         return 0.0
 

@@ -14,7 +14,6 @@ from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import confusion
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.typing import NamedArrays
 
@@ -55,8 +54,4 @@ def panels(run: Run) -> list[Panel]:
         "Share ρ of the prior variance that heads of sites have for themselves, and the log evidence of all training"
         f" rows, in nats. The largest one is taken: {details['share']:g}. At 0 all sites have the same head."
     )
-    sections = [Panel("Personal heads", html_table(("ρ", "log evidence"), rows), caption)]
-    if counts := details.get("confusion"):
-        words = "Held-out rows of every class (rows of the figure) by the likeliest class (columns)."
-        sections.append(Panel("Confusion of classes", confusion(np.array(counts)), words))
-    return sections
+    return [Panel("Personal heads", html_table(("ρ", "log evidence"), rows), caption)]

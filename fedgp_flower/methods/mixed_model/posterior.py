@@ -67,7 +67,7 @@ def panels(run: Run) -> list[Panel]:
         [
             str(row["effect"]),
             *(show(row[name]) for name in ("estimate", "se")),
-            f"{show(row['low'])} to {show(row['high'])}",
+            _interval(row),
             *([f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"] if ratio else []),
             probability(row["p"]),
         ]
@@ -90,7 +90,7 @@ def probability(p: float) -> str:
 
 
 def _interval(row: Facts) -> str:
-    ends = row["low"], row["high"]
+    ends = [row.get(f"profile_{end}", row[end]) for end in ("low", "high")]
     return "–" if any(end is None or not np.isfinite(end) for end in ends) else f"{show(ends[0])} to {show(ends[1])}"
 
 
@@ -100,12 +100,18 @@ def caption(facts: Facts) -> str:
     said = f"{facts['criterion']} estimates in units of the table, of {facts['rows']:,} rows"
     said += f" and {', '.join(groups) or 'no groups'}"
     fit = f"log likelihood {facts['log_likelihood']:.2f}, AIC {facts['aic']:.2f}, BIC {facts['bic']:.2f}"
-    return f"{said}; {fit}. Wald intervals and p-values."
+    kind = "Intervals by the profile of the likelihood, Wald's" if _profiled(facts) else "Wald intervals and"
+    return f"{said}; {fit}. {kind} p-values."
+
+
+def _profiled(facts: Facts) -> bool:
+    """Whether there are such intervals."""
+    return "profile_low" in facts["effects"][0]
 
 
 def _shares(facts: Facts) -> str:
     parts = [f"{share:.3f} for `{group}`" for group, share in facts["icc"].items()]
-    singular = " A random effect has no variance: the fit is singular." if facts["singular"] else ""
-    return (
-        f"Intraclass correlation {', '.join(parts)}. " if parts else ""
-    ) + f"Intervals by the delta method.{singular}"
+    icc = [f"Intraclass correlation {', '.join(parts)}."] if parts else []
+    how = [] if _profiled(facts) else ["Intervals by the delta method."]
+    singular = ["A random effect has no variance: the fit is singular."] if facts["singular"] else []
+    return " ".join(icc + how + singular)

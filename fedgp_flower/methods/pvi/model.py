@@ -41,7 +41,7 @@ ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
 ROUNDING = 1e-9
 """A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
-LIKELIHOOD_NAMES = {"gaussian": ("noise sd",), "student-t": ("scale",)}
+LIKELIHOOD_NAMES = {"gaussian": ("noise sd",), "student-t": ("freedom", "scale")}
 """What the likelihood's entries of β are the logarithms of."""
 
 

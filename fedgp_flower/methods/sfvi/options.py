@@ -10,17 +10,14 @@ from pydantic import Field, field_validator
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import BASIC, Count, MethodOptions, ModelSection, Positive, PositiveInt
+from fedgp_flower.options import Count, MethodOptions, ModelSection, Positive, PositiveInt
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which stay as they are."""
 MODELS: Mapping[str, ModelRow] = BUILT_IN | installed(BUILT_IN)
 """By the name in ``sfvi.model``."""
-CONSTANT_SHARE, FINAL_RATE = 0.5, 0.01
-"""Share of the rounds before the learning rate falls, unless the bound is flat sooner, and where it ends, as a share of
-the first rate: half of the rounds find the place, the other half average out the noise."""
-FLAT_SHARE = 0.8
-"""Share of the rounds at the full rate where the bound was found flat: averaging out the noise takes fewer."""
+CONSTANT_SHARE, FINAL_RATE = 0.8, 0.01
+"""Share of the rounds before the learning rate falls, and where it ends, as a share of the first rate."""
 CATCH_UP_STEPS = 400
 """Steps on its latents alone by a site that comes late or has lost its state: as many as a usual run takes."""
 
@@ -34,7 +31,7 @@ class CommonKeys(MethodOptions):
     variant_key: ClassVar[str] = "model"
     variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
 
-    model: Annotated[str, BASIC] = "gp"
+    model: str = "gp"
     """By name, as in Hassan et al. (2023) where a section is given."""
     structure: Literal["diagonal", "full"] = "diagonal"
     """L_G of q(Z_G). ``full`` sends M²/2 numbers more."""
@@ -99,6 +96,11 @@ class CommonKeys(MethodOptions):
             words = "reads class numbers off the target: set `standardise` false"
             raise ConfigError(f"`sfvi.model` = {self.model!r} {words}")
 
+    @property
+    def usual_rounds(self) -> int:
+        """A round of ``sfvi`` is one step of Adam."""
+        return super().usual_rounds if self.averages else 2000
+
     def averaging_rounds(self, rounds: int) -> int:
         """How many of so many rounds are of local steps and averages: they come first."""
         return rounds if self.averages else min(rounds, self.warm_start_rounds)
@@ -126,13 +128,12 @@ class CommonKeys(MethodOptions):
         fixed = [index for index, name in enumerate(names) if name != self.unit_column]
         return fixed + [list(names).index(name) for name in self.slopes]
 
-    def rate(self, step: int, steps: int, *, flat: bool = False) -> float:
+    def rate(self, step: int, steps: int) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
 
-        It ends at :data:`FINAL_RATE` · ``learning-rate``; ``flat``: after so many steps the bound was found flat.
+        It ends at :data:`FINAL_RATE` · ``learning-rate``.
         """
-        constant = FLAT_SHARE if flat else CONSTANT_SHARE
-        progress = (step / steps - constant) / (1 - constant)
+        progress = (step / steps - CONSTANT_SHARE) / (1 - CONSTANT_SHARE)
         return float(self.learning_rate * FINAL_RATE ** min(max(progress, 0.0), 1.0))
 
 

@@ -26,7 +26,7 @@ from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, Structur
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import DPI, confusion
+from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import show
 from fedgp_flower.shared_messages import Parameters
@@ -102,9 +102,6 @@ def panels(run: Run) -> list[Panel]:
         target = str(run.saved.schema["target"]["name"])
         label = target if run.saved.likelihood == "gaussian" else f"the latent function of {target}"
         sections.append(Panel("Deviations", deviations(told, columns, label), caption))
-    if counts := run.metrics.method_details.get("confusion"):
-        caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
-        sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))
     return sections
 
 

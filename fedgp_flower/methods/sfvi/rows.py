@@ -33,6 +33,8 @@ class ModelRow:
     """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
     mean_field: bool = False
     """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
+    personal: bool = False
+    """Whether the last layer stays at its site, so that nothing is known of new sites."""
     known_expectations: bool = False
     """Whether a site's term of the bound is known without draws, so that none travel."""
     inducing: bool = False
@@ -58,9 +60,11 @@ _NETWORK = replace(
     summary="a Bayesian neural network with other weights at every site, Section 4.1",
     reads=("classes", "hidden"),
     mean_field=True,
+    personal=True,
 )
 _AMORTISED = replace(
     _NETWORK,
+    personal=False,
     model=f"{_HERE}.classes:AmortisedModel",
     summary="an autoencoder, one encoder for all sites",
     reads=("classes", "hidden", "latents"),

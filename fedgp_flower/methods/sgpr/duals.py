@@ -4,59 +4,79 @@ With L Lᵀ = K_zz, W = L⁻¹ K_zx and v = L⁻¹(u − c) ~ N(0, I), the optim
 that of pseudo-observations: S = (I + B)⁻¹, μ = S b with B = W diag(β) Wᵀ and b = B μ + W α. Here α = ∂/∂m and
 β = −2 ∂/∂s of E log p(y | f), f ~ N(m, s), so that (B, b) and the bound are sums over rows, and a step of the natural
 gradient is (B, b) ← (1 − ρ)(B, b) + ρ (B̄, B̄ μ + W α), after Khan and Lin (2017) and Adam et al. (2021).
+
+Where p(y | f) is of C functions, which share the prior and are independent under q, there are α, β, B and b of each.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
-from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Square, Targets, Vector
+from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Square, Targets
 
 
 @dataclass(frozen=True, slots=True)
 class Duals:
     """What all rows say of v: N(v; B⁻¹b, B⁻¹) up to a constant, where B need not be invertible."""
 
-    precision: Square  # B  [M, M]
-    shift: Vector  # b  [M]
+    precision: Float[Tensor, "*C M M"]  # B
+    shift: Float[Tensor, "*C M"]  # b
 
-    def factor(self) -> Square:
-        """C with C Cᵀ = I + B."""
-        return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
+    def factor(self) -> Float[Tensor, "*C M M"]:
+        """R with R Rᵀ = I + B."""
+        return cholesky(torch.eye(self.shift.shape[-1]).to(self.precision) + self.precision, of="I + B")
 
     def posterior(self) -> WhitenedPosterior:
         """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
         covariance = torch.cholesky_inverse(self.factor())
-        return WhitenedPosterior(covariance @ self.shift, symmetric(covariance))
+        return WhitenedPosterior(applied(covariance, self.shift), symmetric(covariance))
 
     def divergence(self) -> Scalar:
         """KL(q(v) ‖ N(0, I)) in nats."""
-        q, log_determinant = self.posterior(), 2 * self.factor().diagonal().log().sum()
-        return 0.5 * (q.covariance.diagonal().sum() + q.mean.square().sum() - len(q.mean) + log_determinant)
+        q, log_determinant = self.posterior(), 2 * diagonals(self.factor()).log().sum()
+        return 0.5 * (diagonals(q.covariance).sum() + q.mean.square().sum() - q.mean.numel() + log_determinant)
 
     def stepped(self, found: Expectations, rho: float) -> Duals:
         """A natural-gradient step of length ρ from the q(v) at which the expectations were taken.
 
-        Where log p(y | f) is not concave, as around outliers, B̄ may be indefinite. Of C⁻¹ B̄ C⁻ᵀ, C Cᵀ = I + B, the
+        Where log p(y | f) is not concave, as around outliers, B̄ may be indefinite. Of R⁻¹ B̄ R⁻ᵀ, R Rᵀ = I + B, the
         directions with negative eigenvalues are then left as they are in the prior: the bound rises along the others.
         """
         factor, curvature = self.factor(), torch.from_numpy(found.curvature)
         half = torch.linalg.solve_triangular(factor, curvature, upper=False)
         roots, vectors = torch.linalg.eigh(symmetric(torch.linalg.solve_triangular(factor, half.mT, upper=False)))
-        if roots[0] < 0:
-            kept = factor @ vectors * roots.clamp(min=0).sqrt()
+        if (roots < 0).any():
+            kept = factor @ vectors * roots.clamp(min=0).sqrt()[..., None, :]
             curvature = kept @ kept.mT
         slope = torch.from_numpy(found.slope)
-        shift = curvature @ self.posterior().mean + slope
+        shift = applied(curvature, self.posterior().mean) + slope
         return Duals(torch.lerp(self.precision, curvature, rho), torch.lerp(self.shift, shift, rho))
+
+
+def applied(matrix: Float[Tensor, "*A M M"], vector: Float[Tensor, "*B M"]) -> Float[Tensor, "*C M"]:
+    """The product of the matrix and vector of each function."""
+    return (matrix @ vector[..., None])[..., 0]
+
+
+def diagonals(matrix: Float[Tensor, "*C M M"]) -> Float[Tensor, "*C M"]:
+    """The diagonal of each function's matrix."""
+    return matrix.diagonal(dim1=-2, dim2=-1)
+
+
+def over_functions(matrix: Float[Tensor, "*C M N"]) -> Float[Tensor, "M N"]:
+    """The sum over functions."""
+    return matrix.reshape(-1, *matrix.shape[-2:]).sum(0)
 
 
 def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals:
@@ -71,9 +91,10 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
     cross = new.kernel(points, new.inducing_points).to_dense() + new.nugget() * torch.eye(len(points)).to(points)
     half = torch.linalg.solve_triangular(before, cross, upper=False)
     move = torch.linalg.solve_triangular(factor, half.mT, upper=False)  # Rᵀ
-    offset = (new.constant - old.constant.detach()).expand(len(points), 1)
-    shift = duals.shift - duals.precision @ torch.linalg.solve_triangular(before, offset, upper=False)[:, 0]
-    return Duals(symmetric(move @ duals.precision @ move.mT), move @ shift)
+    offset = (new.constant - old.constant.detach()).expand(duals.shift.shape)
+    apart = torch.linalg.solve_triangular(before, offset[..., None], upper=False)[..., 0]
+    shift = duals.shift - applied(duals.precision, apart)
+    return Duals(symmetric(move @ duals.precision @ move.mT), applied(move, shift))
 
 
 def expectations(
@@ -89,9 +110,9 @@ def expectations(
     named = model.wire_parameters()
     moving = {name: parameter for name, parameter in named.items() if name not in (CONSTANT, HYPER)}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-    size = len(factor)
-    fit, slope, curvature = factor.new_zeros(()), factor.new_zeros(size), factor.new_zeros(size, size)
-    for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
+    fit, (slope, curvature) = factor.new_zeros(()), map(torch.zeros_like, (posterior.mean, posterior.covariance))
+    chunk = math.ceil(CHUNK / model.constant.numel())
+    for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
         with torch.enable_grad():
             cross, prior = model.kernel(model.inducing_points, x).to_dense(), model.kernel(x, diag=True)
             nugget = model.nugget()
@@ -101,29 +122,34 @@ def expectations(
         value, alpha, beta, by_hyper = model.observed.slopes(y, mean, variance, model.hyper.detach())
         with torch.no_grad():
             alpha, beta = alpha.to(whitened), beta.to(whitened)
-            incoming = torch.outer(posterior.mean.to(whitened), alpha) + (whitened - spread) * beta
-            incoming = torch.linalg.solve_triangular(factor.mT, incoming, upper=True)
-            fit, slope = fit + value, slope + whitened @ alpha
-            curvature = curvature + (whitened * beta) @ whitened.mT
-        adjoints = incoming, -beta / 2, -beta.sum() / 2
+            weight = beta[..., None, :]
+            incoming = posterior.mean.to(whitened)[..., None] * alpha[..., None, :] + (whitened - spread) * weight
+            incoming = torch.linalg.solve_triangular(factor.mT, over_functions(incoming), upper=True)
+            fit, slope = fit + value, slope + alpha @ whitened.mT
+            curvature = curvature + (whitened * weight) @ whitened.mT
+        adjoints = incoming, -over_functions(weight)[0] / 2, -beta.sum() / 2
         grads = torch.autograd.grad((cross, prior, nugget), [*moving.values()], adjoints, allow_unused=True)
         for name, grad in zip(moving, grads, strict=True):
             gradient[name] += 0 if grad is None else grad
-        gradient[CONSTANT] += alpha.sum()
+        gradient[CONSTANT] += alpha.sum(-1, keepdim=True)
         if HYPER in gradient:
             gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
     return Expectations(values, *to_arrays(fit, slope, symmetric(curvature)))
 
 
-def pseudo_sums(found: Expectations, mean: Array, rows: int) -> SparseSums:
-    """Rows as pseudo-observations m + α/β of f with noise 1/β: A = B̄ and b = B̄ μ + W α, where q(v) has the mean μ.
+def pseudo_sums(found: Expectations, mean: Array, rows: int) -> list[SparseSums]:
+    """Rows as pseudo-observations m + α/β of each f with noise 1/β: A = B̄ and b = B̄ μ + W α, where q(v) has the mean μ.
 
     Their squares are not known; in their place stand 1 a row, of the noise, and what A and b explain.
     """
-    shift = found.curvature @ mean + found.slope
-    explained = shift @ np.linalg.solve(np.eye(len(shift)) + found.curvature, shift)
-    return SparseSums(found.curvature, shift, np.asarray(rows + explained), np.zeros(()), np.array(float(rows)))
+    sums, size = [], mean.shape[-1]
+    each = found.curvature.reshape(-1, size, size), found.slope.reshape(-1, size), mean.reshape(-1, size)
+    for curvature, slope, centre in zip(*each, strict=True):
+        shift = curvature @ centre + slope
+        explained = shift @ np.linalg.solve(np.eye(len(shift)) + curvature, shift)
+        sums.append(SparseSums(curvature, shift, np.asarray(rows + explained), np.zeros(()), np.array(float(rows))))
+    return sums
 
 
 def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expectations) -> NamedArrays:
@@ -139,8 +165,8 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
         q, prior = moved.posterior(), new.log_prior()
     with torch.no_grad():
         slope, curvature = torch.from_numpy(found.slope), torch.from_numpy(found.curvature)
-        products = torch.outer(q.mean, slope) + curvature - q.covariance @ curvature
-        by_factor = -torch.linalg.solve_triangular(factor.mT, products, upper=True).tril()
+        products = q.mean[..., None] * slope[..., None, :] + curvature - q.covariance @ curvature
+        by_factor = -torch.linalg.solve_triangular(factor.mT, over_functions(products), upper=True).tril()
         adjoints = by_factor, slope - q.mean, (moved.precision - curvature) / 2, torch.ones_like(prior)
     outputs = factor, q.mean, q.covariance, prior
     grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True, materialize_grads=True)

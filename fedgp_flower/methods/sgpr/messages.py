@@ -184,8 +184,8 @@ class PooledPosterior:
     """Parameters, and q(v) = N(m, S) of the whitened inducing values v = L⁻¹ f(Z): all that predicts."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
-    mean: Float[ndarray, " M"] = leaves("m")
-    covariance: Float[ndarray, "M M"] = leaves("S", symmetric=True)
+    mean: Float[ndarray, "*C M"] = leaves("m; of each class, where there are several")
+    covariance: Float[ndarray, "*C M M"] = leaves("S", symmetric=True)
 
     def whitened(self) -> WhitenedPosterior:
         """As tensors."""
@@ -198,8 +198,8 @@ class Expectations:
 
     values: Mapping[str, AnyShape] = leaves("Σ ∂/∂w E log p(y | f) at fixed L and q, by parameter", as_sent=True)
     fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
-    slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
-    curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
+    slope: Float[ndarray, "*C M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s); of each class")
+    curvature: Float[ndarray, "*C M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
 
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
@@ -216,9 +216,14 @@ class Expectations:
             return None
         if float(self.fit) > SINGLE_SLACK * described.rows:
             return f"`fit` is {float(self.fit):g}: no probability is above 1"
-        least = -SINGLE_SLACK * abs(float(np.trace(self.curvature)))
-        bends = along(self.curvature)[1] if described.added else np.linalg.eigvalsh(self.curvature)[:1]
-        return None if (bends >= least).all() else "`curvature` is not that of concave terms"
+        each = self.curvature.reshape(-1, *self.curvature.shape[-2:])
+        slack = SINGLE_SLACK * np.abs(np.trace(each, axis1=1, axis2=2))
+        if described.added:
+            concave = all((along(one)[1] >= -least).all() for one, least in zip(each, slack, strict=True))
+        else:
+            slack = np.maximum(slack, np.finfo(float).tiny)[:, None, None] * np.eye(each.shape[-1])
+            concave = not torch.linalg.cholesky_ex(torch.from_numpy(each + slack)).info.any()
+        return None if concave else "`curvature` is not that of concave terms"
 
 
 @message()

@@ -13,6 +13,7 @@ from fedgp_flower.options import (
     SMOOTH,
     Count,
     MethodOptions,
+    ModelSection,
     PositiveInt,
 )
 
@@ -57,6 +58,10 @@ class SVGPOptions(SGPROptions):
 
     usual_kernel: ClassVar[str] = SMOOTH
     usual_megabytes: ClassVar[int] = 0
+
+    def numbers_classes(self, section: ModelSection) -> bool:
+        """Whether there are several."""
+        return section.likelihood in SEVERAL
 
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""

@@ -1,0 +1,160 @@
+"""Several classes from sums: the integrals, their limits, and runs with every kind of target that names a class."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+from scipy.special import logsumexp, softmax
+from sklearn.linear_model import LogisticRegression
+
+import fedgp_flower as fg
+from fedgp_flower.errors import DataError
+from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp, expected_softplus
+from fedgp_flower.gp.models import LatentGP
+from fedgp_flower.methods.sgpr.duals import Duals, expectations
+from fedgp_flower.options import ModelSection
+
+NONE = torch.zeros(0).double()
+
+
+@pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
+def test_of_two_classes_the_difference_is_a_logit(variance):
+    """Log Σ e^f = f_0 + log(1 + e^d), d = f_1 − f_0 ~ N(m_1 − m_0, s_0 + s_1): another closed form has that."""
+    mean, spread = (
+        torch.linspace(-6, 6, 14).double().view(2, 7) * torch.tensor([[1.0], [-0.4]]),
+        torch.ones(2, 7).double(),
+    )
+    spread = variance * spread * torch.tensor([[1.0], [0.7]])
+    value, share, curvature = expected_log_sum_exp(mean, spread)
+    softplus, logistic, density = expected_softplus(mean[1] - mean[0], spread.sum(0))
+    torch.testing.assert_close(value, mean[0] + softplus, rtol=0, atol=2e-6)
+    torch.testing.assert_close(share, torch.stack([1 - logistic, logistic]), rtol=0, atol=2e-6)
+    torch.testing.assert_close(curvature, density.expand(2, -1), rtol=0, atol=2e-6 / min(1.0, variance**0.5 * 3))
+
+
+def test_of_three_classes_they_are_what_quadrature_finds():
+    """By fine trapezia over the plane; f_2 is certain."""
+    m, s = np.array([0.3, -0.8, 0.5]), np.array([2.0, 0.5, 1e-12])
+    found = [part[..., 0] for part in expected_log_sum_exp(torch.from_numpy(m)[:, None], torch.from_numpy(s)[:, None])]
+    z = np.linspace(-9, 9, 721)
+    weights = np.multiply.outer(stats.norm.pdf(z), stats.norm.pdf(z)) * (z[1] - z[0]) ** 2
+    plane = np.stack(np.broadcast_arrays(m[0] + s[0] ** 0.5 * z[:, None], m[1] + s[1] ** 0.5 * z, m[2]))
+
+    def mean_of(values):
+        return (weights * values).sum()
+
+    every = softmax(plane, axis=0)
+    assert float(found[0]) == pytest.approx(mean_of(logsumexp(plane, axis=0)), abs=1e-6)
+    for c in range(3):
+        assert float(found[1][c]) == pytest.approx(mean_of(every[c]), abs=1e-6)
+        assert float(found[2][c]) == pytest.approx(mean_of(every[c] * (1 - every[c])), abs=5e-6)
+
+
+def test_derivatives_are_those_of_the_value():
+    """α by the mean and β = −2 ∂/∂s, by central differences and by autograd; the log of a tiny probability is right."""
+    draw = np.random.default_rng(0)
+    likelihood, y = build_point_likelihood("categorical"), torch.tensor([0.0, 4.0, 2.0])
+    mean, spread = (torch.from_numpy(part) for part in (draw.normal(0, 2, (5, 3)), draw.uniform(0.1, 9, (5, 3))))
+    total, alpha, beta, _ = likelihood.slopes(y, mean, spread, NONE)
+    leaves = mean.clone().requires_grad_(), spread.clone().requires_grad_()
+    expected = likelihood.expected(y, *leaves, NONE).sum()
+    assert float(expected.detach()) == pytest.approx(float(total))
+    by_mean, by_spread = torch.autograd.grad(expected, leaves)
+    torch.testing.assert_close(alpha, by_mean)
+    torch.testing.assert_close(beta, -2 * by_spread)
+    for c in range(5):
+        step = torch.zeros(5, 1).double()
+        step[c] = 1e-4
+        ends = [likelihood.expected(y, mean + sign * step, spread, NONE) for sign in (1, -1)]
+        torch.testing.assert_close((ends[0] - ends[1]) / 2e-4, alpha[c], rtol=0, atol=1e-6)
+        ends = [likelihood.expected(y, mean, spread + sign * step, NONE) for sign in (1, -1)]
+        torch.testing.assert_close(-(ends[0] - ends[1]) / 1e-4, beta[c], rtol=0, atol=5e-6)
+    far, narrow = torch.tensor([[0.0], [30.0]]).double(), torch.full((2, 1), 1e-6).double()
+    assert float(likelihood.log_predictive(torch.zeros(1), far, narrow, NONE)) == pytest.approx(-30, abs=1e-3)
+
+
+def test_tied_functions_of_two_classes_are_one_logit_with_twice_the_prior():
+    """f_1 = −f_0 in posterior as by symmetry it must be: α and B of one class are those of the other."""
+    draw = np.random.default_rng(1)
+    x = torch.from_numpy(draw.normal(size=(40, 1)))
+    y = (x[:, 0] + torch.from_numpy(draw.normal(size=40)) > 0).double()
+    model = LatentGP(ModelSection(likelihood="categorical"), torch.linspace(-2, 2, 6).double()[:, None])
+    model.begin({"share": 0.5}, 1.0)
+    duals = Duals(torch.zeros(2, 6, 6).double(), torch.zeros(2, 6).double())
+    for _ in range(20):
+        duals = duals.stepped(expectations(model, x, y, duals.posterior()), 0.7)
+    torch.testing.assert_close(duals.shift[0], -duals.shift[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(duals.precision[0], duals.precision[1], rtol=1e-5, atol=1e-5)
+    mean, spread = model.latent(x, duals.posterior())
+    share = model.observed.moments(mean, spread, NONE)[0]
+    torch.testing.assert_close(share[:, 1], expected_softplus(mean[1] - mean[0], spread.sum(0))[1], rtol=0, atol=2e-6)
+
+
+def flowers(rows=160):
+    """Three species in a plane, one of which grows nowhere in the south; numbers name the same classes."""
+    draw = np.random.default_rng(2)
+    x = draw.normal(size=(rows, 2))
+    species = np.where(x[:, 0] ** 2 + 0.3 * draw.normal(size=rows) > 1, "sage", np.where(x[:, 1] > 0, "rue", "thyme"))
+    place = np.where((x[:, 1] > -0.6) & (species == "rue"), "north", draw.choice(["north", "south", "west"], rows))
+    return pd.DataFrame({"x0": x[:, 0], "x1": x[:, 1], "place": place, "species": species})
+
+
+QUICK = {
+    "model.likelihood": "categorical",
+    "model.num-inducing": 15,
+    "baselines.max-evaluations": 8,
+    "evaluate-every": 0,
+    "sgpr.exchanges": 12,
+}
+ALONE = {"baselines.local-only": False, "baselines.pooled": False}
+
+
+def test_classes_are_learned_from_sums(tmp_path):
+    frame = flowers()
+    options = QUICK | {"output-dir": str(tmp_path), "features": "x0,x1", "partitioner": "natural"}
+    options |= {"partition.column": "place", "name": "text"}
+    found = fg.run(frame, target="species", sites=3, options=options)
+    metrics = found.metrics
+    assert metrics.test["accuracy"] > 0.75
+    assert metrics.test["nll"] < metrics.linear["nll"] - 0.1 < metrics.mean["nll"] - 0.1
+    assert all(np.isfinite(arm["nll"]) for arm in (metrics.local_only, metrics.pooled, metrics.boosting))
+    table = fg.load_run(found.path).posterior.predict(frame)
+    assert list(table) == [f"probability of {name}" for name in ("rue", "sage", "thyme")]
+    np.testing.assert_allclose(table.sum(axis=1), 1.0)
+    assert "rue" in (found.path / "report.html").read_text()
+    assert np.sum(metrics.method_details["confusion"]) == sum(row["num_examples"] for row in metrics.per_site)
+    numbers = frame.assign(species=frame["species"].map({"rue": 0, "sage": 1, "thyme": 2}))
+    same = fg.run(numbers, target="species", sites=3, options=options | {"name": "numbers"} | ALONE)
+    assert same.metrics.test == metrics.test
+
+
+@pytest.mark.parametrize("sites", [2, 5])
+def test_the_multinomial_regression_beside_it_is_that_of_all_rows(tmp_path, sites):
+    """Scikit-learn penalises ½ ‖w‖² / C, here it is Σ ‖w_c − w̄‖²; rows and columns are standardised as in the run."""
+    frame = flowers().drop(columns="place")
+    options = QUICK | {"output-dir": str(tmp_path), "test-fraction": 0.0, "sgpr.exchanges": 5}
+    options |= ALONE
+    held_out = frame.assign(split=np.where(np.arange(len(frame)) % 4 == 0, "test", "train"))
+    path = tmp_path / "table.csv"
+    held_out.to_csv(path, index=False)
+    found = fg.run(str(path), target="species", sites=sites, options=options | {"split": 0})
+    train, test = (held_out[held_out["split"] == part] for part in ("train", "test"))
+    middle, spread = (train[["x0", "x1"]].agg(way) for way in ("mean", lambda x: x.std(ddof=0)))
+    inputs = [(part[["x0", "x1"]] - middle) / spread for part in (train, test)]
+    theirs = LogisticRegression(C=0.5, tol=1e-8).fit(inputs[0], train["species"])
+    shares = theirs.predict_proba(inputs[1])
+    nll = -np.log(shares[np.arange(len(test)), np.searchsorted(theirs.classes_, test["species"])]).mean()
+    assert found.metrics.linear["nll"] == pytest.approx(nll, rel=1e-4)
+
+
+def test_what_names_no_class_is_refused(tmp_path):
+    frame = flowers(60)
+    options = {"output-dir": str(tmp_path), "features": "x0,x1"}
+    with pytest.raises(DataError, match=r"3 levels; .*set `model.likelihood` to 'categorical'"):
+        fg.run(frame, target="species", options=options)
+    with pytest.raises(DataError, match="'bernoulli' takes at most 2 classes: set"):
+        fg.run(frame, target="species", options=options | {"model.likelihood": "bernoulli"})
+    with pytest.raises(DataError, match="as an identifier has"):
+        fg.run(frame, target="x0", options=options | {"features": "x1", "model.likelihood": "categorical"})
