@@ -12,7 +12,7 @@ import pandas as pd
 from flwr.app import ArrayRecord
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import Tags, check_consistent_length, column_or_1d
+from sklearn.utils import check_consistent_length, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -122,27 +122,21 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
 
 
 class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
-    """Federated Gaussian-process classification into two classes, with a probit link."""
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = False
-        return tags
+    """Federated Gaussian-process classification: a probit of two classes, a softmax of up to 20."""
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
-        """Train on inputs [N, D] and two classes [N]; ``groups`` [N] names the site of each row."""
+        """Train on inputs [N, D] and classes [N]; ``groups`` [N] names the site of each row."""
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
-        if len(self.classes_) > 2:
-            raise ValueError(f"Only binary classification is supported. The target has {len(self.classes_)} classes")
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
-        self._fit(x, np.array(["class 0", "class 1"])[codes], groups, "bernoulli")
+        likelihood = "bernoulli" if len(self.classes_) == 2 else "categorical"
+        self._fit(x, np.array([str(number) for number in range(len(self.classes_))])[codes], groups, likelihood)
         return self
 
     def predict_proba(self, X: ArrayLike) -> Array:
-        """Probability of each class [N, 2]."""
+        """Probability of each class [N, C]."""
         return self._predicted(X).to_numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:

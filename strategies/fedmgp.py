@@ -112,12 +112,12 @@ class FedMGP(FederatedStrategy[PseudoState]):
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
         """A round of Algorithm 2, with max(⌈ρM⌉, 1) units; under masks with the mean of Δ_m, as if from one unit."""
         options, config = self.options, self.config
-        chosen, least = sampled(roster, options.fraction, config.seed), least_sites(options)
+        chosen, least = sampled(roster, config.averaging.fraction, config.seed), least_sites(options)
         if len(chosen) < least:
             raise RunError(
                 f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
                 f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
-                "`fedmgp.fraction`, or take another rule"
+                "`averaging.fraction`, or take another rule"
             )
         rate, share = learning_rate(config, roster.round, self.horizon()), 1 / len(self.preparation.rows)
         requests = {

@@ -211,7 +211,7 @@ class FedMGPExact(FederatedStrategy[ExactState]):
         A site whose statistics no rows can produce is refused, and loses its earlier report too.
         """
         rows, moves = self.preparation.rows, trial_moves(state)
-        chosen = sampled(roster, self.options.fraction, self.config.seed)
+        chosen = sampled(roster, self.config.averaging.fraction, self.config.seed)
         lengths = {"C": len(moves), **sizes(state.latents)}
         replies: dict[str, Sequence[UnitStatistics]] = {}
         sites: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, UnitStatistics, from_natural
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import semidefinite, sharing
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -97,7 +97,7 @@ def merge_natural(
     options: FedMGPOptions, theta: Mapping[str, Array], updates: Mapping[str, NamedArrays]
 ) -> tuple[NamedArrays, tuple[str, ...]]:
     """Merge Δ of θ = {log S, λ, h} of units whose G_m are positive semi-definite; also the units that counted."""
-    moved = 1 - (1 - options.natural_step) ** options.local_steps  # how far E local steps of size ρ went
+    moved = 1 - (1 - NATURAL_STEP) ** options.local_steps  # how far E local steps of size ρ went
     said = {site: statistics_of(theta, update, moved, 1 / len(updates)) for site, update in updates.items()}
     told = {
         site: update

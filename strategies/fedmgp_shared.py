@@ -185,5 +185,5 @@ def collapse(strategy: FederatedStrategy[Any]) -> list[str]:
         return []
     return [
         "the model collapsed: held-out errors are as large as the signal, or larger than those of units that fit a GP"
-        " alone; try a lower `fedmgp.start-multiple`, more `fedmgp.latents` or `model.num-inducing`"
+        " alone; try more `fedmgp.latents` or `model.num-inducing`"
     ]

@@ -36,7 +36,7 @@ from fedgp_flower.methods.hierarchical_gp.messages import (
     ExpansionShare,
     HierarchicalView,
 )
-from fedgp_flower.methods.hierarchical_gp.newton import Expansion, expansion, newton_step, posterior, transported
+from fedgp_flower.methods.hierarchical_gp.newton import BoundExpansion, expansion, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS
 from fedgp_flower.methods.sfvi.gp import NOISE
@@ -171,7 +171,7 @@ def widened(state: NewtonState) -> NewtonState:
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
 
 
-def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[Expansion, float]:
+def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[BoundExpansion, float]:
     """F + log p(θ) to second order around the trial point, by θ in prior standard deviations, and log p(θ)."""
     away, rate = (state.trial - state.mode) / state.scale, state.scale * state.powers
     shrunk = SHRINKAGE * np.exp(rate * away) * (rate > 0)
@@ -179,7 +179,7 @@ def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[Expansion, fl
     slope, bend = torch.from_numpy(-away - rate * shrunk), torch.from_numpy(-1 - rate**2 * shrunk)
     found, scale = expansion(total), torch.from_numpy(state.scale)
     hessian = scale[:, None] * found.hessian * scale + torch.diag(bend)
-    return Expansion(found.value + value, scale * found.gradient + slope, hessian, found.q_global), value
+    return BoundExpansion(found.value + value, scale * found.gradient + slope, hessian, found.q_global), value
 
 
 def next_radius(state: NewtonState, value: float, before: float) -> float:

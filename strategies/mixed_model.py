@@ -20,14 +20,22 @@ from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates, profile
 from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
-from fedgp_flower.methods.mixed_model.effects import Terms
+from fedgp_flower.methods.mixed_model.effects import SHAPES, Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
-from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials, pieces
+from fedgp_flower.methods.mixed_model.messages import (
+    MarginalSums,
+    MixedView,
+    Outline,
+    Restricted,
+    SiteEffect,
+    Trials,
+    pieces,
+)
 from fedgp_flower.methods.mixed_model.options import MixedOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import AnyShape, Array, Json, NamedArrays
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.questions import Asking, Each, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 
 START = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -45,7 +53,8 @@ MOST = 30
 EQUATION = (
     "η = xᵀ fixed.mean + offset + zᵀ b by `formula`, x and z in units of the table; of a new group b ~ N(0,"
     " random.covariance.k) for the k-th random term. Gaussian: y ~ N(η, noise). Bernoulli: P(y = 1) = E 1/(1 + e^(−η))."
-    " Poisson: y with rate e^η. The estimates of the fixed effects have covariance fixed.covariance."
+    " Poisson: y with rate e^η. Negative binomial: y with mean μ = e^η and variance μ + dispersion μ²."
+    " The estimates of the fixed effects have covariance fixed.covariance."
 )
 
 
@@ -88,7 +97,7 @@ def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Fitting:
     """What stays the same during a run."""
 
     formula: Formula
@@ -112,7 +121,7 @@ class Problem:
         return self.family == "gaussian"
 
 
-def start(problem: Problem, roster: Roster) -> Asking[MixedState]:
+def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
     """What whitens the columns, and trials around rough estimates."""
     columns, terms = problem.columns, problem.terms
     widths = {"E": columns.fixed.shape[1], "W": sum(q * q for q in terms.widths)}
@@ -130,13 +139,14 @@ def start(problem: Problem, roster: Roster) -> Asking[MixedState]:
     if not problem.gaussian:
         root = arrays[FIXED] / sizes(columns.fixed)
         rough = np.linalg.solve(root.T, outline.products / count)
-        first = np.hstack([np.tile(rough, (len(first), 1)), first])
+        every = len(first), 1
+        first = np.hstack([np.tile(rough, every), first, np.tile(SHAPES.get(problem.family, ()), every)])
     width = first.shape[1]
     nothing = np.zeros(width), 0.0, np.zeros(width), np.zeros((width, width))
     return MixedState(arrays, first, *nothing, {}, RADIUS, count, np.zeros(len(problem.factors)), (), 2)
 
 
-def one_round(problem: Problem, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
+def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
     """One exchange: the likelihood at the trials, and from the best of them the next ones."""
     state = replace(state, exchanges=state.exchanges + 1)
     count, width = state.trials.shape
@@ -190,12 +200,12 @@ def kept(found: Restricted, k: int) -> NamedArrays:
     return {"values": found.values[k], "slopes": found.slopes[k], "curvatures": found.curvatures[k]}
 
 
-def estimated(problem: Problem, state: MixedState) -> Estimates:
+def estimated(problem: Fitting, state: MixedState) -> Estimates:
     """The estimates a last step away from the best trial."""
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
     if not problem.gaussian:
         around = Expansion(state.value, state.gradient, state.hessian)
-        return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1])
+        return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1], problem.terms.count)
     return estimates.of_restricted(Totals(**state.totals, count=state.count), state.point, step)
 
 
@@ -205,7 +215,10 @@ def converged(state: MixedState) -> bool:
 
 
 def profiled(
-    problem: Problem, state: MixedState, found: Estimates, parameters: Sequence[tuple[profile.Function, Array | None]]
+    problem: Fitting,
+    state: MixedState,
+    found: Estimates,
+    parameters: Sequence[tuple[profile.Function, Array | None]],
 ) -> Asking[list[tuple[float, float]]]:
     """95 % intervals of parameters by the profile of the likelihood; NaN for ends that are not found."""
     totals = Totals(**state.totals, count=state.count)
@@ -245,10 +258,10 @@ class MixedModel(FederatedStrategy[MixedState]):
     options: MixedOptions
 
     @cached_property
-    def problem(self) -> Problem:
+    def problem(self) -> Fitting:
         """What stays the same during a run."""
         formula, agreed = parse(self.config.formula), self.preparation
-        return Problem(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
+        return Fitting(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
         """Whitened columns, and the first trials."""
@@ -280,7 +293,7 @@ class MixedModel(FederatedStrategy[MixedState]):
         del roster
         yield from ()
         problem, found, scale = self.problem, estimated(self.problem, state), self.scale
-        view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)))
+        view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)), found.shape)
         base, bases = state.whitening[FIXED], pieces(state.whitening, TERM)
         turn = scale * np.linalg.inv(base)  # a change of units
         mean, covariance = turn @ found.beta, turn @ found.covariance @ turn.T
@@ -295,13 +308,15 @@ class MixedModel(FederatedStrategy[MixedState]):
             "fixed.covariance": covariance,
             "noise": np.array(scale**2 * view.noise),
         }
+        arrays |= {"dispersion": np.exp(found.shape)} if len(found.shape) else {}
         arrays |= {f"random.covariance.{k}": root @ root.T for k, root in enumerate(roots)}
         meanings = {
             "fixed.mean": "fixed effects",
             "fixed.covariance": "of their estimates",
             "noise": "variance of the noise",
+            "dispersion": "of counts",
         }
-        meanings |= {name: "of the effects of a group" for name in arrays if name.startswith("random")}
+        meanings = {name: meanings.get(name, "of the effects of a group") for name in arrays}
         model = {"formula": self.config.formula, "columns": list(problem.columns.names), "likelihood": problem.family}
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "original units"), EQUATION, model)
         return Predicted(view, saved, self.table(state, found, mean, covariance))
@@ -311,12 +326,12 @@ class MixedModel(FederatedStrategy[MixedState]):
         problem, scale, bases = self.problem, self.scale, pieces(state.whitening, TERM)
         called = [term.called for term in problem.formula.random]
         random = estimates.random_table(called, problem.columns.effect_names, problem.terms, bases, scale, found)
-        random += [estimates.noise_row(found, scale)] if problem.gaussian else []
+        random += [estimates.noise_row(found, scale)] if problem.gaussian else estimates.shape_rows(found)
         likelihood = found.log_likelihood
         if problem.gaussian:  # back to the units of the table, as lme4 counts
             likelihood -= np.log(np.abs(np.diag(state.whitening[FIXED]))).sum()
             likelihood -= (state.count - len(mean)) * np.log(scale)
-        free = len(mean) + len(found.theta) + problem.gaussian
+        free = len(mean) + len(found.theta) + problem.gaussian + len(found.shape)
         singular = any(row["kind"] == "sd" and not row["estimate"] > 1e-4 * scale for row in random)
         return {
             "effects": estimates.fixed_table(problem.columns.names, mean, covariance, problem.family),
@@ -334,8 +349,23 @@ class MixedModel(FederatedStrategy[MixedState]):
         }
 
     def final(self, state: MixedState, roster: Roster) -> Asking[Json]:
+        """Intervals by the profile of the likelihood; and in the clear, where they are random, the effects of sites."""
+        tables = yield from self.with_profiles(state)
+        terms = zip(self.problem.formula.random, self.problem.columns.effect_names, strict=True)
+        named = any({*term.group} <= self.config.sites_named and "intercept" in names for term, names in terms)
+        if roster.totals_only or not named:
+            return tables
+        view = self.scoring.predicted.request
+        told: Mapping[str, SiteEffect] = yield Each(SiteEffect, dict.fromkeys(roster.sites, view))
+        sites = []
+        for site, effect in told.items():
+            mean, reach = self.scale * float(effect.mean), self.scale * estimates.Z95 * float(effect.variance) ** 0.5
+            row = {"group": "site", "effect": self.preparation.labels[site], "kind": "of one site"}
+            sites.append(row | {"estimate": mean, "low": mean - reach, "high": mean + reach})
+        return {**tables, "sites": sorted(sites, key=lambda row: row["estimate"])}
+
+    def with_profiles(self, state: MixedState) -> Asking[Json]:
         """The table with intervals by the profile of the likelihood, where noise is Gaussian."""
-        del roster
         problem, found, told = self.problem, estimated(self.problem, state), self.scoring.predicted.details
         if not problem.gaussian or not state.sites or told["singular"]:
             return {}

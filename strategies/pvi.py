@@ -24,8 +24,8 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
     Factors,
+    LatentFactor,
     LogLikelihood,
-    Marginal,
     Marginals,
     NaturalParameters,
     Predictive,
@@ -249,7 +249,7 @@ class PVI(FederatedStrategy[PVIState]):
         first = {"inducing": locations, "hyper": shape.start["hyper"]}
         sizes = {"inducing": locations.size, "hyper": first["hyper"].size, "whitened": len(locations)}
         priors = {n: NaturalParameters.standard(sizes[n], full=n == "whitened") for n in options.product}
-        points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
+        points = {name: LatentFactor(value=first[name].ravel()) for name in LATENTS if name not in options.product}
         return PVIState(priors, shared=points, first=first, rows=roster.rows)
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:

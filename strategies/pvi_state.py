@@ -24,7 +24,7 @@ from fedgp_flower.methods.pvi.messages import (
     POINTS,
     SAVED_LATENTS,
     Factors,
-    Marginal,
+    LatentFactor,
     Marginals,
     NaturalParameters,
     PseudoPoints,
@@ -86,7 +86,7 @@ class PVIState:
 
     prior: Mapping[str, NaturalParameters] = field(default_factory=dict)
     sites: Mapping[str, Contribution] = field(default_factory=dict)
-    shared: Mapping[str, Marginal] = field(default_factory=dict)
+    shared: Mapping[str, LatentFactor] = field(default_factory=dict)
     """Z or β outside the product: fixed or averaged points."""
     first: Mapping[str, AnyShape] = field(default_factory=dict)
     """Z and β before training."""
@@ -281,7 +281,7 @@ def without(by_site: Mapping[str, V], site: str) -> dict[str, V]:
 # ---- What is saved --------------------------------------------------------------------------------------------------
 
 
-def lengthscales_of(hyper: Marginal, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
+def lengthscales_of(hyper: LatentFactor, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
     """By part of the kernel, means of log lengthscales under q(β), and standard deviations if it has any."""
     parts: dict[str, list[int]] = {}
     for index, name in enumerate(names):

@@ -20,7 +20,7 @@ from numpy import ndarray
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.fitc import at_unit_scale
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.methods.pvi.messages import LATENTS, Marginal, Marginals, NaturalParameters, Refined, Visit
+from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, numbered
 from fedgp_flower.shared_messages import Parameters
@@ -42,7 +42,7 @@ class Proposal:
     contribution: Contribution
     objective: float
     """Nats per row."""
-    shared: Mapping[str, Marginal] = field(default_factory=dict)
+    shared: Mapping[str, LatentFactor] = field(default_factory=dict)
     """New values of latents outside the product."""
 
 
@@ -87,11 +87,11 @@ def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
 
 def marginals(state: PVIState) -> Marginals:
     """q(Z) and q(β); before the first merge they are narrow around where they begin."""
-    known = {name: Marginal.of(q) for name, q in posterior(state).items() if state.version and name in LATENTS}
+    known = {name: LatentFactor.of(q) for name, q in posterior(state).items() if state.version and name in LATENTS}
     known |= state.shared
     for name in set(LATENTS) - known.keys():
         mean = state.first[name].ravel()
-        known[name] = Marginal(mean / FIRST_SCALE**2, np.full(len(mean), -0.5 / FIRST_SCALE**2))
+        known[name] = LatentFactor(mean / FIRST_SCALE**2, np.full(len(mean), -0.5 / FIRST_SCALE**2))
     return Marginals(**known)
 
 
@@ -123,14 +123,14 @@ def proposed(asked: set[str], tied: bool, state: PVIState, site: str, answer: Re
     return Proposal(Contribution(factors, answer.points), answer.objective, shared)
 
 
-def averaged(state: PVIState, shared: Mapping[str, Marginal], share: float) -> PVIState:
+def averaged(state: PVIState, shared: Mapping[str, LatentFactor], share: float) -> PVIState:
     """φ ← (1 − N_k/N) φ + (N_k/N) φ_k for a point outside the product (federated sparse GPs, Algorithm 1)."""
     new = {}
     for name, latent in shared.items():
         before = state.shared[name].value
         assert before is not None
         assert latent.value is not None
-        new[name] = Marginal(value=(1.0 - share) * before + share * latent.value)
+        new[name] = LatentFactor(value=(1.0 - share) * before + share * latent.value)
     return replace(state, shared={**state.shared, **new})
 
 

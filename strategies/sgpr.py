@@ -25,7 +25,7 @@ from numpy import ndarray
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import VALUES, drawn, weight_of, with_values
-from fedgp_flower.gp.fitc import Evidence, WeightedSums, evidence
+from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
@@ -53,6 +53,8 @@ START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
 CAP = 1.0
 """Largest entry of a step; all are logarithms."""
+NEWTON = 8
+"""Steps towards the best scale, which begin close to it."""
 SHORTER, SHORTEST = (0.1, 0.5), 1e-2
 """Limits of the factor of a step that did not raise the objective, and where shorter ones are given up."""
 BEFORE, A_ROUND = 3, 2
@@ -160,12 +162,22 @@ def moved(values: Mapping[str, ndarray], step: Array) -> NamedArrays:
 def at_best_scale(
     values: Mapping[str, ndarray], totals: WeightedSums, section: ModelSection
 ) -> tuple[NamedArrays, TotalSums, float]:
-    """Parameters with kernel and noise at their best scale, the totals there, and J."""
-    found: Evidence = evidence(totals)
-    names = (*amplitude_names(section, values[LOCATIONS].shape[1]), LOG_NOISE)
-    scaled = {name: np.asarray(values[name] + math.log(found.scale)) for name in names}
-    values, sums = {**values, **scaled}, totals.scaled(found.scale)
-    return values, TotalSums(**vars(sums)), found.value + prior_of(values, section)[0]
+    """Parameters with kernel and noise at the scale where J is highest, the totals there, and J.
+
+    J(τ²) = F(τ²) + log p, concave in t = log τ²: dJ/dt = ½ N (τ̂²/τ² − 1) − Σ (log θ + t − m)/sd², F highest at τ̂².
+    """
+    num_inputs = values[LOCATIONS].shape[1]
+    names, priors = (*amplitude_names(section, num_inputs), LOG_NOISE), priors_of(section, num_inputs)
+    pull = sum(float(np.sum((values[name] - priors[name][0]) / priors[name][1] ** 2)) for name in names)
+    bend = sum(values[name].size / priors[name][1] ** 2 for name in names)
+    best, half = math.log(evidence(totals).scale), float(totals.count) / 2
+    log_scale = best
+    for _ in range(NEWTON):
+        left = half * math.exp(best - log_scale)
+        log_scale += (left - half - pull - bend * log_scale) / (left + bend)
+    scaled = {name: np.asarray(values[name] + log_scale) for name in names}
+    values, sums = {**values, **scaled}, TotalSums(**vars(totals.scaled(math.exp(log_scale))))
+    return values, sums, at_unit_scale(sums) + prior_of(values, section)[0]
 
 
 def prior_of(values: Mapping[str, ndarray], section: ModelSection) -> tuple[float, NamedArrays]:
@@ -240,7 +252,7 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
             state = yield from search(problem, state)
     if state.totals is None:
         return state, {}
-    height = evidence(state.totals).value
+    height = at_unit_scale(state.totals)
     figures = {"evidence": height, "objective": height / state.rows, "noise": pooled_bound.noise_of(state.values)}
     return state, figures | {"points": float(len(state.values[LOCATIONS]))}
 
@@ -446,7 +458,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         """The exact posterior of all rows."""
         found, totals = yield from posterior(self.problem, state, roster)
         details: dict[str, Any] = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
-        details |= {"evidence": evidence(totals).value, "num_inducing": len(found.mean)}
+        details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}
         details["noise_sd_standardised"] = math.sqrt(pooled_bound.noise_of(found.values))
         if state.asked and state.totals is not None:
             curve = state.curve

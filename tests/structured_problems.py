@@ -11,7 +11,7 @@ from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare
-from fedgp_flower.methods.sfvi.mixed import MixedModel
+from fedgp_flower.methods.sfvi.mixed import GroupedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
@@ -37,7 +37,7 @@ def children(generator, *, units=21, visits=3):
 
 
 def mixed_model():
-    return MixedModel(2, prior_scale=2.0)
+    return GroupedModel(2, prior_scale=2.0)
 
 
 class DrawnGP(HierarchicalModel, SampledModel):

@@ -1,5 +1,6 @@
 """Several classes from sums: the integrals, their limits, and runs with every kind of target that names a class."""
 
+import gpytorch
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,6 +15,7 @@ from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp, expected_softplus
 from fedgp_flower.gp.models import LatentGP
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
+from fedgp_flower.methods.sparse_posterior import SavedLatentGP
 from fedgp_flower.options import ModelSection
 
 NONE = torch.zeros(0).double()
@@ -128,6 +130,23 @@ def test_classes_are_learned_from_sums(tmp_path):
     numbers = frame.assign(species=frame["species"].map({"rue": 0, "sage": 1, "thyme": 2}))
     same = fg.run(numbers, target="species", sites=3, options=options | {"name": "numbers"} | ALONE)
     assert same.metrics.test == metrics.test
+
+
+def test_the_exported_model_predicts_the_same():
+    """By draws of the functions: within five standard errors of a share."""
+    draw = np.random.default_rng(3)
+    x, y = torch.from_numpy(draw.normal(size=(60, 2))), torch.from_numpy(draw.integers(0, 3, 60).astype(float))
+    model = LatentGP(ModelSection(likelihood="categorical"), x[:8]).begin({"a": 0.2, "b": 0.5, "c": 0.3}, 1.0)
+    duals = Duals(torch.zeros(3, 8, 8).double(), torch.zeros(3, 8).double())
+    q = duals.stepped(expectations(model, x, y, duals.posterior()), 1.0).posterior()
+    exported, likelihood = SavedLatentGP(model, q).export()[0]
+    shares = model.predict(x, q)[0]
+    assert exported(x).mean.shape == (3, 60)
+    torch.testing.assert_close(exported(x).mean, model.latent(x, q)[0])
+    with gpytorch.settings.num_likelihood_samples(2000), torch.no_grad():
+        torch.manual_seed(0)
+        drawn = likelihood(exported(x)).probs.mean(0)
+    torch.testing.assert_close(drawn, shares, rtol=0, atol=5 * 0.5 / 2000**0.5)
 
 
 @pytest.mark.parametrize("sites", [2, 5])

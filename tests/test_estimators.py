@@ -49,8 +49,11 @@ def test_classes_keep_their_names():
     shares = model.predict_proba(x)
     np.testing.assert_allclose(shares.sum(axis=1), 1)
     assert np.mean(model.predict(x) == names) > 0.85
-    with pytest.raises(ValueError, match="Only binary classification"):
-        model.fit(x, np.arange(60) % 3)
+    thirds = np.array(["low", "middle", "high"])[np.digitize(y, (46, 54))]
+    model.fit(x, thirds)
+    assert list(model.classes_) == ["high", "low", "middle"]
+    assert model.predict_proba(x).shape == (60, 3)
+    assert np.mean(model.predict(x) == thirds) > 0.8
 
 
 def test_a_wrong_key_is_a_value_error_with_the_projects_own_as_its_cause():

@@ -14,7 +14,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.methods.pvi.messages import Marginal, Marginals
+from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -48,8 +48,8 @@ def make_draws(seed: int = 0, kernel: str = "rbf", likelihood: str = "gaussian")
 def at_points() -> tuple[Marginals, Draws]:
     """Z and β as points, and the model there."""
     model = make_draws().model
-    hyper = Marginal(value=model.initial_hyper().numpy())
-    q = Marginals(Marginal(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)
+    hyper = LatentFactor(value=model.initial_hyper().numpy())
+    q = Marginals(LatentFactor(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)
     return q, model.at_means(q)
 
 

@@ -21,7 +21,7 @@ from fedgp_flower.methods.fedmgp.latents import (
     posterior,
     to_natural,
 )
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import LocalSteps, natural_steps, statistics
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import NamedArrays
@@ -29,7 +29,7 @@ from strategies import fedmgp
 from strategies import fedmgp_rules as rules
 from strategies.fedmgp_rules import mean, merged
 
-MOVED = 1 - 0.8**4
+MOVED = 1 - (1 - NATURAL_STEP) ** 4
 
 
 def steps(count: int, rho: float, weight: float = 1.0, rows: np.ndarray | None = None) -> LocalSteps:
@@ -38,8 +38,8 @@ def steps(count: int, rho: float, weight: float = 1.0, rows: np.ndarray | None =
 
 
 def rule(name: str, **more: int) -> FedMGPOptions:
-    """Four local steps of size 0.2, merged by a rule."""
-    return FedMGPOptions.model_validate({"aggregation": name, "natural-step": 0.2, "local-steps": 4, **more})
+    """Four local steps, merged by a rule."""
+    return FedMGPOptions.model_validate({"aggregation": name, "local-steps": 4, **more})
 
 
 def prior(latents: LatentFunctions) -> NamedArrays:
@@ -50,7 +50,7 @@ def prior(latents: LatentFunctions) -> NamedArrays:
 
 def sent(units: list[Any], weight: float) -> dict[str, NamedArrays]:
     zeros = prior(units[0][1])
-    ends = [natural_steps(zeros, *unit, steps(4, 0.2, weight))[0] for unit in units]
+    ends = [natural_steps(zeros, *unit, steps(4, NATURAL_STEP, weight))[0] for unit in units]
     return {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
 
 

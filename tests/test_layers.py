@@ -22,46 +22,46 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "flwr", "pandas", "matplotlib", "gpytorch", "sklearn", "scipy", "ray", "jinja2", "pyarrow")
 
 
-def loaded(code: str) -> set[str]:
-    """Every module in ``sys.modules`` after some code, in a fresh interpreter."""
-    script = f"{code}\nimport sys; print('MODULES', *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split("MODULES")[1].split())
-
-
 def modules_of(*folders: str) -> list[str]:
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
 
 
-CLOSURES = {
-    "the command line, before a command runs": (["fedgp_flower.cli"], (*HEAVY, "numpy", "pydantic", "rich")),
-    "options": (sorted({method.options.partition(":")[0] for method in BUILT_IN.values()}), (*HEAVY, "numpy")),
-    "strategies": (modules_of("strategies"), ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2")),
-    "the ServerApp": (
-        ["fedgp_flower.server_app"],
-        ("gpytorch", "matplotlib", "pandas", "sklearn", "scipy.stats", "flwr.simulation", "ray", "jinja2"),
-    ),
-    "the ClientApp": (
-        ["fedgp_flower.client_app"],
+HELP = "sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\ntry: main()\nexcept SystemExit: pass"
+PARSED = (
+    "from fedgp_flower.run.registry import parse_config, strategy_class; parse_config({'sgpr.exchanges': 9, 'seed': 3})"
+)
+FSGP = "strategy_class(parse_config({'method': 'fsgp', 'dataset': 'diabetes'}))"
+OPTIONS = sorted({method.options.partition(":")[0] for method in BUILT_IN.values()})
+STEPS = {
+    "a server": [
+        (HELP, (*HEAVY, "numpy", "pydantic")),
+        (PARSED, (*HEAVY, "numpy", *(name for name in OPTIONS if ".methods." in name and ".sgpr." not in name))),
+        (f"import {', '.join(OPTIONS)}", (*HEAVY, "numpy")),
         (
-            *("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies", "fedgp_flower.run.report"),
-            *("fedgp_flower.clients.baselines", "fedgp_flower.gp.optimisers", "fedgp_flower.data.partitioning"),
+            "import fedgp_flower.server_app",
+            ("gpytorch", "matplotlib", "pandas", "sklearn", "scipy.stats", "flwr.simulation", "ray", "jinja2"),
         ),
-    ),
-    "the GP toolbox": (modules_of("fedgp_flower/gp"), ("flwr", "pandas", "matplotlib", "strategies")),
+        (
+            f"{FSGP}; import {', '.join(modules_of('strategies'))}",
+            ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2"),
+        ),
+    ],
+    "a site": [
+        (
+            "import fedgp_flower.client_app",
+            (
+                *("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies"),
+                *("fedgp_flower.run.report", "fedgp_flower.clients.baselines", "fedgp_flower.gp.optimisers"),
+                "fedgp_flower.data.partitioning",
+            ),
+        )
+    ],
+    "a ClientApp of one's own": [("from fedgp_flower import make_client_app", ())],
+    "a ServerApp of one's own": [("import strategies; strategies.SGPR", ())],
 }
-
-
-@pytest.mark.parametrize("layer", CLOSURES)
-def test_a_layer_loads_none_of_what_it_does_without(layer):
-    modules, without = CLOSURES[layer]
-    assert modules
-    assert sorted(loaded(f"import {', '.join(modules)}") & set(without)) == []
-
-
-WATCHED = """
+"""What is run, one after the other in a fresh interpreter, and what is not loaded after it."""
+WATCH = """
 import sys
 class Watch:
     def find_spec(self, name, path=None, target=None):
@@ -72,36 +72,31 @@ class Watch:
             frame = frame.f_back
 sys.meta_path.insert(0, Watch())
 """
-"""Fails where GPyTorch is first imported by way of a module inside it, whose lock is then held already."""
+"""Fails where GPyTorch is first imported by way of a module inside it, whose lock is then held already: Flower's
+simulation loads both apps in threads of one process, and a thread then meets the other one's half-made modules.
+"""
 
 
-def test_a_site_and_help_load_what_they_need_alone():
-    code = "from fedgp_flower.run.registry import parse_config; parse_config({'sgpr.exchanges': 9, 'seed': 3})"
-    found = loaded(code)
-    assert sorted(found & {*HEAVY, "numpy"}) == []
-    options = {name for name in found if name.startswith("fedgp_flower.methods.") and name.endswith(".options")}
-    assert options == {"fedgp_flower.methods.sgpr.options"}
-    start = "import sys; sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\n"
-    code = f"{start}try: main()\nexcept SystemExit: pass"
-    assert sorted(loaded(code) & {*HEAVY, "numpy", "pydantic"}) == []
+@pytest.mark.parametrize("who", [*(w if "own" not in w else pytest.param(w, marks=pytest.mark.long) for w in STEPS)])
+def test_each_loads_none_of_what_it_does_without(who):
+    ends = "\n".join(f"{code}\nprint('MODULES', *sys.modules)" for code, _ in STEPS[who])
+    done = subprocess.run([sys.executable, "-c", WATCH + ends], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    told = [line.split() for line in done.stdout.splitlines() if line.startswith("MODULES")]
+    for found, (code, without) in zip(told, STEPS[who], strict=True):
+        assert sorted({*found} & {*without}) == [], code
+    assert "gpytorch" in told[-1]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import fedgp_flower.client_app",
-        "import fedgp_flower.server_app\nfrom fedgp_flower.run.registry import parse_config, strategy_class\n"
-        "strategy_class(parse_config({'method': 'fsgp', 'dataset': 'diabetes'}))",
-        pytest.param("from fedgp_flower import make_client_app", marks=pytest.mark.long),
-        pytest.param("import strategies; strategies.SGPR", marks=pytest.mark.long),
-    ],
-    ids=["the ClientApp", "the ServerApp", "a ClientApp of one's own", "a ServerApp of one's own"],
-)
-def test_gpytorch_is_imported_whole(code):
-    """Flower's simulation loads both apps in threads of one process: there, a thread that starts with a module inside
-    GPyTorch meets the other one's half-made modules.
-    """
-    assert "gpytorch" in loaded(f"{WATCHED}{code}")
+def test_the_mathematics_needs_no_flower():
+    waiting, seen, others = modules_of("fedgp_flower/gp"), set[str](), set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += graph()[module]
+            others |= {name.partition(".")[0] for name in imports_of(file_of(module))}
+    assert sorted(others & {"flwr", "pandas", "matplotlib", "strategies"}) == []
 
 
 def imports_of(path: Path) -> Iterator[str]:

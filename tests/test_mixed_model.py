@@ -8,18 +8,20 @@ import pandas as pd
 import pytest
 import torch
 from scipy.integrate import quad
-from scipy.stats import multivariate_normal, poisson
+from scipy.stats import multivariate_normal, nbinom, norm, poisson
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.formula import parse
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
+    GAUSSIAN,
     Conditional,
     Crossed,
     Factor,
     Marginal,
     Terms,
+    derivatives,
     restricted_sums,
 )
 from fedgp_flower.methods.mixed_model.estimates import Totals, of_restricted
@@ -95,7 +97,7 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
     noise = math.exp(2 * known.log_noise)
     covariance = torch.tensor(known.covariance)
-    found = Conditional(Marginal(rows, FAMILIES["gaussian"]), torch.tensor(known.beta), THETA)
+    found = Conditional(Marginal(rows, GAUSSIAN), torch.tensor(known.beta), THETA)
     mean, variance = found.linear(x, asked[0], asked[1:], covariance, noise)
     wide = torch.zeros(3, 18).double()  # levels of the new ones are columns of zeros beside those with rows
     wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]
@@ -112,35 +114,37 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     torch.testing.assert_close(variance, whole, atol=1e-5, rtol=1e-4)
 
 
-def test_quadrature_is_the_integral_of_each_group():
+@pytest.mark.parametrize("name", ["poisson", "negative-binomial"])
+def test_quadrature_is_the_integral_of_each_group(name):
     y, level = np.array([3.0, 0.0, 2.0, 7.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])
     fixed = torch.ones(5, 1).double()
     rows = Crossed(Terms((1,)), fixed, torch.zeros(5).double(), torch.tensor(y), [Factor(level, 2, fixed, (0,))])
-    beta, theta = numbers([0.4]), numbers([0.8])
-    value, gradient, hessian = Marginal(rows, FAMILIES["poisson"]).derivatives(beta, theta)
+    point = np.array([0.4, 0.8, -0.7])[: 3 if name != "poisson" else 2]
+    value, gradient, hessian = derivatives(rows, FAMILIES[name], torch.tensor(point))
 
-    def whole(b: float, t: float) -> float:
-        parts = (y[:3], y[3:])
+    def mass(count: np.ndarray, rate: float, shape: np.ndarray) -> np.ndarray:
+        r = np.exp(-shape)
+        return nbinom.pmf(count, r, r / (r + rate)) if len(shape) else poisson.pmf(count, rate)
+
+    def whole(at: np.ndarray) -> float:
         density = (
-            lambda u, p=p: math.exp(-(u**2) / 2) / math.sqrt(2 * math.pi) * poisson.pmf(p, math.exp(b + t * u)).prod()
-            for p in parts
+            lambda u, p=p: norm.pdf(u) * mass(p, math.exp(at[0] + at[1] * u), at[2:]).prod() for p in (y[:3], y[3:])
         )
         return sum(math.log(quad(one, -9, 9, epsabs=1e-14)[0]) for one in density)
 
-    assert float(value) == pytest.approx(whole(0.4, 0.8), abs=1e-9)
-    step = 1e-4
-    numeric = [(whole(0.4 + step, 0.8) - whole(0.4 - step, 0.8)), (whole(0.4, 0.8 + step) - whole(0.4, 0.8 - step))]
-    np.testing.assert_allclose(gradient.detach().numpy(), np.array(numeric) / (2 * step), atol=1e-6)
-    second = (whole(0.4, 0.8 + step) - 2 * whole(0.4, 0.8) + whole(0.4, 0.8 - step)) / step**2
-    assert float(hessian[1, 1]) == pytest.approx(second, abs=1e-4)
+    assert float(value) == pytest.approx(whole(point), abs=1e-8)
+    for k, step in enumerate(1e-4 * np.eye(len(point))):
+        up, down = whole(point + step), whole(point - step)
+        assert float(gradient[k]) == pytest.approx((up - down) / 2e-4, abs=1e-6)
+        assert float(hessian[k, k]) == pytest.approx((up - 2 * whole(point) + down) / 1e-8, abs=1e-4)
 
 
 def test_laplace_has_exact_derivatives():
     rows, _ = crossed_rows((DRAW.random(24) < 0.5).astype(float))
-    likelihood, point = Marginal(rows, FAMILIES["bernoulli"]), torch.cat([numbers([0.3, -0.5]), THETA])
-    _, gradient, hessian = likelihood.derivatives(point[:2], point[2:])
+    family, point = FAMILIES["bernoulli"], torch.cat([numbers([0.3, -0.5]), THETA])
+    _, gradient, hessian = derivatives(rows, family, point)
     for entry, step in enumerate(1e-5 * torch.eye(6).double()):
-        (up, right, _), (down, left, _) = (likelihood.derivatives(*(point + s * step).split([2, 4])) for s in (1, -1))
+        (up, right, _), (down, left, _) = (derivatives(rows, family, point + s * step) for s in (1, -1))
         assert float(gradient[entry]) == pytest.approx(float(up - down) / 2e-5, abs=1e-7)
         torch.testing.assert_close(hessian[entry], (right - left).detach() / 2e-5, atol=1e-6, rtol=0)
 
@@ -157,10 +161,10 @@ def fitted(name: str, folder: object, **more: object) -> fg.Run:
     return fg.run(make(), sites=sites, options=keys)
 
 
-LONG = ("nested", "slopes", "independent slopes", "crossed", "counts")
+LONG = ("nested", "slopes", "independent slopes", "crossed", "counts, nested")
 
 
-@pytest.mark.parametrize("name", ["counts, nested", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
+@pytest.mark.parametrize("name", ["counts", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
 def test_estimates_are_those_of_lme4(name, tmp_path):
     as_lme4(name, fitted(name, tmp_path))
 
@@ -193,6 +197,43 @@ def test_the_site_is_a_group(tmp_path):
     keys = {**mixed_models.keys("nested"), "formula": "score ~ kind * hours + (1 | site) + (1 | school:room)"}
     run = fg.run(mixed_models.schools(), site="school", options={**keys, **ALONE, "output-dir": str(tmp_path)})
     as_lme4("nested", run)
+
+
+def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path):
+    """E b = G Zᵀ V⁻¹ (y − X β̂) and Var (b − E b) = G − G Zᵀ P Z G, P = V⁻¹ − V⁻¹ X (Xᵀ V⁻¹ X)⁻¹ Xᵀ V⁻¹."""
+    draw, site = np.random.default_rng(8), np.repeat(np.arange(4), (12, 11, 14, 10))
+    x = draw.normal(size=len(site))
+    y = 70 + 3 * x + np.array([4.0, -5.0, 1.0, 0.5])[site] + draw.normal(size=len(site))
+    tables = {f"s{k}": pd.DataFrame({"x": x, "y": y})[site == k] for k in range(4)}  # as real sites, with a policy
+    keys = {"formula": "y ~ x + (1 | site)", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
+    run = fg.run(tables, options=keys)
+    shown = run.summary()
+    between, within = shown["estimate"].iloc[2:4]
+    z, design = np.eye(4)[site], np.column_stack([np.ones_like(x), x])
+    inverse = np.linalg.inv(between**2 * z @ z.T + within**2 * np.eye(len(site)))
+    middle = inverse @ design @ np.linalg.solve(design.T @ inverse @ design, design.T @ inverse)
+    mean = between**2 * z.T @ (inverse - middle) @ y
+    variance = between**2 - between**4 * np.diag(z.T @ (inverse - middle) @ z)
+    found = shown.iloc[4:]
+    assert list(found["effect"]) == [f"s{k}" for k in np.argsort(mean)]
+    np.testing.assert_allclose(found["estimate"], np.sort(mean), rtol=1e-5)
+    np.testing.assert_allclose(found["high"], np.sort(mean) + 1.959964 * np.sqrt(variance[np.argsort(mean)]), rtol=1e-5)
+    assert (run.path / "plots" / "sites.png").exists()
+
+
+def test_counts_that_vary_more_are_as_glm_nb_has_them(tmp_path):
+    """Figures of ``MASS::glm.nb``, which holds no group; its estimate of the dispersion is 1/theta."""
+    draw, ward = np.random.default_rng(6), np.repeat(np.arange(60), 6)
+    beds, drug = draw.uniform(5, 60, 360), draw.integers(0, 2, 360)
+    rate = beds * np.exp(-2 + 0.4 * drug + draw.normal(0, 0.5, 60)[ward])
+    table = pd.DataFrame({"drug": drug, "beds": beds, "falls": draw.negative_binomial(3.0, 3 / (3 + rate))})
+    keys = {"model.likelihood": "negative-binomial", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
+    run = fg.run(table, sites=3, options={"formula": "falls ~ drug + offset(log(beds))", **keys})
+    assert list(run.summary()["estimate"]) == pytest.approx([-1.9155328747, 0.4481397022, 0.5460538192], rel=1e-6)
+    assert run.metrics.method_details["log_likelihood"] == pytest.approx(-980.747477513, abs=1e-7)
+    new = run.posterior.predict(table.head(3))
+    assert (new["q2.5"] >= 0).all()
+    assert (new["q97.5"] > new["mean"] + 2 * new["mean"] ** 0.5).all()
 
 
 @pytest.mark.long

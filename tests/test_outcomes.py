@@ -146,11 +146,11 @@ def test_laws_of_counts_are_those_of_scipy(law, frozen):
 def test_right_intervals_of_counts_hold_what_they_say():
     """Of counts that are drawn from the law itself; an interval of whole numbers alone would hold more."""
     draw = np.random.default_rng(0)
-    counts = draw.poisson(0.7, 40_000).astype(float)
-    sums = count_scores(np.full(40_000, math.log(0.7)), np.full(40_000, 1e-12), counts).sums
+    counts = draw.poisson(0.7, 8_000).astype(float)
+    sums = count_scores(np.full(8_000, math.log(0.7)), np.full(8_000, 1e-12), counts).sums
     for level in (50, 90, 95):  # four standard errors
         share = level / 100
-        assert sums[f"inside-{level}"] / 40_000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 40_000))
+        assert sums[f"inside-{level}"] / 8_000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 8_000))
 
 
 def counts_of(rows=400):
@@ -163,7 +163,13 @@ def counts_of(rows=400):
     return pd.DataFrame({"x": x, "cases": cases, "years": years, "cured": cured, "treated": treated}), rate
 
 
-QUICK = {"model.num-inducing": 12, "baselines.pooled": False, "baselines.max-evaluations": 20, "evaluate-every": 0}
+QUICK = {
+    "model.num-inducing": 12,
+    "sgpr.exchanges": 20,
+    "baselines.pooled": False,
+    "baselines.max-evaluations": 20,
+    "evaluate-every": 0,
+}
 
 
 def test_a_rate_is_learned_from_counts_with_exposure(tmp_path):

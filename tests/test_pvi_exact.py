@@ -16,7 +16,7 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
-from fedgp_flower.methods.pvi.messages import Marginal, NaturalParameters, PseudoPoints, Refined, Visit
+from fedgp_flower.methods.pvi.messages import LatentFactor, NaturalParameters, PseudoPoints, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -257,8 +257,8 @@ def test_pseudo_observations_are_replaced_undamped():
 
 
 def test_points_are_averaged_by_share_of_rows():
-    state = PVIState(shared={"inducing": Marginal(value=np.array([0.0, 4.0]))})
-    found = averaged(state, {"inducing": Marginal(value=np.array([1.0, 0.0]))}, 0.25)
+    state = PVIState(shared={"inducing": LatentFactor(value=np.array([0.0, 4.0]))})
+    found = averaged(state, {"inducing": LatentFactor(value=np.array([1.0, 0.0]))}, 0.25)
     np.testing.assert_allclose(found.shared["inducing"].value, [0.25, 3.0])
 
 

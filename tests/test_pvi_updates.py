@@ -8,7 +8,7 @@ from test_pvi_exact import collapsed_local_bound
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.optimisers import AdamSettings
-from fedgp_flower.methods.pvi.messages import Marginal, Marginals
+from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import Data, PseudoObservations, SparseModel, local_free_energy
 from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, averages, first_factor, lbfgs_update
 from fedgp_flower.options import ModelSection
@@ -31,7 +31,7 @@ def model(likelihood: str = "gaussian") -> SparseModel:
 
 def grid(likelihood: str = "gaussian") -> Marginals:
     hyper = model(likelihood).initial_hyper().numpy()
-    return Marginals(Marginal(value=torch.linspace(-6, 6, INDUCING).double().numpy()), Marginal(value=hyper))
+    return Marginals(LatentFactor(value=torch.linspace(-6, 6, INDUCING).double().numpy()), LatentFactor(value=hyper))
 
 
 def standard() -> dict[str, DiagonalGaussian]:
@@ -41,7 +41,9 @@ def standard() -> dict[str, DiagonalGaussian]:
 def narrow(data: Data) -> Marginals:
     """Where a first visit may start: q(Z) around rows, q(β) around the initial values."""
     means = (data.inputs[:INDUCING].flatten(), model().initial_hyper())
-    return Marginals(*(Marginal.of(DiagonalGaussian.from_moments(mean, torch.full_like(mean, 0.01))) for mean in means))
+    return Marginals(
+        *(LatentFactor.of(DiagonalGaussian.from_moments(mean, torch.full_like(mean, 0.01))) for mean in means)
+    )
 
 
 def exact(data: Data) -> PseudoObservations:

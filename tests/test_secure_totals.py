@@ -266,7 +266,7 @@ def test_words_that_do_not_cancel_end_the_run():
         ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
         ("fsgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
         ("fgpr", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
-        ("fedmgp", {"fedmgp__fraction": 0.5}, r"`fedmgp.fraction` = 0.5 draws other sites"),
+        ("fedmgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
     ],
 )
 def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):

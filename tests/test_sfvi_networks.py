@@ -17,7 +17,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.methods.family import named, unit_noise
 from fedgp_flower.methods.sfvi.classes import CONCENTRATION, AmortisedModel, PersonalNetwork, half_normal
-from fedgp_flower.methods.sfvi.mixed import MixedModel
+from fedgp_flower.methods.sfvi.mixed import GroupedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
@@ -276,7 +276,7 @@ def columns(frame: pd.DataFrame) -> list[torch.Tensor]:
 def test_the_gaussian_model_is_the_closed_form_at_any_effects():
     """log p(y, b | Z_G) − log p(b | y, Z_G) is log N(y; Xβ, Z Ω⁻¹ Zᵀ + σ²I) whatever b is (Chib 1995)."""
     frame = table()
-    model = MixedModel(2, 1, likelihood="gaussian", prior_scale=2.0)
+    model = GroupedModel(2, 1, likelihood="gaussian", prior_scale=2.0)
     site = model.prepare(*columns(frame))
     z_global = torch.tensor([*BETA, *OMEGA, SIGMA], dtype=torch.float64)
     effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -299,7 +299,7 @@ def test_the_gaussian_model_is_the_closed_form_at_any_effects():
 @pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
 def test_other_densities_are_scipy_s(likelihood):
     frame = table(likelihood=likelihood)
-    model = MixedModel(2, 1, likelihood=likelihood)
+    model = GroupedModel(2, 1, likelihood=likelihood)
     site = model.prepare(*columns(frame))
     z_global = torch.tensor([*BETA, *OMEGA], dtype=torch.float64)
     effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

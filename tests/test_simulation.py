@@ -109,6 +109,7 @@ def test_a_run_that_fails_says_so_and_leaves_no_process(tmp_path: Path) -> None:
     launch.require_nothing_left()
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     launch = Launch(tmp_path, "method=fsgp", "num-server-rounds=100000")
     launch.watch(until="round 1 of")

@@ -29,7 +29,7 @@ def table(folder: Path) -> str:
     [
         {"method": "hierarchical-gp", "hierarchical__deviation": "rough"},
         {"method": "fedmgp-exact"},
-        {"method": "fedmgp", "num_server_rounds": 10},
+        {"method": "fedmgp", "num_server_rounds": 4},
     ],
     ids=lambda keys: str(keys["method"]),
 )
@@ -38,8 +38,8 @@ def test_units_of_any_size_take_part(keys: dict[str, object], tmp_path: Path) ->
     natural = {"dataset": table(tmp_path), "target": "y", "partitioner": "natural", "partition__column": "unit"}
     common = {
         "split": 0,
-        "model__num_inducing": 15,
-        "num_server_rounds": 20,
+        "model__num_inducing": 8,
+        "num_server_rounds": 8,
         "output_dir": str(tmp_path),
         "name": "run",
     }

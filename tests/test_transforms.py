@@ -99,7 +99,7 @@ def few(transform, folder, **more):
 @pytest.fixture(scope="module", params=["log", "sqrt", "yeo-johnson"])
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("transformed")
-    return fg.run(skewed(), target="days", method="fsgp", sites=3, options=few(request.param, folder))
+    return fg.run(skewed(), target="days", method="fsgp", num_rounds=10, sites=3, options=few(request.param, folder))
 
 
 def test_the_saved_equation_predicts_with_numpy_alone(trained):

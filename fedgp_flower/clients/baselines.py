@@ -64,7 +64,7 @@ def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -
     starts; 0: of one site. Where all targets are one number nothing is fitted.
     """
     if not len(rows.y_test):
-        return nothing(rows, units)
+        return nothing(units)
     prior = PRIORS[config.options.hyperprior] if pooled else log_prior
     rng = np.random.default_rng([config.seed, *(b"pooled" if pooled else b"local")])
     if config.model.likelihood != "gaussian":
@@ -77,9 +77,9 @@ def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
 
 
-def nothing(rows: SiteData, units: TargetUnits) -> Scores:
+def nothing(units: TargetUnits) -> Scores:
     """Scores of no row."""
-    return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), rows.y_test[:0])
+    return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), np.empty(0))
 
 
 def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
@@ -91,7 +91,7 @@ def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
         likelihood in CLASSES and np.unique(rows.y, return_counts=True)[1].min() < 2
     )  # each fold is predicted by others
     if few or rows.y.ndim > 1 or np.ptp(rows.y) == 0 or not len(rows.y_test):
-        return nothing(rows, units)
+        return nothing(units)
     return boosted(rows.x, rows.y, likelihood, config.seed).scores(rows, likelihood, units)
 
 

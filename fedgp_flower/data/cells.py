@@ -173,6 +173,12 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
             " and intervals fit better"
         ]
+    if gaussian and is_graded(frame[target]):
+        said += [
+            f"target `{target}` holds few whole numbers, taken as numbers with noise: if they name classes, set"
+            " `model.likelihood` to 'categorical' ('bernoulli' for two); if they are grades, to 'ordinal'; if they are"
+            " counts, to 'poisson'"
+        ]
     return "\n".join(said)
 
 
@@ -191,6 +197,13 @@ def is_skewed(target: pd.Series) -> bool:
         return False
     plain, logged = (float(values.skew()) for values in (target, np.log(target)))  # type: ignore[arg-type]
     return plain > 1 and abs(logged) < plain / 2
+
+
+def is_graded(target: pd.Series) -> bool:
+    """Whether a target of numbers holds few whole ones, as classes, grades and counts do."""
+    if kind_of(target) != "numeric" or (target % 1 != 0).any():
+        return False
+    return 2 <= target.nunique() <= min(MOST_CLASSES, len(target) / ROWS_PER_LEVEL)
 
 
 def check_target(target: pd.Series, likelihood: str, transform: str, file: str, order: Sequence[str] = ()) -> None:

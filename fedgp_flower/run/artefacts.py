@@ -176,7 +176,7 @@ class Run:
         return f"with `method` = {self.metrics.method!r} {reason}"
 
     def summary(self) -> pd.DataFrame:
-        """The table of effects with their intervals, in units of the data: fixed ones, then random ones."""
+        """The table of effects with their intervals, in units of the data: fixed, random, of sites."""
         facts = self.metrics.method_details
         if "effects" not in facts:
             raise RunError(f"a run of {self.metrics.method!r} has no table of effects; run a `formula`")
@@ -331,7 +331,7 @@ class RunFolder:
 def effects_table(facts: Facts) -> pd.DataFrame:
     """The effects among the facts of a method."""
     fixed = [{"group": "", "kind": "fixed", **row} for row in facts["effects"]]
-    return pd.DataFrame([*fixed, *facts["random"]])
+    return pd.DataFrame([*fixed, *facts["random"], *facts.get("sites", [])])
 
 
 def read_run(path: Path) -> Run:

@@ -407,6 +407,10 @@ def cost(history: pd.DataFrame) -> Figure | None:
     return figure
 
 
+LEAST_HEIGHT = 0.1
+"""Nats a row that a picture of runs is high at least: a thousandth apart is level."""
+
+
 def cost_figure(runs: Sequence[Run]) -> Figure:
     """Held-out NLL against exchanges, megabytes and seconds since the start, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
@@ -419,16 +423,18 @@ def cost_figure(runs: Sequence[Run]) -> Figure:
             "seconds": history["seconds"].cumsum(),
         }
         for ax, (label, amount) in zip(axes, spent.items(), strict=True):
-            ax.plot(
-                amount[nll.notna()], nll.dropna(), mark, color=colour, ms=4, lw=1.6, label=label_text(run.path.name)
-            )
+            (line,) = ax.plot(amount[nll.notna()], nll.dropna(), mark, color=colour, ms=4, lw=1.6)
+            line.set(label=label_text(run.path.name), clip_on=False)
             ax.set_xlabel(label)
     for ax in axes:
         ax.set_xlim(0, 1.04 * max(ax.get_xlim()[1], 1e-9))
-        ax.margins(y=0.15)
+        low, high = ax.dataLim.intervaly
+        if low <= high:  # there are points
+            half = max(0.65 * (high - low), LEAST_HEIGHT / 2)
+            ax.set_ylim((low + high) / 2 - half, (low + high) / 2 + half)
     axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[0].set_ylabel("held-out NLL (nats per row)")
-    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
+    axes[0].legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
     return figure
 
 

@@ -97,8 +97,8 @@ def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, T
 
 EDGE, LEFT_END, RIGHT_END, FINE = 5.4, 3.0, 16.0, 0.55
 """How far a normal variable goes, in sds, and a Gumbel variable to either side; spacing of both rules."""
-STEPS, LIKE = 8, 128
-"""Rows are summed together that need as many nodes, rounded up; so many at once."""
+STEPS, LIKE, AT_ONCE = 8, 128, 2**14
+"""Rows are summed together that need as many nodes, rounded up; so many rows, and values of f at nodes, at once."""
 
 
 def expected_log_sum_exp(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,12 +134,13 @@ def _of_largest(
     step = (high - low) / count  # [N]
     t = ((mean + sd * x[:, None, None]) - low).exp()  # e^{f − u} at the first u, [Q, C, N]
     value, share, curvature = high - np.euler_gamma, torch.zeros_like(mean), torch.zeros_like(mean)
-    for _ in range(count + 1):
-        density = (-t).exp()
-        reached, density = torch.tensordot(weight, density, 1), density.mul_(t)
-        slope, bend = torch.tensordot(weight, density, 1), torch.tensordot(weight, density.mul_(t - 1), 1)
+    for nodes in torch.arange(count + 1).split(math.ceil(AT_ONCE / t.numel())):
+        fallen = t[..., None] * (-step[:, None] * nodes).exp()  # [Q, C, N, U]
+        density = (-fallen).exp()
+        reached, density = torch.tensordot(weight, density, 1), density.mul_(fallen)
+        slope, bend = torch.tensordot(weight, density, 1), torch.tensordot(weight, density.mul_(fallen - 1), 1)
         every = reached.prod(0)
-        others = step * every / reached
-        value, share, curvature = value - step * every, share + others * slope, curvature - others * bend
-        t.mul_((-step).exp())
+        others = every / reached
+        value, share = value - step * every.sum(-1), share + step * (others * slope).sum(-1)
+        curvature = curvature - step * (others * bend).sum(-1)
     return value + step / 2, share, curvature  # ∏ F is 1 at the last u, which counts half

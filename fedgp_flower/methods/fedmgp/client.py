@@ -19,7 +19,7 @@ from fedgp_flower.methods.fedmgp import messages, model, unit
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, posterior
 from fedgp_flower.methods.fedmgp.messages import FirstStatistics, Known, View
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.typing import Array, Indices
@@ -84,7 +84,7 @@ class FedMGPClient(SiteClient):
         else:  # a round that is asked for again starts where it started before
             before = memory.before if memory.round == self.setting.round else memory.proposed
         steps = unit.LocalSteps(
-            self.options.local_steps, request.learning_rate, self.options.natural_step, request.share, self.batches()
+            self.options.local_steps, request.learning_rate, NATURAL_STEP, request.share, self.batches()
         )
         if shared.PRECISION in theta:
             after, phi = unit.natural_steps(theta, data, latents, before, steps)

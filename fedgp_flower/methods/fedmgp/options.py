@@ -8,10 +8,12 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import Count, MethodOptions, PositiveInt
 
 START_RATIO = 3.0
 """Lengthscale of every further latent function over the one before, at the start: alike, they would stay so."""
+NATURAL_STEP = 0.03
+"""Step size ρ of the local steps of ``fedmgp`` on q(u), for Gaussian noise."""
 
 
 class FedMGPOptions(MethodOptions):
@@ -21,17 +23,11 @@ class FedMGPOptions(MethodOptions):
 
     latents: PositiveInt = 1
     """Number I of shared latent functions."""
-    start_multiple: Positive = 1.0
-    """Lengthscale of the first latent function at the start, in spacings of the pseudo-inputs."""
     aggregation: Literal["mean", "agreement", "norm-clipped", "median", "trimmed-mean", "krum"] = "mean"
     """``agreement`` counts units that agree with most others (Gaussian noise, one latent function); the rest are rules
     of ``fedmgp``."""
-    fraction: Fraction = 1.0
-    """Share of the units that take part in a round."""
     local_steps: PositiveInt = 20
     """``fedmgp``: local steps E of Algorithm 2; rate and batch size are ``optimizer.*``."""
-    natural_step: Fraction = 0.03
-    """``fedmgp``: step size ρ of local steps on q(u), for Gaussian noise."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """``trimmed-mean``: share cut from each end of every coordinate."""
     malicious: Count = 0
@@ -42,7 +38,7 @@ class FedMGPOptions(MethodOptions):
     @property
     def multiples(self) -> list[float]:
         """Lengthscales of the latent functions at the start, in spacings of the pseudo-inputs."""
-        return [self.start_multiple * START_RATIO**i for i in range(self.latents)]
+        return [START_RATIO**i for i in range(self.latents)]
 
     def check(self, core: CoreConfig) -> None:
         """Refuse what Algorithm 2 cannot do."""
@@ -65,7 +61,7 @@ class FedMGPOptions(MethodOptions):
             raise ConfigError("`standardise` = false: fedmgp places pseudo-inputs where standardised inputs lie")
         if core.model.num_inducing < 2:
             raise ConfigError("`model.num-inducing` = 1: lengthscales start from the distance of pseudo-inputs; take 2")
-        core.require_whole_rosters("fedmgp.fraction", self.fraction)
+        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
         if core.privacy.secure_aggregation and self.aggregation != "mean":
             raise ConfigError(
                 f"`fedmgp.aggregation` = {self.aggregation!r} weighs, compares or remembers single units, and totals"

@@ -42,7 +42,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
+class BoundExpansion:
     """F to second order at a θ, and q(Z_G) there."""
 
     value: float
@@ -78,7 +78,7 @@ def transported(
     return symmetric(turn.mT @ precision @ turn), turn.mT @ shift
 
 
-def expansion(total: ExpansionShare) -> Expansion:
+def expansion(total: ExpansionShare) -> BoundExpansion:
     """Value, exact gradient and Hessian of F from sums over sites.
 
     With u_i = ∂_i p − ∂_i P m,
@@ -105,7 +105,7 @@ def expansion(total: ExpansionShare) -> Expansion:
     left = torch.linalg.solve_triangular(factor, precision, upper=False)
     whole = torch.linalg.solve_triangular(factor, left.mT, upper=False).flatten(1)  # C⁻¹ ∂P C⁻ᵀ
     hessian = symmetric(curvature + 0.5 * whole @ whole.mT + moved.mT @ moved)
-    return Expansion(float(value), gradient, hessian, q_global)
+    return BoundExpansion(float(value), gradient, hessian, q_global)
 
 
 def newton_step(

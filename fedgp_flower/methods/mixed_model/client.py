@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from fedgp_flower.clients.numpy_client import SiteClient
-from fedgp_flower.count_scores import count_scores
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.lazy import pd
-from fedgp_flower.methods.mixed_model.design import Columns, Design, columns, decoded, design, reference, sizes
+from fedgp_flower.methods.mixed_model.design import (
+    TERM,
+    Columns,
+    Design,
+    columns,
+    decoded,
+    design,
+    reference,
+    sizes,
+    whitened,
+)
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
+    SHAPES,
     Conditional,
     Crossed,
     Factor,
-    Family,
     Marginal,
     Terms,
+    derivatives,
     restricted_sums,
 )
-from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, Trials
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores
+from fedgp_flower.methods.mixed_model.messages import (
+    MarginalSums,
+    MixedView,
+    Outline,
+    Restricted,
+    SiteEffect,
+    Trials,
+)
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
+
+TOGETHER = 8
+"""Trials at once."""
 
 
 class MixedClient(SiteClient):
@@ -39,43 +60,53 @@ class MixedClient(SiteClient):
         del request
         found, around = columns(self.formula, self.site.train, self.preparation), self.around
         x = found.fixed / sizes(around.fixed)
-        rough = self.family.started(self.targets, torch.from_numpy(found.offset / self.scale)).numpy()
+        family = FAMILIES[self.likelihood](torch.tensor(SHAPES.get(self.likelihood, ())))
+        rough = family.started(self.targets, torch.from_numpy(found.offset / self.scale)).numpy()
         effects = (matrix / sizes(other) for matrix, other in zip(found.effects, around.effects, strict=True))
         grams = [np.empty(0), *((z.T @ z).ravel() for z in effects)]
         return Outline(x.T @ x, x.T @ rough, np.concatenate(grams), np.array(float(len(x))))
 
     def restricted(self, request: Trials) -> Restricted:
         """What restricted maximum likelihood needs, with derivatives by θ."""
-        found = [restricted_sums(self.crossed, torch.tensor(point)) for point in request.points]
+        each = vmap(partial(restricted_sums, self.crossed), chunk_size=TOGETHER)
+        values, slopes, curvatures = (part.numpy() for part in each(torch.tensor(request.points)))
         rows, columns_ = np.tril_indices(request.points.shape[1])
-        values, slopes, curvatures = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
         return Restricted(values, slopes, curvatures[:, rows, columns_], *self.counted)
 
     def marginal(self, request: Trials) -> MarginalSums:
-        """Log marginal likelihoods of the groups, with derivatives by (β, θ)."""
-        rows, size = self.crossed, self.crossed.fixed.shape[1]
-        likelihood = Marginal(rows, self.family)
-        found = [likelihood.derivatives(*torch.tensor(p).split([size, len(p) - size])) for p in request.points]
+        """Log marginal likelihoods of the groups, with derivatives by (β, θ, shape)."""
+        family = FAMILIES[self.likelihood]
+        found = [derivatives(self.crossed, family, torch.tensor(point)) for point in request.points]
         values, gradients, hessians = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
         return MarginalSums(values, gradients, hessians, *self.counted)
 
+    def site_effect(self, request: MixedView) -> SiteEffect:
+        """The intercept of this site: η of a row without any other effect."""
+        effects = []
+        for k, (term, names) in enumerate(zip(self.formula.random, self.around.effect_names, strict=True)):
+            row = np.zeros((1, len(names)))
+            if not self.columns_of(term.group) and "intercept" in names:
+                row[0, names.index("intercept")] = 1.0
+            effects.append(whitened(row, self.setting.constants[f"{TERM}{k}"]))
+        none = torch.zeros(1, len(self.around.names), dtype=torch.float64)
+        found = Design(none, none[:, 0], tuple(effects))
+        mean, variance = self.latent(request, found, self.site.train.iloc[:1], known=True)
+        return SiteEffect(mean.reshape(()), variance.reshape(()))
+
     def predict(self, request: MixedView, inputs: Array) -> Prediction:
         """An observation of a new group."""
-        return self.observed(*self.linear(request, decoded(inputs, self.preparation), known=False), request.noise)
+        return self.observed(request, *self.linear(request, decoded(inputs, self.preparation), known=False))
 
     def held_out(self, request: MixedView) -> Prediction:
         """Observations of the held-out rows; those of groups with training rows by what these say."""
-        return self.observed(*self.linear(request, self.site.test, known=True), request.noise)
+        return self.observed(request, *self.linear(request, self.site.test, known=True))
 
     def score(self, request: MixedView) -> Scores:
         """Scores by the likelihood."""
-        y, latent = self.rows.y_test, self.linear(request, self.site.test, known=True)
-        if self.config.model.likelihood == "poisson":
-            return count_scores(*latent, y)
-        predicted = self.observed(*latent, request.noise)
-        if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(predicted.mean, y)
-        return self.units.gaussian_scores(predicted, y)
+        y, (mean, variance), name = self.rows.y_test, self.linear(request, self.site.test, known=True), self.likelihood
+        if name == "gaussian":
+            return self.units.gaussian_scores(self.observed(request, mean, variance), y)
+        return canonical_likelihood(name).scores(mean, variance, y, torch.tensor(request.shape), self.units)
 
     # What the handlers work with.
 
@@ -85,9 +116,9 @@ class MixedClient(SiteClient):
         return parse(self.config.formula)
 
     @property
-    def family(self) -> Family:
-        """The likelihood."""
-        return FAMILIES[self.config.model.likelihood]
+    def likelihood(self) -> str:
+        """Its name."""
+        return self.config.model.likelihood
 
     @property
     def scale(self) -> float:
@@ -137,12 +168,16 @@ class MixedClient(SiteClient):
 
     def linear(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
         """Mean and variance of η at rows of a table, in units of the model; unless ``known`` their groups are new."""
+        return self.latent(request, design(self.formula, frame, self.preparation, self.setting.constants), frame, known)
+
+    def latent(self, request: MixedView, found: Design, frame: pd.DataFrame, known: bool) -> tuple[Array, Array]:
+        """The same of whitened rows, whose groups the table names."""
         beta, theta, covariance = map(torch.tensor, (request.beta, request.theta, request.covariance))
-        found = design(self.formula, frame, self.preparation, self.setting.constants)
         factors = [self.factor(group, found, frame, known) for group in self.grouped]
         rows = self.crossed
         ordered = [factors[k] for k in rows.order]
-        conditional = Conditional(Marginal(rows, self.family), beta, theta)
+        marginal = Marginal(rows, FAMILIES[self.likelihood](torch.tensor(request.shape)))
+        conditional = Conditional(marginal, beta, theta)
         inner = ordered[0] if ordered else Factor(torch.zeros(len(frame), dtype=torch.int64), 0, found.fixed[:, :0], ())
         with torch.no_grad():
             mean, variance = conditional.linear(found.fixed, inner, ordered[1:], covariance, request.noise)
@@ -157,12 +192,12 @@ class MixedClient(SiteClient):
         effects = torch.cat([found.effects[k] for k in terms], dim=1)
         return Factor(torch.from_numpy(level.astype(np.int64)), len(names), effects, tuple(terms))
 
-    def observed(self, mean: Array, variance: Array, noise: float) -> Prediction:
+    def observed(self, request: MixedView, mean: Array, variance: Array) -> Prediction:
         """Mean and variance of an observation, standardised, from those of η."""
-        likelihood = canonical_likelihood(self.config.model.likelihood)
-        if self.config.model.likelihood == "gaussian":
-            return Prediction(mean - self.shift, variance + noise)
-        parts = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
+        if self.likelihood == "gaussian":
+            return Prediction(mean - self.shift, variance + request.noise)
+        moments, shape = (torch.from_numpy(mean), torch.from_numpy(variance)), torch.tensor(request.shape)
+        parts = canonical_likelihood(self.likelihood).moments(*moments, shape)
         return Prediction(*(part.numpy() for part in parts))
 
 

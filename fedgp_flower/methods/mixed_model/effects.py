@@ -36,32 +36,62 @@ LOG_2PI = math.log(2 * math.pi)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A likelihood with canonical link: log p(y | η), its slope, and the weight −∂²/∂η²."""
+    """A likelihood: log p(y | η), its slope ∂/∂η, and the weight −∂²/∂η²; all of y and η."""
 
     log_density: Callable[[Tensor, Tensor], Tensor]
-    mean: Callable[[Tensor], Tensor]
-    weight: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+    weight: Callable[[Tensor, Tensor], Tensor]
     started: Callable[[Tensor, Tensor], Tensor]
     """A rough η of every row, from y and the offset."""
 
 
-FAMILIES = {
-    "gaussian": Family(
-        lambda y, eta: -0.5 * (y - eta).square(), lambda eta: eta, torch.ones_like, lambda y, offset: y - offset
-    ),
-    "bernoulli": Family(
-        lambda y, eta: y * eta - torch.nn.functional.softplus(eta),
-        torch.sigmoid,
-        lambda eta: torch.sigmoid(eta) * torch.sigmoid(-eta),
-        lambda y, offset: 4 * y - 2 - offset,
-    ),
-    "poisson": Family(
-        lambda y, eta: y * eta - eta.exp() - torch.lgamma(y + 1),
-        torch.exp,
-        torch.exp,
-        lambda y, offset: (y + 0.5).log() - offset,
-    ),
+GAUSSIAN = Family(
+    lambda y, eta: -0.5 * (y - eta).square(),
+    lambda y, eta: y - eta,
+    lambda y, eta: torch.ones_like(eta),
+    lambda y, offset: y - offset,
+)
+BERNOULLI = Family(
+    lambda y, eta: y * eta - torch.nn.functional.softplus(eta),
+    lambda y, eta: y - torch.sigmoid(eta),
+    lambda y, eta: torch.sigmoid(eta) * torch.sigmoid(-eta),
+    lambda y, offset: 4 * y - 2 - offset,
+)
+POISSON = Family(
+    lambda y, eta: y * eta - eta.exp() - torch.lgamma(y + 1),
+    lambda y, eta: y - eta.exp(),
+    lambda y, eta: eta.exp(),
+    lambda y, offset: (y + 0.5).log() - offset,
+)
+
+
+def overdispersed(log_dispersion: Float[Tensor, " 1"]) -> Family:
+    """Counts with mean μ = e^η and variance μ + μ²/r; the dispersion is 1/r."""
+    log_r = -log_dispersion[0]
+    r = log_r.exp()
+
+    def log_density(y: Tensor, eta: Tensor) -> Tensor:
+        moved = eta - log_r
+        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+        return ways + y * moved - (y + r) * torch.nn.functional.softplus(moved)
+
+    return Family(
+        log_density,
+        lambda y, eta: y - (y + r) * torch.sigmoid(eta - log_r),
+        lambda y, eta: (y + r) * torch.sigmoid(eta - log_r) * torch.sigmoid(log_r - eta),
+        POISSON.started,
+    )
+
+
+FAMILIES: dict[str, Callable[[Tensor], Family]] = {
+    "gaussian": lambda shape: GAUSSIAN,
+    "bernoulli": lambda shape: BERNOULLI,
+    "poisson": lambda shape: POISSON,
+    "negative-binomial": overdispersed,
 }
+"""By ``model.likelihood``, from its shape parameters."""
+SHAPES = {"negative-binomial": (math.log(0.3),)}
+"""Where those that have shape parameters start them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,25 +266,31 @@ def restricted_sums(rows: Crossed, theta: Float[Tensor, " T"]) -> tuple[Tensor, 
     return at(theta), slopes.mT, curvature.permute(1, 2, 0)
 
 
+def derivatives(
+    rows: Crossed, family: Callable[[Tensor], Family], point: Float[Tensor, " P"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log p(y | β, θ, shape), its gradient and Hessian at a point (β, θ, shape)."""
+    size, count = rows.fixed.shape[1], rows.terms.count
+    sizes = [size, count, len(point) - size - count]
+    beta, theta, shape = point.split(sizes)
+    mode = Marginal(rows, family(shape)).mode(beta, theta)
+
+    def value(at: Float[Tensor, " P"]) -> Scalar:
+        beta, theta, shape = at.split(sizes)
+        return Marginal(rows, family(shape)).log_evidence(beta, theta, mode)
+
+    hessian = torch.autograd.functional.hessian(value, point)
+    point = point.detach().clone().requires_grad_()
+    found = value(point)
+    [gradient] = torch.autograd.grad(found, point)
+    return found.detach(), gradient, hessian
+
+
 class Marginal:
     """The marginal likelihood of the rows of a site whose observations are not Gaussian."""
 
     def __init__(self, rows: Crossed, family: Family) -> None:
         self.rows, self.family = rows, family
-
-    def derivatives(self, beta: Float[Tensor, " E"], theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log p(y | β, θ), its gradient and Hessian by (β, θ)."""
-        size, point = len(beta), torch.cat([beta, theta])
-        mode = self.mode(beta, theta)
-
-        def value(at: Float[Tensor, " P"]) -> Scalar:
-            return self.log_evidence(at[:size], at[size:], mode)
-
-        hessian = torch.autograd.functional.hessian(value, point)
-        point = point.requires_grad_()
-        found = value(point)
-        [gradient] = torch.autograd.grad(found, point)
-        return found.detach(), gradient, hessian
 
     def joint(self, fixed: Tensor, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Scalar:
         """Log p(y | u) − ½|u|²."""
@@ -266,8 +302,8 @@ class Marginal:
     ) -> tuple[Arrow, tuple[Tensor, Tensor]]:
         """H at u, and Newton's step from there."""
         rows, eta = self.rows, fixed + self.rows.predictor(outer, u)
-        arrow = rows.arrow(self.family.weight(eta), outer)
-        blocks, rest = rows.sides((rows.y - self.family.mean(eta))[:, None])
+        arrow = rows.arrow(self.family.weight(rows.y, eta), outer)
+        blocks, rest = rows.sides(self.family.slope(rows.y, eta)[:, None])
         # The gradient is Λᵀ Zᵀ r − u, and `half` multiplies by Λᵀ: u is whitened beside it.
         first, second = arrow.half(blocks, rest)
         prior = torch.linalg.solve_triangular(arrow.blocks, u[0][:, :, None], upper=False)
@@ -362,7 +398,7 @@ class Conditional:
         self.mode = marginal.mode(beta, theta)
         fixed = rows.offset + rows.fixed @ beta
         self.arrow, _ = marginal.newton(fixed, self.outer, self.mode)
-        weight = marginal.family.weight(fixed + rows.predictor(self.outer, self.mode))
+        weight = marginal.family.weight(rows.y, fixed + rows.predictor(self.outer, self.mode))
         self.slopes = self.arrow.back(*self.arrow.half(*rows.sides(-weight[:, None] * rows.fixed)))
 
     def linear(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -100,6 +100,9 @@ class Estimates:
     log_noise: float
     spread: Array  # [T + 1, T + 1], of (θ, log σ)
     log_likelihood: float
+    shape: Array = field(default_factory=lambda: np.empty(0))
+    """Shape parameters of the likelihood, and their standard errors."""
+    shape_errors: Array = field(default_factory=lambda: np.empty(0))
 
 
 def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
@@ -119,12 +122,12 @@ def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
     )
 
 
-def of_marginal(point: Array, around: Expansion, step: Array, fixed: int) -> Estimates:
-    """Estimates a last step away from the trial (β, θ)."""
-    best, covariance = point + step, inverse(-around.hessian)
+def of_marginal(point: Array, around: Expansion, step: Array, fixed: int, random: int) -> Estimates:
+    """Estimates a last step away from the trial (β, θ, shape)."""
+    best, covariance, end = point + step, inverse(-around.hessian), fixed + random
     value = around.value + 0.5 * float(around.gradient @ step)
-    spread = np.pad(covariance[fixed:, fixed:], (0, 1))
-    return Estimates(best[:fixed], covariance[:fixed, :fixed], best[fixed:], 0.0, spread, value)
+    spread, shape = np.pad(covariance[fixed:end, fixed:end], (0, 1)), (best[end:], covariance.diagonal()[end:] ** 0.5)
+    return Estimates(best[:fixed], covariance[:fixed, :fixed], best[fixed:end], 0.0, spread, value, *shape)
 
 
 def inverse(information: Array) -> Array:
@@ -201,6 +204,13 @@ def noise_row(at: Estimates, scale: float) -> Json:
     value, error = at.log_noise + math.log(scale), math.sqrt(at.spread[-1, -1])
     row = {"group": "residual", "effect": "", "kind": "sd"}
     return row | _ends(np.exp, value, value - Z95 * error, value + Z95 * error)
+
+
+def shape_rows(at: Estimates) -> list[Json]:
+    """The dispersion of counts."""
+    row = {"group": "residual", "effect": "", "kind": "dispersion"}
+    reach = Z95 * at.shape_errors
+    return [row | _ends(np.exp, *ends) for ends in zip(at.shape, at.shape - reach, at.shape + reach, strict=True)]
 
 
 def _ends(function: Callable[[float], float], value: float, low: float, high: float) -> Json:

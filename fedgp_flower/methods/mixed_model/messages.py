@@ -28,12 +28,12 @@ class Outline:
 
 @message()
 class Trials:
-    """Parameters to be tried, whitened: Cholesky factors of relative covariances θ; without Gaussian noise (β, θ)."""
+    """Parameters to be tried, whitened: Cholesky factors of relative covariances θ; else (β, θ, shape)."""
 
     points: Float[ndarray, "K B"]
 
 
-@message("train.restricted", summand=True, counts="R B")
+@message("train.restricted", summand=True)
 class Restricted:
     """What restricted maximum likelihood needs of the rows at each trial: V = I + ZΛΛᵀZᵀ, r = [X y]."""
 
@@ -42,6 +42,10 @@ class Restricted:
     curvatures: Float[ndarray, "K H Q"] = leaves("their second derivatives, lower entries row by row")
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
+
+    def num_parameters(self) -> int:
+        """Of the fixed effects, the noise and θ."""
+        return len(lower(self.values[0][1:])) + self.slopes.shape[1]
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
@@ -55,7 +59,7 @@ class MarginalSums:
     """Log marginal likelihoods of groups, summed, at each trial."""
 
     values: Float[ndarray, " K"] = leaves("log p(y | β, θ), random effects integrated out")
-    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (β, θ)")
+    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (β, θ), and by log dispersion")
     hessians: Float[ndarray, "K B B"] = leaves("its second derivatives", symmetric=True)
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
@@ -76,6 +80,21 @@ class MixedView:
     theta: Float[ndarray, " T"]
     noise: float
     """Variance of the noise; 1 where there is none."""
+    shape: Float[ndarray, " S"]
+    """Of a likelihood that has one: log dispersion."""
+
+
+@message("query.site_effect")
+class SiteEffect:
+    """The random intercept of a site, given its rows and the estimates, in units of the model."""
+
+    mean: Float[ndarray, ""] = leaves("conditional mean of the random intercept of the site")
+    variance: Float[ndarray, ""] = leaves("its variance, with that of the fixed effects")
+
+    def refusal(self, described: Described) -> str | None:
+        """Why no rows have such an effect, or None."""
+        del described
+        return None if self.variance > 0 else "`variance` is not above 0"
 
 
 def other_rows(count: Float[ndarray, ""], described: Described) -> str | None:

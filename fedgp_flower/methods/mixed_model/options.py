@@ -8,24 +8,19 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import MethodOptions
 
-FAMILIES = ("gaussian", "bernoulli", "poisson")
-"""Likelihoods with their canonical links: identity, logit, log."""
-
 
 class MixedOptions(MethodOptions):
     """No table: the formula says it all."""
 
     reads_formula: ClassVar[bool] = True
+    likelihoods: ClassVar[frozenset[str]] = frozenset({"gaussian", "bernoulli", "poisson", "negative-binomial"})
 
     def check(self, core: CoreConfig) -> None:
-        """A formula, a likelihood with a canonical link, and rows as they are."""
+        """A formula, a likelihood that is known, and rows as they are."""
         wrong = {
             "`formula` is empty: write one such as 'y ~ x + (1 | group)'": not core.formula,
             "`formula`: smooth terms s(…) are not fitted yet; leave them out": (
                 core.design is not None and bool(core.design.smooths)
-            ),
-            f"`model.likelihood` = {core.model.likelihood!r}: allowed are {', '.join(FAMILIES)}": (
-                core.model.likelihood not in FAMILIES
             ),
             f"`missing` = {core.missing!r}: allowed are 'error' and 'drop'": core.missing not in {"error", "drop"},
             "`transform.target` is set: write log(…) of the target into the table": core.transform.target != "none",

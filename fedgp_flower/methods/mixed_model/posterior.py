@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
+from fedgp_flower.data.cells import COUNTS
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.formula import parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
@@ -15,6 +17,7 @@ from fedgp_flower.methods.mixed_model.design import columns, decoded
 from fedgp_flower.methods.mixed_model.messages import pieces
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
+from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import show
 from fedgp_flower.typing import Array, Facts
@@ -28,6 +31,7 @@ class NewGroup:
         self.formula, self.likelihood = parse(str(saved.model["formula"])), saved.likelihood
         self.mean, self.covariance = saved.arrays["fixed.mean"], saved.arrays["fixed.covariance"]
         self.random, self.noise = pieces(saved.arrays, "random.covariance."), float(saved.arrays["noise"])
+        self.shape = torch.tensor(np.log(saved.arrays.get("dispersion", np.empty(0))))
 
     def latent(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and variance of η [N], in units of the table."""
@@ -45,18 +49,26 @@ class NewGroup:
             return (mean - agreed.target_mean) / agreed.target_scale, np.sqrt(
                 variance + self.noise
             ) / agreed.target_scale
-        likelihood = canonical_likelihood(self.likelihood)
-        centre, spread = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
+        moments = torch.from_numpy(mean), torch.from_numpy(variance)
+        centre, spread = canonical_likelihood(self.likelihood).moments(*moments, self.shape)
         return centre.numpy(), spread.sqrt().numpy()
+
+
+class NewCounts(NewGroup):
+    """Counts of a group without rows, which are not normal."""
+
+    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
+        """Quantiles [levels, N]."""
+        return canonical_likelihood(self.likelihood).quantiles(*self.latent(inputs), self.shape, levels)
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewGroup:
     """The model of a finished run."""
     del names
-    return NewGroup(saved)
+    return (NewCounts if saved.likelihood in COUNTS else NewGroup)(saved)
 
 
-RATIOS = {"bernoulli": "odds ratio", "poisson": "rate ratio"}
+RATIOS = {"bernoulli": "odds ratio", "poisson": "rate ratio", "negative-binomial": "rate ratio"}
 
 
 def panels(run: Run) -> list[Panel]:
@@ -78,10 +90,27 @@ def panels(run: Run) -> list[Panel]:
         [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), _interval(row)]
         for row in facts["random"]
     ]
-    return [
+    found = [
         Panel("Effects", html_table(titles, rows), caption(facts)),
         Panel("Random effects", html_table(("effect", "", "estimate", "95 % interval"), spread), _shares(facts)),
     ]
+    if sites := facts.get("sites"):
+        words = "How far a site is from the typical one: estimate and 95 % interval, drawn to 0 where it has few rows."
+        found.append(Panel("Sites", site_effects(sites, family), words))
+    return found
+
+
+def site_effects(sites: Sequence[Facts], family: str) -> Figure:
+    """The effect of each site with its interval, the lowest first."""
+    figure = Figure(figsize=(6.4, 0.8 + min(0.22 * len(sites), 12.0)), dpi=DPI, layout="constrained")
+    axes, places = figure.subplots(), np.arange(len(sites))
+    middle, low, high = (np.array([row[name] for row in sites]) for name in ("estimate", "low", "high"))
+    axes.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, lw=1.2)
+    axes.axvline(0, color="black", lw=0.7)
+    axes.set_yticks(places, [str(row["effect"]) for row in sites], fontsize=8)
+    axes.set_xlabel(f"log {RATIOS[family].split()[0]}" if family in RATIOS else "units of the target", fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    return figure
 
 
 def probability(p: float) -> str:

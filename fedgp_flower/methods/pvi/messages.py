@@ -72,7 +72,7 @@ class NaturalParameters:
 
 
 @message()
-class Marginal:
+class LatentFactor:
     """q(Z), q(β) or a site's factor of one of them in natural parameters; or the value, where it is a point."""
 
     eta1: Float[ndarray, " _"] | None = leaves("η₁, of a distribution", default=None)
@@ -80,10 +80,10 @@ class Marginal:
     value: Float[ndarray, " _"] | None = leaves("the value of a point", default=None)
 
     @staticmethod
-    def of(gaussian: Gaussian) -> Marginal:
+    def of(gaussian: Gaussian) -> LatentFactor:
         """Of a diagonal Gaussian."""
         factor = NaturalParameters.of(gaussian)
-        return Marginal(factor.eta1, factor.eta2)
+        return LatentFactor(factor.eta1, factor.eta2)
 
     @property
     def size(self) -> int:
@@ -114,8 +114,8 @@ class Marginal:
 class Marginals:
     """q(Z) and q(β)."""
 
-    inducing: Marginal = leaves("of Z, row by row")
-    hyper: Marginal = leaves("of β, logarithms of standard deviations and lengthscales")
+    inducing: LatentFactor = leaves("of Z, row by row")
+    hyper: LatentFactor = leaves("of β, logarithms of standard deviations and lengthscales")
 
 
 @message()
@@ -187,12 +187,12 @@ class Refined:
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("Gaussian factor of u", default=None)
     weights: NaturalParameters | None = leaves("Gaussian factor of the weights", default=None)
-    inducing: Marginal | None = leaves("of Z: factor or point", default=None)
-    hyper: Marginal | None = leaves("of β: factor", default=None)
+    inducing: LatentFactor | None = leaves("of Z: factor or point", default=None)
+    hyper: LatentFactor | None = leaves("of β: factor", default=None)
     whitened: NaturalParameters | None = leaves("Gaussian factor of v = L⁻¹u", default=None)
 
     @property
-    def parts(self) -> dict[str, PseudoPoints | NaturalParameters | Marginal]:
+    def parts(self) -> dict[str, PseudoPoints | NaturalParameters | LatentFactor]:
         """What was refined, by name."""
         named = {name: part for name, part in vars(self).items() if name not in ("objective", "evaluations")}
         return {name: part for name, part in named.items() if part is not None}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior
 from fedgp_flower.messages import decode
-from fedgp_flower.methods.pvi.messages import LATENTS, POINTS, SAVED_LATENTS, Factors, Marginal, Marginals
+from fedgp_flower.methods.pvi.messages import LATENTS, POINTS, SAVED_LATENTS, Factors, LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import Draws, Factor, SparseModel, factors_of, predict, prediction_draws
 from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.methods.sparse_posterior import saved_model as saved_sparse_gp
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from fedgp_flower.outcome import Posterior
 
 
-def read_marginal(arrays: Mapping[str, NDArray[np.generic]], name: str) -> Marginal:
+def read_marginal(arrays: Mapping[str, NDArray[np.generic]], name: str) -> LatentFactor:
     """q(Z) or q(β) of a saved posterior, by its name in messages."""
     saved = SAVED_LATENTS[name]
     mean = torch.tensor(arrays[f"{saved}.mean"]).double().flatten()
     if f"{saved}.scale" not in arrays:
-        return Marginal(value=mean.numpy())
+        return LatentFactor(value=mean.numpy())
     scale = torch.tensor(arrays[f"{saved}.scale"]).double().flatten()
-    return Marginal.of(DiagonalGaussian.from_moments(mean, scale.square()))
+    return LatentFactor.of(DiagonalGaussian.from_moments(mean, scale.square()))
 
 
 def read_factors(arrays: Mapping[str, NDArray[np.generic]]) -> tuple[Factors, bool]:

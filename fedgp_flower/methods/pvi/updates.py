@@ -24,7 +24,7 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.likelihoods import PointLikelihood
 from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam, maximise
-from fedgp_flower.methods.pvi.messages import LATENTS, Marginal, Marginals
+from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import (
     ALPHA,
     Data,
@@ -108,11 +108,11 @@ class TrainableLatent:
         """KL(q ‖ cavity), zero for a point."""
         return self.location.new_zeros(()) if self.cavity is None else self.density().kl(self.cavity)
 
-    def answer(self) -> Marginal | None:
+    def answer(self) -> LatentFactor | None:
         """The factor q / cavity, or the point that was learned; nothing of a fixed one."""
         if self.cavity is not None:
-            return Marginal.of(self.density() / self.cavity)
-        return Marginal(value=self.location.detach().numpy().copy()) if self.parameters else None
+            return LatentFactor.of(self.density() / self.cavity)
+        return LatentFactor(value=self.location.detach().numpy().copy()) if self.parameters else None
 
 
 def late_mean(trace: Trace) -> float:

@@ -37,7 +37,7 @@ PRIOR_SCALE = 10.0
 """Prior standard deviation of β, ω and ς, that of Hassan et al.: nearly flat for standardised inputs."""
 
 
-class MixedModel(SampledModel):
+class GroupedModel(SampledModel):
     """θ is empty: everything has a prior. ``num_slopes`` is Q; the last Q columns of the features are z, beside x."""
 
     def __init__(
@@ -51,7 +51,7 @@ class MixedModel(SampledModel):
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
-    ) -> MixedModel:
+    ) -> GroupedModel:
         """``num_inputs`` counts the columns of x and z."""
         slopes = len(options.slopes)
         return cls(num_inputs - slopes, slopes, likelihood=section.likelihood)

@@ -78,7 +78,7 @@ BUILT_IN: dict[str, ModelRow] = {
         inducing=True,
     ),
     "glmm": ModelRow(
-        f"{_HERE}.mixed:MixedModel",
+        f"{_HERE}.mixed:GroupedModel",
         "generalised linear mixed models, Section S3.1",
         reads=("unit_column", "random_slopes"),
         likelihoods=_FAMILY,
