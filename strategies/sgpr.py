@@ -6,8 +6,8 @@ sums of small cells of rows, with the values of each input that many rows have.
 
 A round is a gradient and a step, two exchanges. The steps are those of BFGS. Its first curvature is the sum of what
 sites know of their own rows, and the server alone scales kernel and noise. Rounds go on while a step promises a gain.
-Then sums at two thousand points are asked for, and at twice as many while that pays; a round at each improves
-the hyperparameters there, and the server keeps the fewest points that explain as much.
+Then sums at a thousand points are asked for, and at twice as many while that pays, with a step at each where that pays
+as well. The server keeps the fewest points that explain as much.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ USUAL = 60
 """Exchanges where the configuration leaves them to the method, those at more inducing points among them."""
 TOO_LITTLE = 0.001
 """Training ends where a step promises less than this, in nats a row, unless the number of exchanges is set."""
-FIRST_SIZE = 2000
+FIRST_SIZE = 1000
 """Inducing points that are asked for after training."""
 A_SIZE, ROUNDS = 3, 1
 """Exchanges for each number of inducing points after training, and rounds among them."""
@@ -316,7 +316,8 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
         state = replace(state, curvature=bfgs(state.curvature, place - state.place, state.gradient - gradient))
     state = replace(state, gradient=gradient, place=place)
     flat = TOLERANCE * max(1.0, abs(state.height) / state.rows)
-    return replace(state, converged=state.promise() < max(problem.worth, flat))
+    worth = enlarging.PAYS if state.asked else problem.worth
+    return replace(state, converged=state.promise() < max(worth, flat))
 
 
 def bfgs(curvature: Array, step: Array, change: Array) -> Array:
