@@ -247,7 +247,7 @@ def rows_gradient(
     """
     whitener = whitener or Whitener(model)
     factor = whitener.factor
-    gram, projection = (torch.as_tensor(part).to(factor) for part in (adjoints.gram, adjoints.projection))
+    gram, projection = (factor.new_tensor(part) for part in (adjoints.gram, adjoints.projection))
     gram = torch.linalg.solve_triangular(factor, 2 * gram, upper=False, left=False)
     projection = torch.linalg.solve_triangular(factor.mT, projection[:, None], upper=True)[:, 0]
     total: NamedArrays = {}
@@ -269,7 +269,7 @@ def inducing_gradient(
     whitener = whitener or Whitener(model)
     factor = whitener.factor
     parts = sums.gram, sums.projection, adjoints.gram, adjoints.projection
-    gram, projection, by_gram, by_projection = (torch.as_tensor(part).to(factor) for part in parts)
+    gram, projection, by_gram, by_projection = (factor.new_tensor(part) for part in parts)
     inner = torch.mm(by_gram, gram).neg_().addr_(by_projection, projection, alpha=-0.5).tril_()
     inner.diagonal().mul_(0.5)
     left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
