@@ -24,7 +24,7 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array, to_arrays
-from fedgp_flower.gp.sparse import Projected, Whitener
+from fedgp_flower.gp.sparse import Projected, Whitener, gram
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
@@ -121,7 +121,7 @@ def weighted_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whi
     for rows, y in zip(chunks, targets.split(CHUNK), strict=True):
         spread = variances(rows, model.noise)
         scaled, part = rows.cross / spread.sqrt(), y / spread
-        own = [scaled @ scaled.mT, rows.cross @ part, part @ y, spread.log().sum(), y @ y]
+        own = [gram(scaled), rows.cross @ part, part @ y, spread.log().sum(), y @ y]
         total = [before + more for before, more in zip(total, own, strict=True)] if total else own
     return WeightedSums(*to_arrays(*total, total[0].new_tensor(len(targets))))
 
@@ -159,7 +159,7 @@ def weighted_gradient(
         cross = rows.cross
         spread, left, moved = variances(rows, noise), y - cross.mT @ mean, covariance @ cross
         by_spread = ((left.square() + (cross * moved).sum(0)) / spread - 1) / (2 * spread)
-        by_cross = (torch.outer(mean, left) - moved) / spread - 2 * cross * by_spread
+        by_cross = torch.outer(mean, left).sub_(moved).div_(spread).addcmul_(cross, by_spread, value=-2)
         inner.addmm_(by_cross, cross.mT)
         by_noise += float(by_spread.sum())
         incoming = torch.linalg.solve_triangular(factor, by_cross.mT, upper=False, left=False)  # [N, M]

@@ -169,12 +169,12 @@ class Projected:
     closed: list[tuple[ndarray, Any]] | None = None
     """What :class:`_Closed` found."""
 
-    def gram(self) -> Tensor:
-        """W Wᵀ [M, M]; NumPy multiplies half of it, since both factors are one array."""
-        if self.cross.is_cuda:
-            return torch.mm(self.cross, self.cross.mT)
-        cross = self.cross.numpy()
-        return torch.from_numpy(cross @ cross.T)
+
+def gram(cross: Tensor) -> Tensor:
+    """W Wᵀ [M, M]; NumPy multiplies half of it, since both factors are one array."""
+    if cross.is_cuda:
+        return torch.mm(cross, cross.mT)
+    return torch.from_numpy(cross.numpy() @ cross.numpy().T)
 
 
 class Whitener:
@@ -232,7 +232,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     total: list[Tensor] = []
     variance, count = 0.0, float(len(targets))
     for rows, y in zip(chunks, targets.split(CHUNK), strict=True):
-        part = [rows.gram(), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
+        part = [gram(rows.cross), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
         variance += float(rows.variances.sum())
     return SparseSums(*to_arrays(*total), *map(np.asarray, (variance, count)))
