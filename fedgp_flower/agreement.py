@@ -498,7 +498,7 @@ def overview_lines(data: Facts) -> list[str]:
     inputs, of = data["inputs"], len(columns)
     target = f"target `{data['target']}`: " if "target" in data else ""
     lines = [
-        f"{target}{data['rows']:,} training rows at {data['sites']} sites{left_out};"
+        f"{target}{data['rows']:,} training rows at {data['sites']} site{'s' * (data['sites'] != 1)}{left_out};"
         f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
     ]
     for column in columns:

@@ -194,7 +194,7 @@ def check_tables(
     The exit status is 2 where a table cannot be used.
     """
     files, keys = _split(words)
-    _show_checked(check.check(_sites_of(files), registry.parse_config({"test-fraction": 0.0} | keys)))
+    _show_checked(check.check(_sites_of(files), registry.parse_config(keys)))
 
 
 def _show_checked(found: check.Checked) -> None:

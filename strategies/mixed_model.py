@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
+from scipy.linalg import block_diag
 
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates, profile
-from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, agreed_reference, sizes, whitening
+from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, sizes, whitening
 from fedgp_flower.methods.mixed_model.effects import SHAPES, Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
 from fedgp_flower.methods.mixed_model.messages import (
@@ -32,6 +33,7 @@ from fedgp_flower.methods.mixed_model.messages import (
     pieces,
 )
 from fedgp_flower.methods.mixed_model.options import MixedOptions
+from fedgp_flower.methods.mixed_model.smooth import Smooths, agreed_parts
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import AnyShape, Array, Json, NamedArrays
@@ -40,6 +42,8 @@ from strategies.server.strategy import FederatedStrategy
 
 START = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Standard deviations of whitened random effects that the first exchange tries."""
+LENGTHSCALES = (1.0, 0.5, 1.0, 2.0, 1.0)
+"""Beside them, of smooth terms, whose amplitudes start at 1."""
 LENGTHS = (1.0, 0.3, 2.5)
 """Of the Newton step, that an exchange tries while far from the maximum."""
 NEAR = 1e-2
@@ -104,11 +108,30 @@ class Fitting:
     family: str
     columns: Columns
     """The columns of the formula at reference rows."""
+    smooth: Smooths
 
     @property
     def terms(self) -> Terms:
         """The widths of the random terms."""
         return Terms(tuple(len(names) for names in self.columns.effect_names))
+
+    @property
+    def entries(self) -> int:
+        """How many numbers a site sends of each trial: log|V|, a triangle of [Φ X y], what features leave."""
+        size = sum(self.smooth.widths) + self.columns.fixed.shape[1] + 1
+        return 1 + size * (size + 1) // 2 + len(self.smooth.terms)
+
+    def lengths(self, trials: Array) -> dict[str, int]:
+        """Of what sites answer to trials of a Gaussian model."""
+        count, width = trials.shape
+        told = width - len(self.smooth.terms)
+        sizes = {"K": count, "B": width, "F": len(self.factors), "T": told}
+        return sizes | {"Q": self.entries, "H": told * (told + 1) // 2}
+
+    def totals(self, sums: Mapping[str, Array], count: float, point: Array) -> Totals:
+        """Of the sums at a point."""
+        amplitudes = point[len(point) - len(self.smooth.terms) :]
+        return Totals(sums["values"], sums["slopes"], sums["curvatures"], count, amplitudes, self.smooth.widths)
 
     @property
     def factors(self) -> list[str]:
@@ -135,7 +158,10 @@ def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
     for k, (names, matrix) in enumerate(zip(columns.effect_names, columns.effects, strict=True)):
         gram = blocks[k].reshape(len(names), len(names)) / count
         arrays[f"{TERM}{k}"] = whitening(gram, names, sizes(matrix))
-    first = np.outer(START if terms.count else START[:1], terms.first.numpy())
+    first = np.outer(START if terms.count or problem.smooth.terms else START[:1], terms.first.numpy())
+    if smooth := problem.smooth.terms:
+        lengths = np.outer(np.log(LENGTHSCALES), np.ones(sum(problem.smooth.lengths)))
+        first = np.hstack([first, lengths, np.ones((len(lengths), len(smooth)))])
     if not problem.gaussian:
         root = arrays[FIXED] / sizes(columns.fixed)
         rough = np.linalg.solve(root.T, outline.products / count)
@@ -149,19 +175,15 @@ def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
 def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
     """One exchange: the likelihood at the trials, and from the best of them the next ones."""
     state = replace(state, exchanges=state.exchanges + 1)
-    count, width = state.trials.shape
-    lengths = {"K": count, "B": width, "F": len(problem.factors)}
-    asked = Trials(state.trials)
+    count, asked, lengths = len(state.trials), Trials(state.trials), problem.lengths(state.trials)
     if problem.gaussian:
-        size = 2 + problem.columns.fixed.shape[1]
-        lengths |= {"T": width, "Q": 1 + size * (size - 1) // 2, "H": width * (width + 1) // 2}
         summed = yield Total(Restricted, asked, roster.sites, sizes=lengths)
     else:
         summed = yield Total(MarginalSums, asked, roster.sites, sizes=lengths)
     found = summed.total
     if found is None or summed.silent or summed.sites != roster.sites:
         return state, {}
-    here = [expansion(found, k) for k in range(count)]
+    here = [expansion(problem, found, k, point) for k, point in enumerate(state.trials)]
     best = max(range(count), key=lambda k: here[k].value)
     rows = float(found.count)
     if summed.sites == state.sites and not here[best].value >= state.value - 1e-9 * (1 + abs(state.value)):
@@ -188,11 +210,11 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
     return state, {"objective": state.value / rows, "promised": promised}
 
 
-def expansion(found: Restricted | MarginalSums, k: int) -> Expansion:
+def expansion(problem: Fitting, found: Restricted | MarginalSums, k: int, point: Array) -> Expansion:
     """The log likelihood at a trial."""
     if isinstance(found, MarginalSums):
         return Expansion(float(found.values[k]), found.gradients[k], found.hessians[k])
-    return Totals(found.values[k], found.slopes[k], found.curvatures[k], float(found.count)).expansion()
+    return problem.totals(kept(found, k), float(found.count), point).expansion()
 
 
 def kept(found: Restricted, k: int) -> NamedArrays:
@@ -206,7 +228,7 @@ def estimated(problem: Fitting, state: MixedState) -> Estimates:
     if not problem.gaussian:
         around = Expansion(state.value, state.gradient, state.hessian)
         return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1], problem.terms.count)
-    return estimates.of_restricted(Totals(**state.totals, count=state.count), state.point, step)
+    return estimates.of_restricted(problem.totals(state.totals, state.count, state.point), state.point, step)
 
 
 def converged(state: MixedState) -> bool:
@@ -221,7 +243,7 @@ def profiled(
     parameters: Sequence[tuple[profile.Function, Array | None]],
 ) -> Asking[list[tuple[float, float]]]:
     """95 % intervals of parameters by the profile of the likelihood; NaN for ends that are not found."""
-    totals = Totals(**state.totals, count=state.count)
+    totals = problem.totals(state.totals, state.count, state.point)
     best = profile.lowest(totals, state.point, found.log_noise)
     ends = [best, *(profile.first(best, totals, f, row, sign) for f, row in parameters for sign in (-1, 1))]
     around, before = [totals] * len(ends), 0.0
@@ -232,16 +254,12 @@ def profiled(
         ends = [profile.moved(end, at, level) for end, at in zip(there, around, strict=True)]
         if share == 1 and profile.settled(there, ends):
             break
-        size = 2 + problem.columns.fixed.shape[1]
-        width = len(state.point)
-        lengths = {"K": len(ends), "B": width, "F": len(problem.factors), "T": width}
-        lengths |= {"Q": 1 + size * (size - 1) // 2, "H": width * (width + 1) // 2}
         asked = Trials(np.array([state.point if end.lost else end.theta for end in ends]))
-        summed: Summed[Restricted] = yield Total(Restricted, asked, state.sites, sizes=lengths)
+        summed: Summed[Restricted] = yield Total(Restricted, asked, state.sites, sizes=problem.lengths(asked.points))
         if summed.total is None or summed.silent or summed.sites != state.sites:
             return [(np.nan, np.nan)] * len(parameters)
         told = summed.total
-        around = [Totals(*here, state.count) for here in zip(told.values, told.slopes, told.curvatures, strict=True)]
+        around = [problem.totals(kept(told, k), state.count, at) for k, at in enumerate(asked.points)]
         ends = [replace(end, centre=at) for end, at in zip(ends, asked.points, strict=True)]
     values = [
         np.nan if end.lost or end.parameter is None else float(end.parameter(torch.tensor(end.point))) for end in ends
@@ -260,8 +278,8 @@ class MixedModel(FederatedStrategy[MixedState]):
     @cached_property
     def problem(self) -> Fitting:
         """What stays the same during a run."""
-        formula, agreed = parse(self.config.formula), self.preparation
-        return Fitting(formula, self.config.model.likelihood, agreed_reference(formula, agreed.arrays, agreed.schema))
+        formula, likelihood = parse(self.config.formula), self.config.model.likelihood
+        return Fitting(formula, likelihood, *agreed_parts(formula, self.preparation.arrays, self.preparation.schema))
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
         """Whitened columns, and the first trials."""
@@ -295,11 +313,12 @@ class MixedModel(FederatedStrategy[MixedState]):
         problem, found, scale = self.problem, estimated(self.problem, state), self.scale
         view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)), found.shape)
         base, bases = state.whitening[FIXED], pieces(state.whitening, TERM)
-        turn = scale * np.linalg.inv(base)  # a change of units
+        turn = scale * block_diag(np.eye(sum(problem.smooth.widths)), np.linalg.inv(base))  # a change of units
         mean, covariance = turn @ found.beta, turn @ found.covariance @ turn.T
-        if problem.gaussian and "intercept" in problem.columns.names:
-            mean[problem.columns.names.index("intercept")] += float(self.preparation.arrays["target.mean"])
-        factors = problem.terms.factors(torch.tensor(found.theta))
+        names = (*problem.smooth.names, *problem.columns.names)
+        if problem.gaussian and "intercept" in names:
+            mean[names.index("intercept")] += float(self.preparation.arrays["target.mean"])
+        factors = problem.terms.factors(torch.tensor(found.theta[: problem.terms.count]))
         roots = [
             scale * np.exp(found.log_noise) * np.linalg.solve(b, f.numpy()) for b, f in zip(bases, factors, strict=True)
         ]
@@ -310,31 +329,35 @@ class MixedModel(FederatedStrategy[MixedState]):
         }
         arrays |= {"dispersion": np.exp(found.shape)} if len(found.shape) else {}
         arrays |= {f"random.covariance.{k}": root @ root.T for k, root in enumerate(roots)}
+        arrays |= {"smooth": found.theta[problem.terms.count :]} if problem.smooth.terms else {}
         meanings = {
-            "fixed.mean": "fixed effects",
+            "fixed.mean": "weights of features of smooth terms, then fixed effects",
+            "smooth": "log ℓ of standardised inputs, then a, of all smooth terms",
             "fixed.covariance": "of their estimates",
             "noise": "variance of the noise",
             "dispersion": "of counts",
         }
         meanings = {name: meanings.get(name, "of the effects of a group") for name in arrays}
-        model = {"formula": self.config.formula, "columns": list(problem.columns.names), "likelihood": problem.family}
+        model = {"formula": self.config.formula, "columns": list(names), "likelihood": problem.family}
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "original units"), EQUATION, model)
         return Predicted(view, saved, self.table(state, found, mean, covariance))
 
     def table(self, state: MixedState, found: Estimates, mean: Array, covariance: Array) -> Json:
         """What is quoted: effects, random effects, and how well the model fits."""
-        problem, scale, bases = self.problem, self.scale, pieces(state.whitening, TERM)
-        called = [term.called for term in problem.formula.random]
-        random = estimates.random_table(called, problem.columns.effect_names, problem.terms, bases, scale, found)
-        random += [estimates.noise_row(found, scale)] if problem.gaussian else estimates.shape_rows(found)
+        problem, scale, size = self.problem, self.scale, sum(self.problem.smooth.widths)
+        called, names = [term.called for term in problem.formula.random], problem.columns.effect_names
+        rows = estimates.random_rows(called, names, problem.smooth, gaussian=problem.gaussian)
+        random = [*estimates.random_table(rows, self.spreads(state), found), *estimates.shape_rows(found)]
         likelihood = found.log_likelihood
         if problem.gaussian:  # back to the units of the table, as lme4 counts
             likelihood -= np.log(np.abs(np.diag(state.whitening[FIXED]))).sum()
-            likelihood -= (state.count - len(mean)) * np.log(scale)
-        free = len(mean) + len(found.theta) + problem.gaussian + len(found.shape)
+            likelihood -= (state.count - len(mean) + size) * np.log(scale)
+        free = len(mean) - size + len(found.theta) + problem.gaussian + len(found.shape)
         singular = any(row["kind"] == "sd" and not row["estimate"] > 1e-4 * scale for row in random)
         return {
-            "effects": estimates.fixed_table(problem.columns.names, mean, covariance, problem.family),
+            "effects": estimates.fixed_table(
+                problem.columns.names, mean[size:], covariance[size:, size:], problem.family
+            ),
             "random": random,
             "icc": estimates.shares(random, problem.family),
             "log_likelihood": likelihood,
@@ -347,6 +370,11 @@ class MixedModel(FederatedStrategy[MixedState]):
             "exchanges": state.exchanges,
             "promised_rise": state.promised,
         }
+
+    def spreads(self, state: MixedState) -> profile.Spread:
+        """Standard deviations, correlations and lengthscales."""
+        problem, bases = self.problem, pieces(state.whitening, TERM)
+        return estimates.spreads(problem.terms, bases, self.scale, problem.smooth)
 
     def final(self, state: MixedState, roster: Roster) -> Asking[Json]:
         """Intervals by the profile of the likelihood; and in the clear, where they are random, the effects of sites."""
@@ -365,18 +393,18 @@ class MixedModel(FederatedStrategy[MixedState]):
         return {**tables, "sites": sorted(sites, key=lambda row: row["estimate"])}
 
     def with_profiles(self, state: MixedState) -> Asking[Json]:
-        """The table with intervals by the profile of the likelihood, where noise is Gaussian."""
+        """The table with intervals by the profile of the likelihood, where noise is Gaussian and no term is smooth."""
         problem, found, told = self.problem, estimated(self.problem, state), self.scoring.predicted.details
-        if not problem.gaussian or not state.sites or told["singular"]:
+        if not problem.gaussian or problem.smooth.terms or not state.sites or told["singular"]:
             return {}
         fixed, random, scale = told["effects"], told["random"], self.scale
         turn = scale * np.linalg.inv(state.whitening[FIXED])
-        spread = estimates.spreads(problem.terms, pieces(state.whitening, TERM), scale)
+        spread = self.spreads(state)
         rows = [row / effect["se"] for row, effect in zip(turn, fixed, strict=True)]
         parameters: list[tuple[profile.Function, Array | None]] = [(profile.entry(-1), row) for row in rows]
         parameters += [(profile.entry(k, spread), None) for k in range(len(random))]
         ends = yield from profiled(problem, state, found, parameters)
-        found_at = [float(row @ found.beta) for row in rows]
+        found_at = [float(row @ found.beta[-len(row) :]) for row in rows]
         tables: dict[str, list[Json]] = {"effects": [], "random": []}
         for effect, middle, pair in zip(fixed, found_at, ends, strict=False):
             low, high = (effect["estimate"] + effect["se"] * (end - middle) for end in pair)

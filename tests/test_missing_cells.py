@@ -200,7 +200,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     out = " ".join(capsys.readouterr().out.split())
     assert "`ward` has" in out
     assert "as an identifier has" in out
-    assert "178 training rows at 2 sites, 2 rows left out for a missing cell; 5 inputs of 3 columns" in out
+    assert "142 training rows at 2 sites, 2 rows left out for a missing cell; 5 inputs of 3 columns" in out
     with pytest.raises(SystemExit):
         main(["check", str(north)])
     assert "set `missing` to" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,9 @@ from scipy.stats import multivariate_normal, nbinom, norm, poisson
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.formula import parse
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
     GAUSSIAN,
@@ -25,6 +29,9 @@ from fedgp_flower.methods.mixed_model.effects import (
     restricted_sums,
 )
 from fedgp_flower.methods.mixed_model.estimates import Totals, of_restricted
+from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run import summary
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
 
@@ -61,7 +68,11 @@ def spread(theta: torch.Tensor) -> torch.Tensor:
 
 def restricted(rows: Crossed, dense: torch.Tensor, theta: torch.Tensor, sd: float) -> float:
     """The density of contrasts Aᵀy that have no fixed effects, A orthonormal, less ½ log|XᵀX| (Harville 1974)."""
-    root = dense @ spread(theta)
+    return normal_contrasts(rows, dense @ spread(theta), sd)
+
+
+def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
+    """The same where y has covariance sd² (I + root rootᵀ)."""
     v = (sd**2 * (root @ root.T + torch.eye(len(root)))).numpy()
     x = rows.fixed.numpy()
     contrasts = np.linalg.svd(x)[0][:, x.shape[1] :]
@@ -83,6 +94,42 @@ def test_the_restricted_likelihood_is_that_of_contrasts():
     slope = [(up.value - down.value) / 2e-5 for up, down in near]
     np.testing.assert_allclose(around.gradient, slope, atol=1e-8)
     np.testing.assert_allclose(around.hessian, [(up.gradient - down.gradient) / 2e-5 for up, down in near], atol=1e-7)
+
+
+SMOOTH = Smooth(("age",), np.zeros(1), np.ones(1), spread_out(1))
+AGES = torch.tensor(DRAW.uniform(-2, 2, (24, 1)))
+LENGTH, AMPLITUDE, NOISE = 0.7, 1.2, 0.4
+
+
+def smoothed(rows: Crossed, theta: torch.Tensor) -> Totals:
+    """With a smooth term, at (Λ, log ℓ, a)."""
+    found = restricted_sums(rows, theta[:-1], partial(Smooths((SMOOTH,)).features, [AGES]))
+    values, slopes, curvature = (part.numpy() for part in found)
+    lower = np.tril_indices(len(slopes))
+    return Totals(values, slopes, curvature[lower], float(len(rows.y)), theta[-1:].numpy(), (len(SMOOTH.points),))
+
+
+def test_smooth_terms_beside_groups_are_one_normal():
+    """Less what the features leave of the prior variance; without groups and fixed effects the bound of `sgpr`."""
+    point = torch.cat([THETA, numbers([math.log(LENGTH), AMPLITUDE])])
+    rows, dense = crossed_rows()
+    phi = SMOOTH.features(AGES, numbers([math.log(LENGTH)]))
+    left = float((1 - phi.square().sum(1)).sum())
+    wide = torch.cat([dense @ spread(THETA), AMPLITUDE * phi], dim=1)
+    found = smoothed(rows, point).restricted(torch.zeros(6).double(), numbers(math.log(NOISE)))
+    assert float(found) == pytest.approx(normal_contrasts(rows, wide, NOISE) - 0.5 * AMPLITUDE**2 * left, abs=1e-8)
+    around, step = smoothed(rows, point).expansion(), 1e-5 * np.eye(6)
+    near = [[smoothed(rows, point + torch.tensor(s * e)).expansion() for s in (1, -1)] for e in step]
+    np.testing.assert_allclose(around.gradient, [(up.value - down.value) / 2e-5 for up, down in near], atol=1e-7)
+    np.testing.assert_allclose(around.hessian, [(up.gradient - down.gradient) / 2e-5 for up, down in near], atol=1e-3)
+
+    alone = Crossed(Terms(()), rows.fixed[:, :0], rows.offset, rows.y, ())
+    gp = SparseGP(ModelSection(noise=NOISE**2, lengthscale=LENGTH), torch.tensor(SMOOTH.points))
+    gp.kernel.outputscale = (AMPLITUDE * NOISE) ** 2
+    sums = pooled_sums(gp, AGES, rows.y)
+    totals = smoothed(alone, point[4:])
+    bound = totals.restricted(torch.zeros(2).double(), numbers(math.log(NOISE)))
+    assert float(bound) == pytest.approx(collapsed_bound(sums, NOISE**2), abs=1e-7)
 
 
 def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
@@ -185,6 +232,10 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     as_lme4("slopes", run)
     shown = run.summary()
     assert list(shown["effect"]) == ["intercept", "days", "intercept", "days", "intercept, days", ""]
+    compared = {name: cells for name, *cells in summary.side_by_side([run, run])}
+    low, high = (summary.show(shown.loc[1, f"profile_{end}"]) for end in ("low", "high"))
+    assert compared["days"] == 2 * [f"{summary.show(shown.loc[1, 'estimate'])} ({low} to {high})"]
+    assert compared["AIC"] == 2 * [f"{KNOWN['slopes']['aic']:.2f}"]
     assert (run.path / "effects.csv").read_text(encoding="utf-8").startswith("group,kind,effect,estimate,se")
     assert "REML estimates in units of the table" in run.report_path.read_text(encoding="utf-8")
     new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))
@@ -218,7 +269,7 @@ def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path):
     assert list(found["effect"]) == [f"s{k}" for k in np.argsort(mean)]
     np.testing.assert_allclose(found["estimate"], np.sort(mean), rtol=1e-5)
     np.testing.assert_allclose(found["high"], np.sort(mean) + 1.959964 * np.sqrt(variance[np.argsort(mean)]), rtol=1e-5)
-    assert (run.path / "plots" / "sites.png").exists()
+    assert (run.path / "plots" / "effects-of-sites.png").exists()
 
 
 def test_counts_that_vary_more_are_as_glm_nb_has_them(tmp_path):
@@ -234,6 +285,32 @@ def test_counts_that_vary_more_are_as_glm_nb_has_them(tmp_path):
     new = run.posterior.predict(table.head(3))
     assert (new["q2.5"] >= 0).all()
     assert (new["q97.5"] > new["mean"] + 2 * new["mean"] ** 0.5).all()
+
+
+def test_a_smooth_term_under_masks_predicts_as_the_exact_process_of_all_rows(tmp_path):
+    draw, group = np.random.default_rng(3), np.repeat(np.arange(12), 10)
+    age, dose = draw.uniform(20, 90, 120), draw.integers(0, 2, 120)
+    y = 40 + 5 * dose + 9 * np.sin(age / 15) + draw.normal(0, 3, 12)[group] + draw.normal(0, 2, 120)
+    table = pd.DataFrame({"dose": dose, "age": age, "ward": [f"w{g}" for g in group], "y": y})
+    keys = {"formula": "y ~ dose + s(age) + (1 | ward)", "test-fraction": 0.0, "output-dir": str(tmp_path)}
+    run = fg.run(table, sites=3, options={**keys, **ALONE, "privacy.secure-aggregation": True})
+    between, within, amplitude, length = run.summary()["estimate"].iloc[2:]
+    new = pd.DataFrame({"dose": [0, 1, 1], "age": [25.0, 55.0, 80.0]})
+
+    def smooth(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return amplitude**2 * np.exp(-0.5 * ((a[:, None] - b) / length) ** 2)
+
+    x, there = (np.column_stack([np.ones(len(d)), d]) for d in (dose, new["dose"]))
+    ages, same = new["age"].to_numpy(), group[:, None] == group
+    covariance = smooth(age, age) + between**2 * same + within**2 * np.eye(120) + 1e6 * x @ x.T
+    gain = np.linalg.solve(covariance, smooth(age, ages) + 1e6 * x @ there.T).T
+    prior = 1e6 * (there**2).sum(1) + amplitude**2 + between**2 + within**2
+    variance = prior - (gain * (smooth(ages, age) + 1e6 * there @ x.T)).sum(1)
+    found = run.posterior.predict(new)
+    np.testing.assert_allclose(found["mean"], gain @ y, rtol=1e-4)
+    np.testing.assert_allclose(found["sd"], np.sqrt(variance), rtol=1e-3)
+    assert run.metrics.method_details["exchanges"] <= 15
+    assert (run.path / "plots" / "smooth-terms.png").exists()
 
 
 @pytest.mark.long
@@ -267,8 +344,8 @@ def test_formulas_are_taken_apart_and_call_little():
             parse_config({"formula": text})
     with pytest.raises(ConfigError, match="leave out `target`"):
         parse_config({"formula": "y ~ x", "target": "y"})
-    with pytest.raises(ConfigError, match="not fitted yet"):
-        parse_config({"formula": "y ~ s(x)"})
+    with pytest.raises(ConfigError, match="gaussian"):
+        parse_config({"formula": "y ~ s(x)", "model.likelihood": "poisson"})
     with pytest.raises(ConfigError, match="reads none"):
         parse_config({"formula": "y ~ x", "method": "sgpr"})
 

@@ -106,6 +106,11 @@ NLL = [1.0, 1.1, 1.2]
     ("mine", "local", "words"),
     [
         (NLL, [1.5, 1.61, 1.7], "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and"),
+        (
+            NLL,
+            [1.1, 1.2, 1.9],
+            "With a lower NLL than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and",
+        ),
         ([1.5, 1.61, 1.7], NLL, "Worse than each site alone: fsgp"),
         ([1.0, 1.2, 1.1], [1.1] * 3, "About as good as each site alone: fsgp"),
         (NLL[::2], [1.1, 1.4], "With a lower NLL than each site alone: fsgp on 20 held-out rows of 2 sites, by NLL; 2"),
@@ -249,6 +254,9 @@ def test_convergence_draws_baselines_and_frames_the_late_rounds():
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")
     assert figures.convergence(history[:1], [], "m") is None
+    settled = history.assign(test_nll=1.93 + 1e-4 * history["round"])
+    low, high = figures.convergence(settled, [], "m").axes[0].get_ylim()
+    assert high - low == pytest.approx(figures.LEAST_HEIGHT)
 
 
 LOGS = {"kernel.log_lengthscale": np.log([[4.0, 0.5, 90.0]]), "kernel.log_outputscale": np.array(0.3)}

@@ -34,6 +34,8 @@ IN_ONE_PLACE = ("pooled", "gradient boosting")
 HIGHER, LOWER = "with a higher NLL than", "with a lower NLL than"
 LEVEL = 0.003
 """Nats per row: a smaller difference makes nothing better or worse."""
+FAR = 0.05
+"""Nats per row: a larger difference with the same sign at all sites is said, even if they are few."""
 SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
 MOST_NAMED = 5
@@ -180,10 +182,12 @@ def verdict(metrics: RunMetrics) -> str:
 
 
 def _judged(found: Difference) -> str:
-    """How the run does beside a baseline; without an interval its figures alone are compared."""
-    if abs(found.mean) <= LEVEL or found.low <= 0 <= found.high:
+    """How the run does beside a baseline; without an interval, or a wide one of few sites, its figures are compared."""
+    unsure = found.low <= 0 <= found.high
+    alike = found.lower_at in {0, found.sites} and abs(found.mean) > FAR
+    if abs(found.mean) <= LEVEL or (unsure and not alike):
         return "about as good as"
-    if math.isnan(found.low):
+    if unsure or math.isnan(found.low):
         return HIGHER if found.mean > 0 else LOWER
     return "worse than" if found.mean > 0 else "better than"
 
@@ -210,7 +214,7 @@ def beside(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     for name, rival in rivals(metrics).items():
         found = paired_difference(metrics, rival)
         width = found.high - found.low if math.isfinite(found.low) else abs(found.mean)
-        digits = min(max(2 - math.floor(math.log10(width)), 0), 6) if width > 0 else 6
+        digits = min(max(2 - math.floor(math.log10(width)), 0), 4) if width > 0 else 4
         mean, low, high = (
             f"{round(v, digits) + 0.0:+.{digits}f}".replace("-", "−") for v in (found.mean, found.low, found.high)
         )
@@ -362,11 +366,30 @@ def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
             **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
             "rows": arms(metrics)[0].rows,
             "failures": len(metrics.failures),
+            **quoted(metrics),
         }
         for metrics in (run.metrics for run in runs)
     ]
     names = dict.fromkeys(name for column in columns for name in column)
     return [[title_of(name), *(cell(name, column.get(name)) for column in columns)] for name in names]
+
+
+def quoted(metrics: RunMetrics) -> dict[str, str]:
+    """Effects and ratios with their 95 % intervals, and how well the model fits, where a method has them."""
+    facts, found = metrics.method_details, dict[str, str]()
+    for row in (*facts.get("effects", ()), *facts.get("random", ())):
+        name = ": ".join(filter(None, (row.get("group"), row["effect"])))
+        found[f"{name} ({row['kind']})" if "kind" in row else name] = f"{show(row['estimate'])} ({interval(row)})"
+        if "ratio" in row:
+            found[f"{name} (ratio)"] = f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"
+    titles = {"log_likelihood": "log likelihood", "aic": "AIC", "bic": "BIC"}
+    return found | {title: f"{facts[name]:.2f}" for name, title in titles.items() if found and name in facts}
+
+
+def interval(row: Facts) -> str:
+    """The interval of an effect, by the profile of the likelihood where it is known."""
+    low, high = (number(row.get(f"profile_{end}", row[end])) for end in ("low", "high"))
+    return f"{show(low)} to {show(high)}" if math.isfinite(low) and math.isfinite(high) else "–"
 
 
 def target_of(run: Run) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -27,6 +29,7 @@ from fedgp_flower.methods.mixed_model.design import (
 )
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
+    MOST,
     SHAPES,
     Conditional,
     Crossed,
@@ -44,12 +47,13 @@ from fedgp_flower.methods.mixed_model.messages import (
     SiteEffect,
     Trials,
 )
+from fedgp_flower.methods.mixed_model.smooth import Smooths, smooths
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
 
 TOGETHER = 8
-"""Trials at once."""
+"""Trials at once, fewer where there are many rows."""
 
 
 class MixedClient(SiteClient):
@@ -67,11 +71,17 @@ class MixedClient(SiteClient):
         return Outline(x.T @ x, x.T @ rough, np.concatenate(grams), np.array(float(len(x))))
 
     def restricted(self, request: Trials) -> Restricted:
-        """What restricted maximum likelihood needs, with derivatives by θ."""
-        each = vmap(partial(restricted_sums, self.crossed), chunk_size=TOGETHER)
-        values, slopes, curvatures = (part.numpy() for part in each(torch.tensor(request.points)))
-        rows, columns_ = np.tril_indices(request.points.shape[1])
-        return Restricted(values, slopes, curvatures[:, rows, columns_], *self.counted)
+        """What restricted maximum likelihood needs, with derivatives by θ and log ℓ."""
+        rows, smooth = self.crossed, self.smooths
+        points = torch.tensor(request.points[:, : rows.terms.count + sum(smooth.lengths)])
+        widest = max(rows.inner.count * rows.inner.effects.shape[1], self.num_examples * len(smooth.terms), 1)
+        entries = widest * (sum(smooth.widths) + rows.fixed.shape[1] + 1) * (1 + points.shape[1]) ** 2
+        features = partial(smooth.features, smooth.at(self.site.train))
+        together = min(TOGETHER, 1 + MOST // entries)
+        each = vmap(partial(restricted_sums, rows, features=features), chunk_size=together)
+        values, slopes, curvatures = (part.numpy() for part in each(points))
+        lower = np.tril_indices(points.shape[1])
+        return Restricted(values, slopes, curvatures[:, *lower], *self.counted)
 
     def marginal(self, request: Trials) -> MarginalSums:
         """Log marginal likelihoods of the groups, with derivatives by (β, θ, shape)."""
@@ -88,7 +98,7 @@ class MixedClient(SiteClient):
             if not self.columns_of(term.group) and "intercept" in names:
                 row[0, names.index("intercept")] = 1.0
             effects.append(whitened(row, self.setting.constants[f"{TERM}{k}"]))
-        none = torch.zeros(1, len(self.around.names), dtype=torch.float64)
+        none = torch.zeros(1, len(request.beta), dtype=torch.float64)
         found = Design(none, none[:, 0], tuple(effects))
         mean, variance = self.latent(request, found, self.site.train.iloc[:1], known=True)
         return SiteEffect(mean.reshape(()), variance.reshape(()))
@@ -148,6 +158,11 @@ class MixedClient(SiteClient):
         widths = Terms(tuple(effects.shape[1] for effects in found.effects))
         return Crossed(widths, found.fixed, found.offset / self.scale, self.targets, factors)
 
+    @cached_property
+    def smooths(self) -> Smooths:
+        """The smooth terms."""
+        return smooths(self.formula, self.preparation)
+
     @property
     def grouped(self) -> Mapping[tuple[str, ...], list[int]]:
         """The terms of each factor."""
@@ -168,13 +183,27 @@ class MixedClient(SiteClient):
 
     def linear(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
         """Mean and variance of η at rows of a table, in units of the model; unless ``known`` their groups are new."""
-        return self.latent(request, design(self.formula, frame, self.preparation, self.setting.constants), frame, known)
+        found = design(self.formula, frame, self.preparation, self.setting.constants)
+        _, lengths, amplitudes = self.split(request)
+        parts = self.smooths.features(self.smooths.at(frame), lengths)
+        found = replace(found, fixed=torch.cat([*parts, found.fixed], dim=1))
+        mean, variance = self.latent(request, found, frame, known)
+        left = [a**2 * (1 - part.square().sum(1)) for a, part in zip(amplitudes, parts, strict=True)]
+        return mean, variance + request.noise * sum(left, start=torch.zeros(len(frame))).numpy()
+
+    def split(self, request: MixedView) -> tuple[Tensor, ...]:
+        """Relative covariances, log ℓ and a."""
+        sizes = [self.crossed.terms.count, sum(self.smooths.lengths), len(self.smooths.terms)]
+        return torch.tensor(request.theta).split(sizes)
 
     def latent(self, request: MixedView, found: Design, frame: pd.DataFrame, known: bool) -> tuple[Array, Array]:
-        """The same of whitened rows, whose groups the table names."""
-        beta, theta, covariance = map(torch.tensor, (request.beta, request.theta, request.covariance))
+        """The same of whitened rows with their features, whose groups the table names."""
+        beta, covariance = torch.tensor(request.beta), torch.tensor(request.covariance)
+        theta, lengths, _ = self.split(request)
         factors = [self.factor(group, found, frame, known) for group in self.grouped]
-        rows = self.crossed
+        rows = copy(self.crossed)
+        here = self.smooths.features(self.smooths.at(self.site.train), lengths)
+        rows.fixed = torch.cat([*here, rows.fixed], dim=1)
         ordered = [factors[k] for k in rows.order]
         marginal = Marginal(rows, FAMILIES[self.likelihood](torch.tensor(request.shape)))
         conditional = Conditional(marginal, beta, theta)

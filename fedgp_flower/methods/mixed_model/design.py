@@ -78,11 +78,6 @@ def reference(formula: Formula, agreed: Preparation) -> Columns:
     return columns(formula, pd.DataFrame(rows, index=range(5)), agreed)
 
 
-def agreed_reference(formula: Formula, arrays: NamedArrays, schema: str) -> Columns:
-    """The same from what the sites agreed on."""
-    return reference(formula, Preparation.from_wire(arrays, schema))
-
-
 def sizes(matrix: Array) -> Array:
     """The largest entry of each column in size; 1 where all are 0."""
     found = np.abs(matrix).max(axis=0)

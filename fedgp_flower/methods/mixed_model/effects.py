@@ -246,24 +246,43 @@ class Crossed:
         return inner + self.dense @ (outer[1] @ u[1])
 
 
-def restricted_sums(rows: Crossed, theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log |V| and the lower entries of [X y]ᵀ V⁻¹ [X y], V = I + ZΛΛᵀZᵀ, [Q], and derivatives [T, Q], [T, T, Q]."""
-    whole = torch.cat([rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
-    gram, sides, lower = whole.mT @ whole, rows.sides(whole), torch.tril_indices(whole.shape[1], whole.shape[1])
+def no_features(log_lengthscales: Tensor) -> list[Tensor]:
+    """Of a formula without smooth terms."""
+    return []
+
+
+def restricted_sums(
+    rows: Crossed, theta: Float[Tensor, " T"], features: Callable[[Tensor], list[Tensor]] = no_features
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log |V|, the lower entries of [Φ X y]ᵀ V⁻¹ [Φ X y] with V = I + ZΛΛᵀZᵀ, and what each Φ leaves, [Q].
+
+    And derivatives by Λ and log ℓ, [T, Q] and [T, T, Q]. Φ are features of smooth terms at lengthscales ℓ.
+    """
     blocks, _ = rows.sides(rows.inner.effects)
     across, rest = rows.sides(rows.dense)
 
     def at(point: Float[Tensor, " T"]) -> Float[Tensor, " Q"]:
-        arrow = Arrow(blocks, across, rest, rows.outer(point))
-        first, second = arrow.half(*sides)
-        products = gram - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
-        return torch.cat([arrow.log_determinant[None], products[lower[0], lower[1]]])
+        parts = features(point[rows.terms.count :])
+        whole = torch.cat([*parts, rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
+        arrow, lower = (
+            Arrow(blocks, across, rest, rows.outer(point[: rows.terms.count])),
+            torch.tril_indices(whole.shape[1], whole.shape[1]),
+        )
+        first, second = arrow.half(*rows.sides(whole))
+        products = whole.mT @ whole - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
+        left = [(1 - part.square().sum(1)).sum()[None] for part in parts]
+        return torch.cat([arrow.log_determinant[None], products[lower[0], lower[1]], *left])
 
     if not len(theta):
         value = at(theta)
         return value, value.new_zeros(0, len(value)), value.new_zeros(0, 0, len(value))
-    slopes, curvature = jacfwd(at)(theta), jacfwd(jacfwd(at))(theta)
-    return at(theta), slopes.mT, curvature.permute(1, 2, 0)
+
+    def slopes(point: Float[Tensor, " T"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        found, value = jacfwd(lambda near: (at(near),) * 2, has_aux=True)(point)
+        return found, (value, found)
+
+    curvature, (value, slope) = jacfwd(slopes, has_aux=True)(theta)
+    return value, slope.mT, curvature.permute(1, 2, 0)
 
 
 def derivatives(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.methods.mixed_model.effects import LOG_2PI, Terms
+from fedgp_flower.methods.mixed_model.smooth import Smooths
 from fedgp_flower.typing import Array, Facts, Json, Scalar
 
 Z95 = float(ndtri(0.975))
@@ -39,27 +40,53 @@ class Expansion:
 
 
 class Totals:
-    """log|V| and S around a trial, to second order in θ."""
+    """log|V| and S around a trial, to second order in θ; with the prior aσu of smooth terms' weights, u ~ N(0, I).
 
-    def __init__(self, values: Array, slopes: Array, curvatures: Array, count: float) -> None:
+    θ are covariances of random effects, log ℓ, and amplitudes a, which no sum depends on.
+    """
+
+    def __init__(
+        self,
+        values: Array,
+        slopes: Array,
+        curvatures: Array,
+        count: float,
+        amplitudes: Sequence[float] | Array = (),
+        widths: Sequence[int] = (),
+    ) -> None:
         self.values, self.slopes, self.count = torch.tensor(values), torch.tensor(slopes), count
+        self.widths = torch.tensor(widths, dtype=torch.int64)
+        self.amplitudes = torch.tensor(amplitudes, dtype=torch.float64)
         size = len(slopes)
         rows, columns = torch.tril_indices(size, size)
         whole = torch.zeros(size, size, len(values), dtype=torch.float64)
         whole[rows, columns] = whole[columns, rows] = torch.tensor(curvatures)
-        self.curvatures, self.size = whole, int((math.sqrt(8 * len(values) - 7) - 1) / 2)
+        self.curvatures, self.size = whole, int((math.sqrt(8 * (len(values) - len(widths)) - 7) - 1) / 2)
 
-    def at(self, step: Float[Tensor, " T"]) -> tuple[Scalar, Float[Tensor, "R R"]]:
-        """log|V| and the Cholesky factor of S a step away."""
+    def whole(self, step: Float[Tensor, " B"]) -> tuple[Scalar, Float[Tensor, "R R"], Float[Tensor, " M"]]:
+        """log|V| + Σ a² R, the Cholesky factor of S + I on the rows of u, and a for each of these, a step away."""
+        step, raised = step[: len(self.slopes)], self.amplitudes + step[len(self.slopes) :]
         entries = self.values + step @ self.slopes + 0.5 * torch.einsum("i,j,ijq->q", step, step, self.curvatures)
         rows, columns = torch.tril_indices(self.size, self.size)
-        matrix = entries.new_zeros(self.size, self.size).index_put((rows, columns), entries[1:])
-        return entries[0], cholesky(matrix + matrix.tril(-1).mT, of="[X y]ᵀ V⁻¹ [X y]")
+        end = 1 + len(rows)
+        matrix = entries.new_zeros(self.size, self.size).index_put((rows, columns), entries[1:end])
+        of_features = raised.repeat_interleave(self.widths)
+        scales = torch.cat([of_features, entries.new_ones(self.size - len(of_features))])
+        prior = torch.diag((torch.arange(self.size) < len(of_features)).to(entries))
+        matrix = scales[:, None] * (matrix + matrix.tril(-1).mT) * scales + prior
+        factor = cholesky(matrix, of="[X y]ᵀ V⁻¹ [X y]")
+        return entries[0] + raised.square() @ entries[end:], factor, of_features
+
+    def at(self, step: Float[Tensor, " B"]) -> tuple[Scalar, Float[Tensor, "R R"]]:
+        """log|V| and the Cholesky factor of S a step away; weights of smooth terms integrated out."""
+        log_v, factor, of_features = self.whole(step)
+        size = len(of_features)
+        return log_v + 2 * factor.diagonal()[:size].log().sum(), factor[size:, size:]
 
     @property
     def freedom(self) -> float:
         """N − E."""
-        return self.count - self.size + 1
+        return self.count - self.size + 1 + float(self.widths.sum())
 
     def profiled(self, step: Float[Tensor, " T"]) -> Scalar:
         """The restricted log likelihood at the best σ, a step away."""
@@ -78,7 +105,7 @@ class Totals:
 
     def expansion(self) -> Expansion:
         """The profiled restricted likelihood at the trial."""
-        return expanded(self.profiled, torch.zeros(len(self.slopes), dtype=torch.float64))
+        return expanded(self.profiled, torch.zeros(len(self.slopes) + len(self.widths), dtype=torch.float64))
 
 
 def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:
@@ -92,10 +119,10 @@ def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Whitened estimates: β and its covariance; θ in units of σ; log σ, and the covariance of θ and it."""
+    """Whitened estimates: (v, β) and its covariance; θ in units of σ; log σ, and the covariance of θ and it."""
 
-    beta: Array  # [E]
-    covariance: Array  # [E, E]
+    beta: Array  # [M + E], the weights v = a u of features first
+    covariance: Array  # [M + E, M + E]
     theta: Array  # [T]
     log_noise: float
     spread: Array  # [T + 1, T + 1], of (θ, log σ)
@@ -108,10 +135,12 @@ class Estimates:
 def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
     """Estimates a last step away from the trial θ."""
     last = torch.tensor(step)
-    _, factor = totals.at(last)
+    _, factor, of_features = totals.whole(last)
     inner, log_noise = factor[:-1, :-1], totals.log_noise(last)
-    beta = torch.linalg.solve_triangular(inner.mT, factor[-1, :-1, None], upper=True)[:, 0]
+    scales = torch.cat([of_features, of_features.new_ones(len(inner) - len(of_features))])
+    beta = scales * torch.linalg.solve_triangular(inner.mT, factor[-1, :-1, None], upper=True)[:, 0]
     covariance = torch.cholesky_inverse(inner) * (2 * log_noise).exp()  # the inverse is the answer here
+    covariance = scales[:, None] * covariance * scales
 
     def value(at: Float[Tensor, " T1"]) -> Scalar:
         return totals.restricted(at[:-1], at[-1])
@@ -139,20 +168,28 @@ def inverse(information: Array) -> Array:
     return np.where(touched[:, None] | touched, np.nan, found)
 
 
-def spreads(terms: Terms, bases: Sequence[Array], scale: float) -> Callable[[Tensor], Tensor]:
-    """Log standard deviations and inverse hyperbolic tangents of correlations of all terms, as (θ, log σ) goes."""
+def spreads(terms: Terms, bases: Sequence[Array], scale: float, smooth: Smooths) -> Callable[[Tensor], Tensor]:
+    """Log standard deviations and inverse hyperbolic tangents of correlations of all terms, as (θ, log σ) goes.
+
+    Then log σ; of every smooth term the logarithms of its standard deviation and its lengthscales, units of the table.
+    """
+    log_units, places = torch.tensor([*map(math.log, smooth.units)]), np.cumsum([terms.count, *smooth.lengths])
     turns = [torch.tensor(scale * np.linalg.inv(base)) for base in bases]  # a change of units, of triangular matrices
 
     def found(at: Tensor) -> Tensor:
         parts = []
-        for turn, factor in zip(turns, terms.factors(at[:-1]), strict=True):
+        for turn, factor in zip(turns, terms.factors(at[: terms.count]), strict=True):
             root = turn @ factor
             covariance = root @ root.mT
             log_sd = 0.5 * covariance.diagonal().log()
             rows, columns = torch.tril_indices(len(root), len(root), -1)
             correlation = covariance[rows, columns] / (log_sd[rows] + log_sd[columns]).exp()
             parts += [log_sd + at[-1], correlation.clamp(-1, 1).atanh()]
-        return torch.cat([*parts, at[-1:] + math.log(scale)])
+        parts.append(at[-1:] + math.log(scale))
+        lengths = at[terms.count : places[-1]] + log_units
+        for amplitude, part in zip(at[places[-1] : -1], lengths.split(smooth.lengths), strict=True):
+            parts += [amplitude.abs().log()[None] + at[-1] + math.log(scale), part]
+        return torch.cat(parts)
 
     return found
 
@@ -170,40 +207,33 @@ def fixed_table(names: Sequence[str], mean: Array, covariance: Array, family: st
     return rows
 
 
-def random_table(
-    groups: Sequence[str],
-    names: Sequence[Sequence[str]],
-    terms: Terms,
-    bases: Sequence[Array],
-    scale: float,
-    at: Estimates,
+def random_rows(
+    groups: Sequence[str], names: Sequence[Sequence[str]], smooth: Smooths, *, gaussian: bool
 ) -> list[Json]:
-    """A row for each standard deviation and each correlation, with intervals by the delta method."""
-    function, point = spreads(terms, bases, scale), torch.tensor(np.append(at.theta, at.log_noise))
+    """What :func:`spreads` are of, row by row."""
+    rows: list[Json] = []
+    for group, effects in zip(groups, names, strict=True):
+        pairs = [f"{second}, {first}" for i, first in enumerate(effects) for second in effects[:i]]
+        rows += [{"group": group, "effect": name, "kind": "sd"} for name in effects]
+        rows += [{"group": group, "effect": pair, "kind": "correlation"} for pair in pairs]
+    rows += [{"group": "residual", "effect": "", "kind": "sd"}] * gaussian
+    for term in smooth.terms:
+        rows.append({"group": term.called, "effect": "", "kind": "sd"})
+        rows += [{"group": term.called, "effect": name, "kind": "lengthscale"} for name in term.inputs]
+    return rows
+
+
+def random_table(rows: Sequence[Json], function: Callable[[Tensor], Tensor], at: Estimates) -> list[Json]:
+    """The rows with estimates, and intervals by the delta method."""
+    point = torch.tensor(np.append(at.theta, at.log_noise))
     jacobian = torch.autograd.functional.jacobian(function, point).numpy()
     values = function(point).numpy()
     errors = np.sqrt(np.einsum("ij,jk,ik->i", jacobian, np.nan_to_num(at.spread, nan=0.0), jacobian))
     lost = (np.abs(jacobian) > 0) @ np.isnan(at.spread.diagonal()) > 0
     errors = np.where(lost, np.nan, errors)
-    low, high, rows, k = values - Z95 * errors, values + Z95 * errors, list[Json](), 0
-    for group, effects in zip(groups, names, strict=True):
-        for name in effects:
-            row = {"group": group, "effect": name, "kind": "sd"}
-            rows.append(row | _ends(np.exp, values[k], low[k], high[k]))
-            k += 1
-        for i, first in enumerate(effects):
-            for second in effects[:i]:
-                row = {"group": group, "effect": f"{second}, {first}", "kind": "correlation"}
-                rows.append(row | _ends(np.tanh, values[k], low[k], high[k]))
-                k += 1
-    return rows
-
-
-def noise_row(at: Estimates, scale: float) -> Json:
-    """The standard deviation of the noise."""
-    value, error = at.log_noise + math.log(scale), math.sqrt(at.spread[-1, -1])
-    row = {"group": "residual", "effect": "", "kind": "sd"}
-    return row | _ends(np.exp, value, value - Z95 * error, value + Z95 * error)
+    ends = zip(values, values - Z95 * errors, values + Z95 * errors, strict=True)
+    back = {"correlation": np.tanh}
+    return [row | _ends(back.get(row["kind"], np.exp), *end) for row, end in zip(rows, ends, strict=False)]
 
 
 def shape_rows(at: Estimates) -> list[Json]:
@@ -214,7 +244,8 @@ def shape_rows(at: Estimates) -> list[Json]:
 
 
 def _ends(function: Callable[[float], float], value: float, low: float, high: float) -> Json:
-    return {"estimate": float(function(value)), "low": float(function(low)), "high": float(function(high))}
+    with np.errstate(over="ignore"):
+        return {"estimate": float(function(value)), "low": float(function(low)), "high": float(function(high))}
 
 
 def shares(rows: Sequence[Facts], family: str) -> dict[str, float]:

@@ -28,23 +28,23 @@ class Outline:
 
 @message()
 class Trials:
-    """Parameters to be tried, whitened: Cholesky factors of relative covariances θ; else (β, θ, shape)."""
+    """Parameters to be tried, whitened: Cholesky factors of relative covariances, log ℓ and a; else (β, θ, shape)."""
 
     points: Float[ndarray, "K B"]
 
 
 @message("train.restricted", summand=True)
 class Restricted:
-    """What restricted maximum likelihood needs of the rows at each trial: V = I + ZΛΛᵀZᵀ, r = [X y]."""
+    """What restricted maximum likelihood needs at each trial: V = I + ZΛΛᵀZᵀ, r = [Φ X y], Φ of smooth terms."""
 
-    values: Float[ndarray, "K Q"] = leaves("log|V|, and lower entries of rᵀV⁻¹r row by row")
-    slopes: Float[ndarray, "K T Q"] = leaves("their derivatives by θ")
+    values: Float[ndarray, "K Q"] = leaves("log|V|, lower entries of rᵀV⁻¹r row by row, Σ 1 − |φ|² of smooth terms")
+    slopes: Float[ndarray, "K T Q"] = leaves("their derivatives by θ and log ℓ")
     curvatures: Float[ndarray, "K H Q"] = leaves("their second derivatives, lower entries row by row")
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
 
     def num_parameters(self) -> int:
-        """Of the fixed effects, the noise and θ."""
+        """Of fixed effects, features, the noise and θ."""
         return len(lower(self.values[0][1:])) + self.slopes.shape[1]
 
     def refusal(self, described: Described) -> str | None:
@@ -75,9 +75,11 @@ class MixedView:
     """What predicts at a site, together with its rows; all in whitened coordinates."""
 
     beta: Float[ndarray, " E"]
+    """Of features of smooth terms, then of fixed columns."""
     covariance: Float[ndarray, "E E"]
     """Of the estimates of β."""
     theta: Float[ndarray, " T"]
+    """Relative covariances, log ℓ, and a of smooth terms."""
     noise: float
     """Variance of the noise; 1 where there is none."""
     shape: Float[ndarray, " S"]
@@ -111,10 +113,10 @@ def indefinite(name: str, matrix: Float[ndarray, "E E"]) -> str | None:
 
 
 def lower(entries: Float[ndarray, " Q"]) -> Float[ndarray, "R R"]:
-    """The symmetric matrix of its lower entries row by row."""
+    """The symmetric matrix of its lower entries row by row; a few more may follow these."""
     size = int((np.sqrt(8 * len(entries) + 1) - 1) / 2)
     matrix = np.zeros((size, size))
-    matrix[np.tril_indices(size)] = entries
+    matrix[np.tril_indices(size)] = entries[: size * (size + 1) // 2]
     return np.tril(matrix, -1).T + matrix
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,12 +15,14 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.formula import parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.methods.mixed_model.design import columns, decoded
+from fedgp_flower.methods.mixed_model.estimates import Z95
 from fedgp_flower.methods.mixed_model.messages import pieces
+from fedgp_flower.methods.mixed_model.smooth import smooths
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import show
+from fedgp_flower.run.summary import interval, show
 from fedgp_flower.typing import Array, Facts
 
 
@@ -31,15 +34,45 @@ class NewGroup:
         self.formula, self.likelihood = parse(str(saved.model["formula"])), saved.likelihood
         self.mean, self.covariance = saved.arrays["fixed.mean"], saved.arrays["fixed.covariance"]
         self.random, self.noise = pieces(saved.arrays, "random.covariance."), float(saved.arrays["noise"])
+        self.smooth = smooths(self.formula, self.agreed)
+        self.parameters = torch.tensor(saved.arrays.get("smooth", np.empty(0)))
         self.shape = torch.tensor(np.log(saved.arrays.get("dispersion", np.empty(0))))
 
     def latent(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and variance of η [N], in units of the table."""
-        found = columns(self.formula, decoded(inputs, self.agreed), self.agreed, finite=False)
-        variance = np.einsum("ne,ef,nf->n", found.fixed, self.covariance, found.fixed)
+        table = decoded(inputs, self.agreed)
+        found = columns(self.formula, table, self.agreed, finite=False)
+        parts, left = self.features(self.smooth.at(table))
+        fixed = np.hstack([*parts, found.fixed])
+        variance = np.einsum("ne,ef,nf->n", fixed, self.covariance, fixed) + sum(left)
         for z, covariance in zip(found.effects, self.random, strict=True):
             variance += np.einsum("ne,ef,nf->n", z, covariance, z)
-        return found.fixed @ self.mean + found.offset, variance
+        return fixed @ self.mean + found.offset, variance
+
+    def features(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Array], list[Array]]:
+        """Φ of every smooth term, and the variance that it leaves of each row."""
+        lengths, amplitudes = self.parameters.split([sum(self.smooth.lengths), len(self.smooth.terms)])
+        parts = [part.numpy() for part in self.smooth.features(inputs, lengths)]
+        scales = self.noise * amplitudes.numpy() ** 2
+        return parts, [a * (1 - (part**2).sum(1)) for a, part in zip(scales, parts, strict=True)]
+
+    def rise(self, term: int, place: int, grid: Array) -> tuple[Array, Array]:
+        """A smooth term along one of its inputs, standardised, less its value where all are at their means: mean, sd.
+
+        Features explain |Δφ|² of a difference's prior variance 2 − 2 k(x, 0), in units of a² σ².
+        """
+        smooth, before, at = self.smooth.terms[term], sum(self.smooth.lengths[:term]), np.append(grid, 0.0)
+        x = torch.zeros(len(at), len(smooth.inputs), dtype=torch.float64)
+        x[:, place] = torch.from_numpy(at)
+        log_lengths = self.parameters[before : before + len(smooth.inputs)]
+        phi = smooth.features(x, log_lengths).numpy()
+        change = phi[:-1] - phi[-1]
+        end = sum(self.smooth.widths[: term + 1])
+        here = slice(end - self.smooth.widths[term], end)
+        scale = self.noise * float(self.parameters[sum(self.smooth.lengths) + term]) ** 2
+        prior = -2 * np.expm1(-0.5 * (grid / math.exp(log_lengths[place])) ** 2)
+        variance = np.einsum("ne,ef,nf->n", change, self.covariance[here, here], change)
+        return change @ self.mean[here], np.sqrt(variance + scale * np.maximum(prior - (change**2).sum(1), 0))
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation of an observation [N], standardised."""
@@ -79,7 +112,7 @@ def panels(run: Run) -> list[Panel]:
         [
             str(row["effect"]),
             *(show(row[name]) for name in ("estimate", "se")),
-            _interval(row),
+            interval(row),
             *([f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"] if ratio else []),
             probability(row["p"]),
         ]
@@ -87,17 +120,40 @@ def panels(run: Run) -> list[Panel]:
     ]
     titles = ["effect", "estimate", "standard error", "95 % interval", *(f"{name} (95 %)" for name in ratio), "p"]
     spread = [
-        [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), _interval(row)]
+        [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), interval(row)]
         for row in facts["random"]
     ]
     found = [
         Panel("Effects", html_table(titles, rows), caption(facts)),
         Panel("Random effects", html_table(("effect", "", "estimate", "95 % interval"), spread), _shares(facts)),
     ]
+    if run.saved is not None and (model := saved_model(run.saved, ())).smooth.terms:
+        words = (
+            "Each smooth term along an input, less its value where its inputs are at their means: mean and 95 % band."
+        )
+        found.append(Panel("Smooth terms", curves(model), words))
     if sites := facts.get("sites"):
         words = "How far a site is from the typical one: estimate and 95 % interval, drawn to 0 where it has few rows."
-        found.append(Panel("Sites", site_effects(sites, family), words))
+        found.append(Panel("Effects of sites", site_effects(sites, family), words))
     return found
+
+
+def curves(model: NewGroup) -> Figure:
+    """Each smooth term along each of its inputs, in units of the table."""
+    places = [(k, d) for k, length in enumerate(model.smooth.lengths) for d in range(length)]
+    figure, grid = (
+        Figure(figsize=(3.2 * len(places), 2.6), dpi=DPI, layout="constrained"),
+        np.linspace(-2, 2, 121),
+    )
+    for ax, (k, d) in zip(figure.subplots(1, len(places), squeeze=False)[0], places, strict=True):
+        term, (mean, sd) = model.smooth.terms[k], model.rise(k, d, grid)
+        x = term.mean[d] + term.scale[d] * grid
+        ax.fill_between(x, mean - Z95 * sd, mean + Z95 * sd, alpha=0.25, lw=0)
+        ax.plot(x, mean, lw=1.4)
+        ax.set_xlabel(term.inputs[d], fontsize=8)
+        ax.set_ylabel(term.called, fontsize=8)
+        ax.tick_params(labelsize=7)
+    return figure
 
 
 def site_effects(sites: Sequence[Facts], family: str) -> Figure:
@@ -116,11 +172,6 @@ def site_effects(sites: Sequence[Facts], family: str) -> Figure:
 def probability(p: float) -> str:
     """A p-value as journals print it."""
     return "< 0.001" if p < 1e-3 else f"{p:.3f}"
-
-
-def _interval(row: Facts) -> str:
-    ends = [row.get(f"profile_{end}", row[end]) for end in ("low", "high")]
-    return "–" if any(end is None or not np.isfinite(end) for end in ends) else f"{show(ends[0])} to {show(ends[1])}"
 
 
 def caption(facts: Facts) -> str:

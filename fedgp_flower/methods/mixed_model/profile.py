@@ -35,6 +35,8 @@ REACH = 0.7
 """Largest step in log σ, in θ, and in a fixed effect's standard errors."""
 NEAR, SETTLED = 1e-8, 1e-6
 
+Spread: TypeAlias = Callable[[Tensor], Tensor]
+"""Several parameters, as (θ, log σ) goes."""
 Function: TypeAlias = Callable[[Tensor], Scalar]
 """Of θ and log σ; of a fixed effect also its value, in the last entry."""
 
@@ -68,7 +70,7 @@ class End:
         return replace(self, point=point, multiplier=self.multiplier / share)
 
 
-def entry(k: int, spread: Callable[[Tensor], Tensor] = torch.Tensor.clone) -> Function:
+def entry(k: int, spread: Spread = torch.Tensor.clone) -> Function:
     """One of several parameters; by itself an entry of the point."""
     return lambda at: spread(at)[k]
 
