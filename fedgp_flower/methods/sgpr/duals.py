@@ -146,7 +146,8 @@ def expectations(
     named = model.wire_parameters()
     moving = {name: parameter for name, parameter in named.items() if name not in (CONSTANT, HYPER)}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-    fit, (slope, curvature) = factor.new_zeros(()), map(torch.zeros_like, (posterior.mean, posterior.covariance))
+    fit, size = factor.new_zeros(()), posterior.covariance.shape
+    slope, curvature = factor.new_zeros(size[:-1]), factor.new_zeros(size)
     chunk = math.ceil(CHUNK / model.constant.numel())
     for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
         with torch.enable_grad():
