@@ -99,7 +99,8 @@ def study(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 
             rows.append({**row, "exchanges": run["exchanges"], "MB": run["bytes"]["up"] / SITES / 1e6})
         found = pd.DataFrame(rows).replace(np.inf, np.nan)
         for called in ("run", *BESIDE):
-            row = {"set": name, "by": called, "splits": int(found[called].count()), "log loss": spread(found[called].dropna())}
+            finite = found[called].dropna()
+            row = {"set": name, "by": called, "splits": len(finite), "log loss": spread(finite)}
             row |= {"accuracy, %": spread(100 * found[f"{called}, accuracy"], 1)}
             if called == "run":
                 row |= {"by": "svgp, categorical", "exchanges": spread(found["exchanges"], 1), "MB": found["MB"].mean()}
