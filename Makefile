@@ -28,7 +28,7 @@ ifneq ($(data),)
 export FEDGP_DATA ?= $(data)
 endif
 
-.PHONY: setup run test test-long quick lint format docs deploy-demo clean
+.PHONY: setup run test tests test-long quick lint format docs deploy-demo clean
 .DELETE_ON_ERROR:
 
 setup: $(installed)
@@ -55,7 +55,10 @@ format: setup
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 
-test: lint
+test:
+	@$(MAKE) --no-print-directory --jobs 2 lint tests
+
+tests: setup
 	OMP_NUM_THREADS=1 $(bin)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Real machines by themselves: sites refuse an app in whose folder other tests build something.

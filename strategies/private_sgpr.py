@@ -115,7 +115,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
             "delta": budget.delta,
             "releases": done,
             "neighbours": "one training row replaced by any other",
-            "noise": "of every site's sums" if self.masking is None else "of the total alone",
+            "noise": "of every site's sums" if self.session.masking is None else "of the total alone",
             "noise_sd": budget.noise,
         }
         left = {"directions_left_out": state.best.left_out, "num_inducing": len(state.start[LOCATIONS])}
@@ -130,7 +130,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         budget = self.budget
         noise = (
             "the noise is split among sites, so that this is promised of totals, and where no sites collude"
-            if self.masking is not None
+            if self.session.masking is not None
             else "every site adds the whole noise to its sums, seen by the server"
         )
         return [

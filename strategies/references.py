@@ -64,7 +64,7 @@ class Pooled(FederatedStrategy[NoState]):
     def initialise(self, roster: Roster) -> Asking[NoState]:
         """Nothing, where the rows of all sites may be seen."""
         yield from ()
-        if self.masking is not None:
+        if self.session.masking is not None:
             raise ConfigError(
                 "`method` = 'pooled' sees the rows of all sites; set `privacy.secure-aggregation` to false"
             )

@@ -84,8 +84,12 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
         assert value >= bound(grid[:, None]).max() - 0.2  # of a spread of 20
     assert best[0, 1] > 1  # the target rises with the second input
     assert model.subset_output([0]) is model
-    with pytest.raises(NotImplementedError, match=r"keeps no row.*qUpperConfidenceBound"):
-        acquisition.qKnowledgeGradient(model, num_fantasies=2)(points[None].repeat(1, 2, 1))
+    for look in (
+        lambda: acquisition.qKnowledgeGradient(model, num_fantasies=2)(points[None].repeat(1, 2, 1)),
+        lambda: acquisition.qNegIntegratedPosteriorVariance(model, mc_points=points)(points[None]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"keeps no row.*qUpperConfidenceBound"):
+            look()
     with pytest.raises(NotImplementedError, match="Conditioning on 2 rows is what a new run does"):
         model.condition_on_observations(points, points[:, :1])
 

@@ -31,6 +31,7 @@ from fedgp_flower.methods.mixed_model.effects import (
 from fedgp_flower.methods.mixed_model.estimates import Totals, of_restricted
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run import summary
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
 
@@ -231,6 +232,10 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     as_lme4("slopes", run)
     shown = run.summary()
     assert list(shown["effect"]) == ["intercept", "days", "intercept", "days", "intercept, days", ""]
+    compared = {name: cells for name, *cells in summary.side_by_side([run, run])}
+    low, high = (summary.show(shown.loc[1, f"profile_{end}"]) for end in ("low", "high"))
+    assert compared["days"] == 2 * [f"{summary.show(shown.loc[1, 'estimate'])} ({low} to {high})"]
+    assert compared["AIC"] == 2 * [f"{KNOWN['slopes']['aic']:.2f}"]
     assert (run.path / "effects.csv").read_text(encoding="utf-8").startswith("group,kind,effect,estimate,se")
     assert "REML estimates in units of the table" in run.report_path.read_text(encoding="utf-8")
     new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))

@@ -193,7 +193,7 @@ def test_a_run_spends_what_it_says_and_nothing_else_of_training_rows_leaves(priv
     assert math.isfinite(metrics["test"]["nll"])
     kinds = {kind for _, kind, _ in grid.replies}
     assert kinds <= {"query.describe", "query.keys", "query.private", "evaluate", "query.score_sums"}
-    for _, kind, reply in grid.replies if strategy.masking else ():
+    for _, kind, reply in grid.replies if strategy.session.masking else ():
         own = reply.content.array_records["arrays"]
         assert kind in {"query.describe", "query.keys"} or list(own) == ["masked"]
     arrays = strategy.preparation.arrays

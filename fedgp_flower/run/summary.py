@@ -366,11 +366,30 @@ def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
             **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
             "rows": arms(metrics)[0].rows,
             "failures": len(metrics.failures),
+            **quoted(metrics),
         }
         for metrics in (run.metrics for run in runs)
     ]
     names = dict.fromkeys(name for column in columns for name in column)
     return [[title_of(name), *(cell(name, column.get(name)) for column in columns)] for name in names]
+
+
+def quoted(metrics: RunMetrics) -> dict[str, str]:
+    """Effects and ratios with their 95 % intervals, and how well the model fits, where a method has them."""
+    facts, found = metrics.method_details, dict[str, str]()
+    for row in (*facts.get("effects", ()), *facts.get("random", ())):
+        name = ": ".join(filter(None, (row.get("group"), row["effect"])))
+        found[f"{name} ({row['kind']})" if "kind" in row else name] = f"{show(row['estimate'])} ({interval(row)})"
+        if "ratio" in row:
+            found[f"{name} (ratio)"] = f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"
+    titles = {"log_likelihood": "log likelihood", "aic": "AIC", "bic": "BIC"}
+    return found | {title: f"{facts[name]:.2f}" for name, title in titles.items() if found and name in facts}
+
+
+def interval(row: Facts) -> str:
+    """The interval of an effect, by the profile of the likelihood where it is known."""
+    low, high = (number(row.get(f"profile_{end}", row[end])) for end in ("low", "high"))
+    return f"{show(low)} to {show(high)}" if math.isfinite(low) and math.isfinite(high) else "–"
 
 
 def target_of(run: Run) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening
+from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening, quoted
 from fedgp_flower.typing import Facts
 
 
@@ -94,6 +94,8 @@ def show_result(folder: Path) -> None:
     titles, differences = beside(metrics)
     if differences:
         console.print(table(titles, differences, numbers=True))
+    if effects := quoted(metrics):
+        console.print(table(["", "estimate (95 % interval)"], [[*row] for row in effects.items()], numbers=True))
     for note in notes(metrics):
         console.print(f"Note: {note}", markup=False, highlight=False)
     console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", markup=False, highlight=False)

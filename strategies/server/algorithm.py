@@ -20,7 +20,6 @@ from strategies.server.network import Network
 from strategies.server.questions import Asking, Figures, Predicted, Roster, S, Total
 from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
-from strategies.server.totals import Masking
 
 BOUND = "bound"
 """What the watched figure is called among distances."""
@@ -180,7 +179,8 @@ class Algorithm(ABC, Generic[S]):
         if self.course is not None and (distances := self.distances(self.current)):
             unsettled = {name: far for name, far in distances.items() if far > NEAR and name != BOUND}
             facts |= {"forecast_per_row": self.course.forecast, "unsettled": unsettled}
-        return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
+        masking = self.session.masking
+        return facts if masking is None else facts | {"privacy": masking.facts()}
 
     def roster(self) -> Roster:
         """The sites as they are now."""
@@ -200,11 +200,6 @@ class Algorithm(ABC, Generic[S]):
     def round(self) -> int:
         """The number of the round that runs or has just ended; 0 before the first."""
         return self.network.round
-
-    @property
-    def masking(self) -> Masking | None:
-        """How totals are masked; None where they are plain."""
-        return self.session.masking
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -50,7 +50,7 @@ class Clock:
 
 def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapshot:
     """State and preparation, and what was counted so far; the codec of messages writes the state too."""
-    network, preparation, masking = algorithm.network, algorithm.preparation, algorithm.masking
+    network, preparation, masking = algorithm.network, algorithm.preparation, algorithm.session.masking
     network.forgive()
     parts = {STATE: algorithm.current} | ({} if algorithm.course is None else {COURSE: algorithm.course})
     arrays = {f"{part}{name}": a for part, value in parts.items() for name, a in encode(value).items()}

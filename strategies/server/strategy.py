@@ -126,7 +126,6 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.clock.switch("evaluation")
         self._evaluate(result)
         self.outcome = checkpoint.close(self, self.clock, self.evaluated[1])
-        logger.info("%s", self.session.what_the_server_sees())
         result.arrays = array_record(self.public(self.current))
         return result
 

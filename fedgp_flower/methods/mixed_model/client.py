@@ -29,6 +29,7 @@ from fedgp_flower.methods.mixed_model.design import (
 )
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
+    MOST,
     SHAPES,
     Conditional,
     Crossed,
@@ -52,7 +53,7 @@ from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
 
 TOGETHER = 8
-"""Trials at once."""
+"""Trials at once, fewer where there are many rows."""
 
 
 class MixedClient(SiteClient):
@@ -71,13 +72,16 @@ class MixedClient(SiteClient):
 
     def restricted(self, request: Trials) -> Restricted:
         """What restricted maximum likelihood needs, with derivatives by θ and log ℓ."""
-        smooth, size = self.smooths, self.crossed.terms.count
+        rows, smooth = self.crossed, self.smooths
+        points = torch.tensor(request.points[:, : rows.terms.count + sum(smooth.lengths)])
+        widest = max(rows.inner.count * rows.inner.effects.shape[1], self.num_examples * len(smooth.terms), 1)
+        entries = widest * (sum(smooth.widths) + rows.fixed.shape[1] + 1) * (1 + points.shape[1]) ** 2
         features = partial(smooth.features, smooth.at(self.site.train))
-        each = vmap(partial(restricted_sums, self.crossed, features=features), chunk_size=TOGETHER)
-        points = torch.tensor(request.points[:, : size + sum(smooth.lengths)])
+        together = min(TOGETHER, 1 + MOST // entries)
+        each = vmap(partial(restricted_sums, rows, features=features), chunk_size=together)
         values, slopes, curvatures = (part.numpy() for part in each(points))
-        rows, columns_ = np.tril_indices(points.shape[1])
-        return Restricted(values, slopes, curvatures[:, rows, columns_], *self.counted)
+        lower = np.tril_indices(points.shape[1])
+        return Restricted(values, slopes, curvatures[:, *lower], *self.counted)
 
     def marginal(self, request: Trials) -> MarginalSums:
         """Log marginal likelihoods of the groups, with derivatives by (β, θ, shape)."""

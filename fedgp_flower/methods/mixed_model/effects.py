@@ -276,8 +276,13 @@ def restricted_sums(
     if not len(theta):
         value = at(theta)
         return value, value.new_zeros(0, len(value)), value.new_zeros(0, 0, len(value))
-    slopes, curvature = jacfwd(at)(theta), jacfwd(jacfwd(at))(theta)
-    return at(theta), slopes.mT, curvature.permute(1, 2, 0)
+
+    def slopes(point: Float[Tensor, " T"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        found, value = jacfwd(lambda near: (at(near),) * 2, has_aux=True)(point)
+        return found, (value, found)
+
+    curvature, (value, slope) = jacfwd(slopes, has_aux=True)(theta)
+    return value, slope.mT, curvature.permute(1, 2, 0)
 
 
 def derivatives(

@@ -22,7 +22,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import show
+from fedgp_flower.run.summary import interval, show
 from fedgp_flower.typing import Array, Facts
 
 
@@ -112,7 +112,7 @@ def panels(run: Run) -> list[Panel]:
         [
             str(row["effect"]),
             *(show(row[name]) for name in ("estimate", "se")),
-            _interval(row),
+            interval(row),
             *([f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"] if ratio else []),
             probability(row["p"]),
         ]
@@ -120,7 +120,7 @@ def panels(run: Run) -> list[Panel]:
     ]
     titles = ["effect", "estimate", "standard error", "95 % interval", *(f"{name} (95 %)" for name in ratio), "p"]
     spread = [
-        [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), _interval(row)]
+        [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), interval(row)]
         for row in facts["random"]
     ]
     found = [
@@ -172,11 +172,6 @@ def site_effects(sites: Sequence[Facts], family: str) -> Figure:
 def probability(p: float) -> str:
     """A p-value as journals print it."""
     return "< 0.001" if p < 1e-3 else f"{p:.3f}"
-
-
-def _interval(row: Facts) -> str:
-    ends = [row.get(f"profile_{end}", row[end]) for end in ("low", "high")]
-    return "–" if any(end is None or not np.isfinite(end) for end in ends) else f"{show(ends[0])} to {show(ends[1])}"
 
 
 def caption(facts: Facts) -> str:
