@@ -49,7 +49,7 @@ _FROM_ITS_ROWS = "every site predicts from its rows, which stay there"
 _SFVI = Method(
     summary="Structured federated VI: shared latents, and latents that stay at their site; one gradient a round",
     paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
-    options="fedgp_flower.methods.sfvi.options:SFVIOptions",
+    options="fedgp_flower.methods.sfvi.options:SFVIKeys",
     strategy="strategies.sfvi:SFVI",
     client="fedgp_flower.methods.sfvi.client:SFVIClient",
     posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
@@ -184,7 +184,7 @@ BUILT_IN: Mapping[str, Method] = {
     "sfvi-avg": replace(
         _SFVI,
         summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
-        options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
+        options="fedgp_flower.methods.sfvi.options:SFVIAvgKeys",
         strategy="strategies.sfvi:SFVIAvg",
     ),
     "fedmgp": _FEDMGP,
