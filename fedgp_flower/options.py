@@ -101,7 +101,7 @@ class ModelSection(Section):
     kernel: Annotated[str, BASIC] = USUAL_KERNEL
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
     ``linear``, ``periodic`` and those of installed packages. ``auto``: ``rbf``; of ``sgpr`` ``rbf + l1``, smooth and
-    rough."""
+    rough; for several classes ``rbf + linear``."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
@@ -219,6 +219,11 @@ class MethodOptions(BaseModel):
     def usual_kernel(self) -> str:
         """The kernel where ``model.kernel`` leaves it to the method."""
         return SMOOTH
+
+    def kernel_for(self, likelihood: str) -> str:
+        """The same where it depends on what the target is."""
+        del likelihood
+        return self.usual_kernel
 
     @property
     def usual_megabytes(self) -> int:

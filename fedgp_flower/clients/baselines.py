@@ -14,7 +14,15 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp import fitc, priors
-from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel
+from fedgp_flower.gp.models import (
+    LOCATIONS,
+    ExactGP,
+    LatentGP,
+    SparseGP,
+    WhitenedPosterior,
+    WiredModel,
+    shared_divergence,
+)
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
@@ -202,6 +210,8 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
         scales = root.diagonal(dim1=-2, dim2=-1).abs().log()
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - mean.numel()) - scales.sum()
+        if model.observed.relative:
+            divergence = divergence - shared_divergence(posterior(), torch.cholesky_inverse(root.tril()))
         return (fit - divergence + model.log_prior()) / len(targets)
 
     _maximise(model, objective, rows, config.baselines.max_evaluations, mean, root)

@@ -61,6 +61,18 @@ class WhitenedPosterior:
         return total
 
 
+def shared_divergence(q: WhitenedPosterior, precisions: Float[Tensor, "C M M"]) -> Tensor:
+    """By how much KL(q ‖ prior) of C functions exceeds that of their differences, in nats.
+
+    It is ½ [tr Σ S_c / C + log|Σ S_c⁻¹ / C| + C |μ̄|² − M], since |Aᵀ S A| = |S| |Σ S_c⁻¹ / C|, A an orthonormal basis
+    of differences and S = diag(S_1, …, S_C).
+    """
+    count, size = q.mean.shape
+    log_determinant = 2 * cholesky(precisions.mean(0), of="the mean of Λ").diagonal().log().sum()
+    trace = q.covariance.diagonal(dim1=-2, dim2=-1).sum() / count
+    return 0.5 * (trace + log_determinant + count * q.mean.mean(0).square().sum() - size)
+
+
 def whitened(
     kzz: Float[Tensor, "*S M M"], kzx: Float[Tensor, "*S M N"], *, variance: Tensor, jitter: float, of: str = "K_zz"
 ) -> Float[Tensor, "*S M N"]:
@@ -257,12 +269,16 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, 1): classes may drive the amplitude to infinity without."""
+        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, τ²): classes may drive the amplitude to infinity without.
+
+        τ is that of the likelihood, mostly 1.
+        """
         total, reach = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
+        amplitude = math.log(4.0), self.observed.amplitude_spread
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name or is_amplitude(name):
-                centre = reach if "lengthscale" in name else math.log(4.0)
-                total = total - 0.5 * (parameter - centre).square().sum()
+                centre, spread = (reach, 1.0) if "lengthscale" in name else amplitude
+                total = total - 0.5 * ((parameter - centre) / spread).square().sum()
         return total
 
     def nugget(self) -> Tensor:

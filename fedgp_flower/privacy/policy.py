@@ -134,7 +134,7 @@ class Rules:
             usual = defaults([type(config.options)])
             chosen = {
                 "num-server-rounds": config.options.usual_rounds,
-                "model.kernel": config.options.usual_kernel,
+                "model.kernel": config.options.kernel_for(config.model.likelihood),
                 "model.num-inducing": config.options.usual_inducing,
                 "model.max-megabytes": config.options.usual_megabytes,
             }

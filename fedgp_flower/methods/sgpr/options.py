@@ -59,6 +59,10 @@ class SVGPOptions(SGPROptions):
     usual_kernel: ClassVar[str] = SMOOTH
     usual_megabytes: ClassVar[int] = 0
 
+    def kernel_for(self, likelihood: str) -> str:
+        """For several classes with a linear part: multinomial regression is a special case."""
+        return "rbf + linear" if likelihood in SEVERAL else self.usual_kernel
+
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether there are several."""
         return section.likelihood in SEVERAL
