@@ -79,7 +79,7 @@ _REFERENCE = Method(
 
 _SGPR = Method(
     summary="A sparse GP of all rows in 20 to 60 exchanges of sums, Gaussian noise",
-    paper="Titsias (2009), by sums as Gal et al., Distributed variational inference in sparse GP regression (2014)",
+    paper="Snelson and Ghahramani, Sparse Gaussian processes using pseudo-inputs (2005), by sums",
     options="fedgp_flower.methods.sgpr.options:SGPROptions",
     strategy="strategies.sgpr:SGPR",
     client="fedgp_flower.methods.sgpr.client:SGPRClient",
