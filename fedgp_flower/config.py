@@ -451,7 +451,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     chosen = read[section.table] if section.table else section()
     usual: dict[str, Value] = {}
     if core.model.kernel == USUAL_KERNEL:
-        usual["kernel"] = chosen.usual_kernel
+        usual["kernel"] = chosen.kernel_for(core.model.likelihood)
     if not core.model.num_inducing:
         room = core.model.max_megabytes or chosen.usual_megabytes
         usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}

@@ -54,8 +54,8 @@ BASIC = "basic"
 
 KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
-USUAL_KERNEL, KERNEL_CHOICES = "auto", ("rbf", "rbf + l1")
-"""What leaves the kernel to the method and its data, and what it is chosen from: smooth, and smooth plus rough."""
+USUAL_KERNEL, SMOOTH = "auto", "rbf"
+"""What leaves the kernel to the method, and the kernel of most methods."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
 
@@ -66,9 +66,9 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """The syntax tree of a sum or product of :func:`kernel_names`; ``auto`` stands for the first choice."""
+    """The syntax tree of a sum or product of :func:`kernel_names`; ``auto`` stands for a smooth one."""
     try:
-        expression = KERNEL_CHOICES[0] if expression == USUAL_KERNEL else expression
+        expression = SMOOTH if expression == USUAL_KERNEL else expression
         tree = ast.parse(expression.strip(), mode="eval").body
         nodes = list(ast.walk(tree))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -100,8 +100,8 @@ class ModelSection(Section):
 
     kernel: Annotated[str, BASIC] = USUAL_KERNEL
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
-    ``linear``, ``periodic`` and those of installed packages. ``auto``: ``rbf``; ``sgpr`` also tries ``rbf + l1`` and
-    keeps the better one."""
+    ``linear``, ``periodic`` and those of installed packages. ``auto``: ``rbf``; of ``sgpr`` ``rbf + l1``, smooth and
+    rough; for several classes ``rbf + linear``."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
@@ -217,8 +217,13 @@ class MethodOptions(BaseModel):
 
     @property
     def usual_kernel(self) -> str:
-        """The kernel where ``model.kernel`` leaves it to the method; ``auto`` where its data choose."""
-        return KERNEL_CHOICES[0]
+        """The kernel where ``model.kernel`` leaves it to the method."""
+        return SMOOTH
+
+    def kernel_for(self, likelihood: str) -> str:
+        """The same where it depends on what the target is."""
+        del likelihood
+        return self.usual_kernel
 
     @property
     def usual_megabytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The bound of all rows, from totals alone: its posterior, height, gradient and curvature."""
+"""The bound of all rows, from totals alone: its posterior and height."""
 
 from __future__ import annotations
 
@@ -11,35 +11,21 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.cells import explaining
-from fedgp_flower.gp.kernels import amplitude_names, with_kernel_of
-from fedgp_flower.gp.linalg import laplace_deviations, symmetric
+from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import CONSTANT, SparseGP
-from fedgp_flower.gp.optimisers import outlook, pack, unpack
-from fedgp_flower.gp.sparse import Whitener, inducing_gradient
+from fedgp_flower.gp.optimisers import outlook
+from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.gp.sums import (
-    PENALTY,
     Evidence,
-    Profile,
     SparseSums,
     at_best,
-    bound_gradient,
     collapsed_bound,
     contradicting,
     exact_posterior,
     profiled,
-    restricted,
     scaled,
 )
-from fedgp_flower.methods.sgpr.messages import (
-    PooledPosterior,
-    SparseStatistics,
-    TrialAdjoints,
-    TrialGradients,
-    TrialSums,
-    apart,
-    numbered,
-)
+from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
@@ -50,11 +36,6 @@ LOG_NOISE = "likelihood.log_noise"
 LOCATIONS = "inducing.locations"
 ROWS_PER_POINT = 3
 """With fewer rows for each inducing point, sums nearly reveal the rows."""
-CANDIDATES = 2
-"""For each inducing point: of so many, those are taken that explain most at the first sums."""
-CURVATURE = "the curvature of the bound at its end (Laplace's approximation at fixed inducing points)"
-STEP = 1e-3
-"""Step of the logarithms, for their curvature."""
 SMOOTHED, MORE = 5, 20
 """Rounds whose gains say what so many more exchanges would bring."""
 MEANINGS = {
@@ -110,23 +91,14 @@ def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
     )
 
 
-def candidates(count: int, roster: Roster, small_sites: str) -> int:
-    """How many points ``count`` are chosen from by the first sums: at most rows, and what the smallest site bears."""
-    most = min(CANDIDATES * count, sum(roster.rows.values()))
-    if roster.totals_only or small_sites == "warn":
-        return most
-    return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
-
-
-def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
-    """A warning where even a total at so many points, ``chosen_from`` for each inducing one, nearly reveals rows."""
+def told_by_total(points: int, rows: Mapping[str, int]) -> list[str]:
+    """A warning where even a total at so many points nearly reveals rows."""
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:
         return []
-    fewer = max(1, count // (chosen_from * ROWS_PER_POINT))
     return [
         f"with {count} rows and sums at {points} points this model can reveal whether a row was in the data;"
-        f" `model.num-inducing` = {fewer} or less hides that better (docs/privacy.md)"
+        f" `model.num-inducing` = {max(1, count // ROWS_PER_POINT)} or less hides that better (docs/privacy.md)"
     ]
 
 
@@ -175,15 +147,6 @@ def pooled(
     return summed.total
 
 
-def sums_at(
-    tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...], weight: float = 1.0
-) -> Asking[tuple[list[SparseSums], Summed[TrialSums]]]:
-    """Weighted totals at several parameters, in one exchange, and what they are of; none where nobody answers."""
-    sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
-    summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
-    return ([] if summed.total is None else [sums.weighted(weight) for sums in summed.total.each()]), summed
-
-
 @torch.no_grad()
 def level_of(model: SparseGP) -> Array:
     """The whitened inducing values u [M] of a function that is 1 at all inducing points."""
@@ -201,100 +164,13 @@ def doubts(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = a
         )
 
 
-def doubts_at_best(
-    found: Sequence[tuple[NamedArrays, SparseSums, float]],
-    totals: Sequence[SparseSums],
-    parts: Mapping[str, TrialSums],
-    section: ModelSection,
-) -> Asking[None]:
-    """:func:`doubts` at the best of the candidates found."""
-    values, best, _ = max(found, key=lambda at: at[2])
-    number = next(number for number, sums in enumerate(totals) if sums is best)
-    each = {site: part.each()[number] for site, part in parts.items()}
-    yield from doubts(each, level_of(SparseGP.from_arrays(section, values)))
-
-
-def gradients_at(
-    points: Sequence[tuple[Mapping[str, ndarray], SparseSums]],
-    sites: tuple[str, ...],
-    section: ModelSection,
-    weight: float = 1.0,
-) -> Asking[list[NamedArrays] | None]:
-    """Gradients of the bound at several parameters with their weighted totals; None unless all sites answer."""
-    adjoints = [bound_gradient(totals, float(values[LOG_NOISE][0])) for values, totals in points]
-    request = TrialAdjoints.of([values for values, _ in points], adjoints)
-    summed: Summed[TrialGradients] = yield Total(TrialGradients, request, sites)
-    if summed.total is None or set(summed.sites) != set(sites) or summed.silent:
-        return None
-    found = []
-    for share, (values, totals), by_sums in zip(apart(summed.total.values), points, adjoints, strict=True):
-        through = inducing_gradient(SparseGP.from_arrays(section, values), totals, by_sums)
-        found.append({name: np.asarray(weight * share[name] + slope) for name, slope in through.items()})
-    return found
-
-
-def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
-    """Parameters with amplitudes that add up to 1."""
-    names = amplitude_names(with_kernel_of(section, values), values[LOCATIONS].shape[1])
-    total = sum(float(np.exp(values[name]).sum()) for name in names)
-    return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in names}}
-
-
-def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
-    """J, in nats: the bound at its best amplitude and noise, with the penalty on lengthscales."""
-    away = sum(float(np.square(array - 1).sum()) for array in log_lengthscales(values).values())
-    return profiled(totals).value - PENALTY * away
-
-
-def folded(
-    values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection, best: Profile | None = None
-) -> tuple[NamedArrays, SparseSums]:
-    """Parameters with the best amplitude and noise for these totals, searched where not given, and the totals there."""
-    best = best or profiled(totals)
-    names = amplitude_names(with_kernel_of(section, values), values[LOCATIONS].shape[1])
+def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
+    """Parameters with the best amplitude and noise for these totals, and the totals there."""
+    best = profiled(totals)
+    names = amplitude_names(section, values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
     return {**values, **louder, **noise}, scaled(totals, best.amplitude)
-
-
-@torch.no_grad()
-def thinned(
-    values: Mapping[str, ndarray], totals: SparseSums, count: int, section: ModelSection
-) -> tuple[NamedArrays, SparseSums]:
-    """Parameters and totals at the inducing points, at most ``count``, that explain most of the rows."""
-    places = values[LOCATIONS]
-    if not 0 < count < len(places):
-        return dict(values), totals
-    factor = Whitener(SparseGP.from_arrays(section, values)).factor
-    products = symmetric(factor @ torch.as_tensor(totals.gram) @ factor.mT)  # G = L A Lᵀ
-    taken = explaining((factor @ factor.mT).numpy(), products.numpy(), count)
-    few = {**values, LOCATIONS: places[taken]}
-    return few, restricted(totals, factor, taken, Whitener(SparseGP.from_arrays(section, few)).factor)
-
-
-def known_lengthscales(
-    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection, weight: float = 1.0
-) -> Asking[NamedArrays | None]:
-    """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
-
-    The covariance is (−∂²J)⁻¹ at fixed inducing points, from the slopes at the parameters and at a small step along
-    each logarithm. None where sites left in between.
-    """
-    logs = log_lengthscales(values)
-    if not logs:  # a linear kernel
-        return None
-    centre = pack(logs)
-    tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
-    totals, summed = yield from sums_at(tried, sites, weight)
-    if not totals:
-        return None
-    points = [folded(*at, section) for at in zip(tried, totals, strict=True)]
-    gradients = yield from gradients_at(points, summed.sites, section, weight)
-    if gradients is None:
-        return None
-    slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]
-    found = (slopes[0] - np.array(slopes[1:])) / STEP
-    return unpack(laplace_deviations(found / 2 + found.T / 2, prior=2 * PENALTY), logs)
 
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
@@ -330,7 +206,7 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
     described = {
         "family": "sparse",
-        "kernel": with_kernel_of(model, values).kernel,
+        "kernel": model.kernel,
         "ard": model.ard,
         "jitter": model.jitter,
     }

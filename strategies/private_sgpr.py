@@ -22,10 +22,9 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.pooled_bound import LOCATIONS, empty_model, folded, noise_of, posterior_at, saved
+from strategies.pooled_bound import LOCATIONS, empty_model, folded, log_lengthscales, noise_of, posterior_at, saved
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
-from strategies.sgpr import wider
 
 AMPLITUDE = "kernel.log_outputscale"
 
@@ -63,6 +62,11 @@ def evaluated(
     """What noisy sums of so many rows are worth; ``noise`` is that of the total, in its units."""
     sums, left_out = cleaned(told, rows, 1.0, noise)
     return Tried(*folded(values, sums, section), profiled(sums).value, left_out)
+
+
+def wider(values: Mapping[str, np.ndarray], by: float) -> NamedArrays:
+    """Parameters with other lengthscales, in the same proportions."""
+    return {**values, **{name: array + by for name, array in log_lengthscales(values).items()}}
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):

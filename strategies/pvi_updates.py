@@ -18,14 +18,14 @@ import numpy as np
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.gp.fitc import at_unit_scale
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, numbered
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
-from strategies.pooled_bound import LOCATIONS, Problem, noise_of, progress
+from strategies.pooled_bound import LOCATIONS, Problem, progress
 from strategies.pvi_state import Contribution, PVIState, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 
@@ -138,14 +138,15 @@ def averaged(state: PVIState, shared: Mapping[str, LatentFactor], share: float) 
 
 
 def exact_factor(values: Mapping[str, ndarray]) -> Update:
-    """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ²; the objective is its rows' bound."""
-    noise = noise_of(values)
+    """A site's sums at w = {Z, β}, whose factor of v has Λ = A and η = b; the objective is its rows' evidence."""
 
-    def read(state: PVIState, site: str, answer: SparseStatistics) -> Proposal:
-        factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(Contribution({"whitened": factor}), collapsed_bound(answer, noise) / state.rows[site])
+    def read(state: PVIState, site: str, answer: TrialSums) -> Proposal:
+        [sums] = answer.each()
+        factor = NaturalParameters(sums.projection, -0.5 * sums.gram)
+        return Proposal(Contribution({"whitened": factor}), at_unit_scale(sums) / state.rows[site])
 
-    return Update(SparseStatistics, lambda *_: Parameters(values), read, {"M": len(values[LOCATIONS])})
+    sizes = {"T": 1, "M": len(values[LOCATIONS])}
+    return Update(TrialSums, lambda *_: Parameters(numbered([values])), read, sizes)
 
 
 def natural_gradient(q: PooledPosterior) -> Update:

@@ -26,7 +26,7 @@ from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
 from fedgp_flower.methods.family import GlobalPosterior, global_term, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
-from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
+from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgKeys, SFVIKeys, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import configured
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import MOVE, Parameters
@@ -251,8 +251,8 @@ class SFVIAvg(FederatedStrategy[SFVIState]):
     """Rounds of local steps and averages."""
 
     method, watched = "sfvi-avg", "site_estimate"
-    options_class, state_class, anneals = SFVIAvgOptions, SFVIState, CONSTANT_SHARE
-    options: SFVIAvgOptions
+    options_class, state_class, anneals = SFVIAvgKeys, SFVIState, CONSTANT_SHARE
+    options: SFVIAvgKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
@@ -264,8 +264,8 @@ class SFVI(FederatedStrategy[SFVIState]):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method, watched = "sfvi", "objective"
-    options_class, state_class, anneals = SFVIOptions, SFVIState, CONSTANT_SHARE
-    options: SFVIOptions
+    options_class, state_class, anneals = SFVIKeys, SFVIState, CONSTANT_SHARE
+    options: SFVIKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:

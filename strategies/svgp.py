@@ -43,8 +43,8 @@ BEFORE = 2
 """Exchanges before training: descriptions, where inputs lie."""
 HALVINGS = 4
 """After so many in a row the memory is cleared, after twice as many the run has ended."""
-USUAL = 60
-"""Exchanges where the configuration leaves them to the method."""
+USUAL = 57
+"""Exchanges where the configuration leaves them to the method: with those that agree on columns, 60."""
 COMPARED = 5
 """Evaluations from one comparison of what sites say, which costs K systems of M equations, to the next."""
 TOLERANCE = 1e-6
@@ -58,6 +58,8 @@ class SVGPState:
     values: Mapping[str, AnyShape]  # w
     precision: Float[ndarray, "*C M M"]  # B at w
     shift: Float[ndarray, "*C M"]  # b at w
+    relative: bool
+    """Whether only the differences of functions matter."""
     found: Expectations | None
     """At w and q(v); None before the first evaluation."""
     points: Float[ndarray, "E P"]
@@ -77,14 +79,17 @@ class SVGPState:
     @property
     def duals(self) -> Duals:
         """(B, b) as tensors."""
-        return Duals(torch.from_numpy(self.precision), torch.from_numpy(self.shift))
+        return Duals(torch.from_numpy(self.precision), torch.from_numpy(self.shift), self.relative)
 
 
-def at(values: Mapping[str, ndarray]) -> SVGPState:
+def at(latent: LatentGP) -> SVGPState:
     """Before the first evaluation, where q is the prior."""
+    values = latent.to_arrays()
     nothing, size = np.empty((0, pack(values).size)), (*values[CONSTANT].shape[:-1], len(values[LOCATIONS]))
     zeros = np.zeros((*size, size[-1])), np.zeros(size)
-    return SVGPState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
+    return SVGPState(
+        values, *zeros, latent.observed.relative, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE
+    )
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
@@ -95,7 +100,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
     beside = float(shape.beside) / float(shape.histogram[0].sum())
-    return at(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, beside).to_arrays())
+    return at(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, beside))
 
 
 def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
@@ -128,7 +133,9 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     objectives, known = np.append(state.objectives, objective), (moved.precision.numpy(), moved.shift.numpy())
     memory = points[-MEMORY - 1 :], gradients[-MEMORY - 1 :], objectives[-MEMORY - 1 :]
     count, halvings = state.evaluations + 1, max(state.halvings - 1, 0)
-    state = SVGPState(point, *known, found, *memory, bound, count, halvings, summed.sites, state.exchanges)
+    state = SVGPState(
+        point, *known, state.relative, found, *memory, bound, count, halvings, summed.sites, state.exchanges
+    )
     return state, {"objective": objective, "bound": bound}
 
 
@@ -246,7 +253,11 @@ class SVGP(FederatedStrategy[SVGPState]):
     def adopt(self, state: SVGPState, arrays: NamedArrays) -> SVGPState:
         """Other parameters start anew; the same ones change nothing."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        return state if np.array_equal(pack(given), pack(state.values)) else at(given)
+        return (
+            state
+            if np.array_equal(pack(given), pack(state.values))
+            else at(LatentGP.from_arrays(self.problem.model, given))
+        )
 
     def warnings(self) -> list[str]:
         """Whether the total of sums nearly reveals rows."""

@@ -1,5 +1,7 @@
 """Several classes from sums: the integrals, their limits, and runs with every kind of target that names a class."""
 
+from dataclasses import replace
+
 import gpytorch
 import numpy as np
 import pandas as pd
@@ -11,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 
 import fedgp_flower as fg
 from fedgp_flower.errors import DataError
-from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp, expected_softplus
 from fedgp_flower.gp.models import LatentGP
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
@@ -77,21 +79,64 @@ def test_derivatives_are_those_of_the_value():
     assert float(likelihood.log_predictive(torch.zeros(1), far, narrow, NONE)) == pytest.approx(-30, abs=1e-3)
 
 
-def test_tied_functions_of_two_classes_are_one_logit_with_twice_the_prior():
-    """f_1 = −f_0 in posterior as by symmetry it must be: α and B of one class are those of the other."""
+def classified(rows, classes):
     draw = np.random.default_rng(1)
-    x = torch.from_numpy(draw.normal(size=(40, 1)))
-    y = (x[:, 0] + torch.from_numpy(draw.normal(size=40)) > 0).double()
-    model = LatentGP(ModelSection(likelihood="categorical"), torch.linspace(-2, 2, 6).double()[:, None])
-    model.begin({"share": 0.5}, 1.0)
-    duals = Duals(torch.zeros(2, 6, 6).double(), torch.zeros(2, 6).double())
-    for _ in range(20):
-        duals = duals.stepped(expectations(model, x, y, duals.posterior()), 0.7)
-    torch.testing.assert_close(duals.shift[0], -duals.shift[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(duals.precision[0], duals.precision[1], rtol=1e-5, atol=1e-5)
-    mean, spread = model.latent(x, duals.posterior())
-    share = model.observed.moments(mean, spread, NONE)[0]
-    torch.testing.assert_close(share[:, 1], expected_softplus(mean[1] - mean[0], spread.sum(0))[1], rtol=0, atol=2e-6)
+    x = draw.normal(size=(rows, 1))
+    y = np.digitize(x[:, 0] + draw.normal(size=rows), np.linspace(-0.7, 0.7, classes - 1))
+    return torch.from_numpy(x), torch.from_numpy(y.astype(float))
+
+
+def settled(likelihood, data, classes, steps=60, **keys):
+    """A model of so many functions, the best q, and the bound there."""
+    model = LatentGP(ModelSection(**keys), torch.linspace(-2, 2, 6).double()[:, None])
+    model.observed = likelihood
+    size = (classes, 6) if likelihood.relative else (6,)
+    model.constant = torch.nn.Parameter(torch.zeros(*size[:-1], 1).double())
+    duals = Duals(torch.zeros(*size, 6).double(), torch.zeros(size).double(), likelihood.relative)
+    for _ in range(steps):
+        found = expectations(model, *data, duals.posterior())
+        duals = duals.stepped(found, 0.7)
+    return model, duals, float(expectations(model, *data, duals.posterior()).fit) - float(duals.divergence())
+
+
+def test_of_two_classes_bound_and_posterior_are_those_of_one_logit():
+    """The difference of two functions has twice their variance."""
+    data = classified(40, 2)
+    model, duals, bound = settled(build_point_likelihood("categorical"), data, 2, outputscale=3.0, lengthscale=0.8)
+    logit, one, exact = settled(Logit(), data, 1, outputscale=6.0, lengthscale=0.8)
+    assert bound == pytest.approx(exact, abs=1e-5)
+    (mean, spread), (centre, width) = model.latent(data[0], duals.posterior()), logit.latent(data[0], one.posterior())
+    torch.testing.assert_close(mean[1] - mean[0], centre, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(spread.sum(0), width, rtol=1e-5, atol=1e-5)
+    share = model.observed.moments(mean, spread, NONE)[0][:, 1]
+    torch.testing.assert_close(share, Logit().moments(centre, width, NONE)[0], rtol=0, atol=2e-6)
+
+
+def test_the_divergence_of_differences_is_that_of_their_laws():
+    """Of A f, A an orthonormal basis of differences, under q and under the prior."""
+    draw = torch.Generator().manual_seed(0)
+    roots, size = torch.randn(3, 4, 4, generator=draw).double(), (3, 4)
+    duals = Duals(roots @ roots.mT, torch.randn(*size, generator=draw).double(), True)
+    q, basis = duals.posterior(), torch.linalg.svd(torch.ones(1, 3).double())[2][1:].contiguous()
+    wide = torch.kron(basis, torch.eye(4).double())
+    law = torch.distributions.MultivariateNormal(wide @ q.mean.ravel(), wide @ torch.block_diag(*q.covariance) @ wide.T)
+    prior = torch.distributions.MultivariateNormal(torch.zeros(8).double(), torch.eye(8).double())
+    torch.testing.assert_close(duals.divergence(), torch.distributions.kl_divergence(law, prior))
+
+
+def test_no_other_posterior_of_differences_has_a_higher_bound():
+    """Steps end where the slope by every S_c is zero: random moves of (B, b) from there lower the bound."""
+    data, draw = classified(60, 3), torch.Generator().manual_seed(1)
+    model, duals, bound = settled(build_point_likelihood("categorical"), data, 3)
+    for _ in range(5):
+        moves = torch.randn(3, 6, 6, generator=draw).double(), torch.randn(3, 6, generator=draw).double()
+        changes = []
+        for sign in (1, -1):
+            near = replace(duals, precision=duals.precision + sign * 0.01 * (moves[0] + moves[0].mT))
+            near = replace(near, shift=near.shift + sign * 0.01 * moves[1])
+            changes.append(float(expectations(model, *data, near.posterior()).fit) - float(near.divergence()) - bound)
+        assert max(changes) < 1e-7
+        assert abs(changes[0] - changes[1]) < 0.2 * abs(sum(changes))  # a top, and no slope
 
 
 def flowers(rows=160):
@@ -137,7 +182,7 @@ def test_the_exported_model_predicts_the_same():
     draw = np.random.default_rng(3)
     x, y = torch.from_numpy(draw.normal(size=(60, 2))), torch.from_numpy(draw.integers(0, 3, 60).astype(float))
     model = LatentGP(ModelSection(likelihood="categorical"), x[:8]).begin({"a": 0.2, "b": 0.5, "c": 0.3}, 1.0)
-    duals = Duals(torch.zeros(3, 8, 8).double(), torch.zeros(3, 8).double())
+    duals = Duals(torch.zeros(3, 8, 8).double(), torch.zeros(3, 8).double(), True)
     q = duals.stepped(expectations(model, x, y, duals.posterior()), 1.0).posterior()
     exported, likelihood = SavedLatentGP(model, q).export()[0]
     shares = model.predict(x, q)[0]

@@ -334,7 +334,7 @@ def written(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("audit")
     nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
     nodes[0] |= {"state-dir": str(folder / "state"), "audit-copy": str(folder / "copy.jsonl")}
-    run(FaultyGrid(configured(sites=2, num_server_rounds=2, sgpr__exchanges=4), nodes))
+    run(FaultyGrid(configured(sites=2, num_server_rounds=2, sgpr__exchanges=6), nodes))
     return folder / "state" / "audit.jsonl"
 
 

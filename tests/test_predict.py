@@ -35,7 +35,7 @@ def mixed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixed")
     table().to_csv(folder / "mixed.csv", index=False)
     keys = {"dataset": str(folder / "mixed.csv"), "output-dir": str(folder), "name": "run", "num-server-rounds": 4}
-    return run_in_process(BASE | keys, SITES)
+    return run_in_process(BASE | keys | {"model.kernel": "rbf"}, SITES)
 
 
 @pytest.fixture(scope="module")

@@ -254,6 +254,9 @@ def test_convergence_draws_baselines_and_frames_the_late_rounds():
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")
     assert figures.convergence(history[:1], [], "m") is None
+    settled = history.assign(test_nll=1.93 + 1e-4 * history["round"])
+    low, high = figures.convergence(settled, [], "m").axes[0].get_ylim()
+    assert high - low == pytest.approx(figures.LEAST_HEIGHT)
 
 
 LOGS = {"kernel.log_lengthscale": np.log([[4.0, 0.5, 90.0]]), "kernel.log_outputscale": np.array(0.3)}

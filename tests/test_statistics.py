@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_info
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.gp import models
 from fedgp_flower.gp import sparse as sparse_module
+from fedgp_flower.gp.fitc import posterior, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
@@ -201,6 +202,24 @@ def test_cuda_where_there_is_none_is_refused_and_auto_falls_back():
     assert Placement.of(parse_config({"device": "auto"})).device.type == "cpu"
     with pytest.raises(ConfigError, match="no CUDA device"):
         Placement.of(parse_config({"device": "cuda"}))
+
+
+@pytest.mark.parametrize("kernel", ["rbf + l1", "matern52 + linear"])
+def test_sums_and_gradients_are_computed_where_the_rows_are(kernel):
+    """Whatever a site makes is on the device of its rows: where it is left to the default, nothing can be computed."""
+    x, y = (torch.from_numpy(part) for part in rows())
+    model = SparseGP(ModelSection(kernel=kernel), x[:9] + 0.1)
+
+    def found() -> list[np.ndarray]:
+        sums = weighted_sums(model, x, y)
+        shares = weighted_gradient(model, x, y, q), rows_gradient(model, x, y, bound)
+        return [*vars(sums).values(), *(array for share in shares for array in share.values())]
+
+    q, bound = posterior(weighted_sums(model, x, y)), bound_gradient(pooled_sums(model, x, y), -2.0)
+    expected = found()
+    with torch.device("meta"):
+        for own, wanted in zip(found(), expected, strict=True):
+            np.testing.assert_array_equal(own, wanted)
 
 
 def test_threads_are_those_of_numpy_too():

@@ -71,7 +71,7 @@ def factor(model: SparseGP) -> torch.Tensor:
 
 def settled(model: LatentGP, data: tuple[torch.Tensor, torch.Tensor], steps: int, rho: float) -> Duals:
     size = *model.constant.shape[:-1], INDUCING
-    duals = Duals(torch.zeros(*size, INDUCING).double(), torch.zeros(size).double())
+    duals = Duals(torch.zeros(*size, INDUCING).double(), torch.zeros(size).double(), model.observed.relative)
     for _ in range(steps):
         duals = duals.stepped(expectations(model, *data, duals.posterior()), rho)
     return duals
@@ -170,7 +170,7 @@ def roster(sites: dict[str, Site]) -> Roster:
 
 
 def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
-    state = at(latent(likelihood).to_arrays())
+    state = at(latent(likelihood))
     for _ in range(number):
         state, _ = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
     return state
@@ -190,7 +190,7 @@ def test_a_run_does_not_depend_on_the_partition(likelihood: str) -> None:
 
 def test_the_bound_rises_until_its_slope_is_small() -> None:
     likelihood, sites = "bernoulli", dealt("bernoulli", 60)
-    state, bounds = at(latent(likelihood).to_arrays()), []
+    state, bounds = at(latent(likelihood)), []
     for _ in range(40):
         state, figures = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
         bounds.append(figures["objective"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +13,23 @@ from fedgp_flower.clients.boosting import LOSSES, boosted
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.kernels import amplitude_names
-from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel
+from fedgp_flower.gp import fitc, priors
+from fedgp_flower.gp.models import (
+    LOCATIONS,
+    ExactGP,
+    LatentGP,
+    SparseGP,
+    WhitenedPosterior,
+    WiredModel,
+    shared_divergence,
+)
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import PENALTY, SparseSums, exact_posterior, profiled, scaled
+from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.options import CLASSES
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import NamedArrays
 
 MOST_POINTS = 100
 """Inducing points of a baseline, at most: its fit takes hundreds of evaluations."""
@@ -43,16 +51,16 @@ def log_prior(model: WiredModel) -> Tensor:
     return -0.5 * torch.stack(terms).sum()
 
 
-def penalty(model: WiredModel) -> Tensor:
-    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.sums`."""
-    logs = [value for name, value in model.wire_parameters().items() if name.endswith("log_lengthscale")]
-    return -PENALTY * sum(((value - 1).square().sum() for value in logs), torch.zeros(()))
+def weak_prior(model: ExactGP | SparseGP) -> Tensor:
+    """The log prior of :mod:`fedgp_flower.gp.priors`."""
+    rows = model.inputs if isinstance(model, ExactGP) else model.inducing_points
+    return priors.log_prior(model.wire_parameters(), priors.hyperpriors(model.kernel, rows.shape[1]))
 
 
-PRIORS: dict[str, Callable[[WiredModel], Tensor]] = {
+PRIORS: dict[str, Callable[[Any], Tensor]] = {
     "none": lambda model: torch.zeros(()),
     "log-normal": log_prior,
-    "lengthscales": penalty,
+    "weak": weak_prior,
 }
 """Log densities of hyperparameters, up to a constant, by :attr:`MethodOptions.hyperprior`."""
 
@@ -155,41 +163,29 @@ def _sparse(
     prior: Callable[[WiredModel], Tensor],
     pooled: int,
 ) -> Scores:
-    """Hyperparameters at the maximum of the collapsed bound and a log prior; then of all rows ``pooled`` points."""
+    """At the maximum of Titsias' bound and a log prior; of all rows that of the evidence, at ``pooled`` points."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
     points = torch.from_numpy(_some(rows, min(config.model.num_inducing, MOST_POINTS), rng).x)
-    model = place.module(SparseGP(config.model, points))
+    model, height = place.module(SparseGP(config.model, points)), fitc.log_evidence if pooled else pooled_bound
     if pooled:
         start = _exact(_some(rows, START_ROWS, rng), config, prior, rng).to_arrays()
         model.load({**start, LOCATIONS: points.numpy()})
     _maximise(
         model,
-        lambda: (pooled_bound(model, inputs, targets) + prior(model)) / len(targets),
+        lambda: (height(model, inputs, targets) + prior(model)) / len(targets),
         rows,
         config.baselines.max_evaluations,
     )
-    if pooled > len(points):
-        model, sums = _enlarged(model, inputs, targets, _some(rows, pooled, rng).x, config)
+    if pooled:
+        arrays = {**model.to_arrays(), LOCATIONS: _some(rows, pooled, rng).x}
+        model = place.module(SparseGP.from_arrays(config.model, arrays))
+        q = fitc.posterior(fitc.weighted_sums(model, inputs, targets))
     else:
-        sums = pooled_sums(model, inputs, targets)
+        q = exact_posterior(pooled_sums(model, inputs, targets), float(model.noise))
     with torch.no_grad():
-        mean, variance = model.predict(place.tensor(rows.x_test), exact_posterior(sums, float(model.noise)))
+        mean, variance = model.predict(place.tensor(rows.x_test), q)
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
-
-
-def _enlarged(
-    model: SparseGP, inputs: Tensor, targets: Tensor, points: Array, config: RunConfig
-) -> tuple[SparseGP, SparseSums]:
-    """The same kernel at more points, with amplitude and noise where the bound is highest, and the sums there."""
-    arrays = {**model.to_arrays(), LOCATIONS: points}
-    large = Placement.of(config).module(SparseGP.from_arrays(config.model, arrays))
-    sums = pooled_sums(large, inputs, targets)
-    best = profiled(sums)
-    for name in amplitude_names(config.model, points.shape[1]):
-        arrays[name] = arrays[name] + math.log(best.amplitude)
-    large.load(arrays | {"likelihood.log_noise": np.full_like(arrays["likelihood.log_noise"], math.log(best.noise))})
-    return large, scaled(sums, best.amplitude)
 
 
 def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: Tensor) -> Scores:
@@ -214,6 +210,8 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
         scales = root.diagonal(dim1=-2, dim2=-1).abs().log()
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - mean.numel()) - scales.sum()
+        if model.observed.relative:
+            divergence = divergence - shared_divergence(posterior(), torch.cholesky_inverse(root.tril()))
         return (fit - divergence + model.log_prior()) / len(targets)
 
     _maximise(model, objective, rows, config.baselines.max_evaluations, mean, root)

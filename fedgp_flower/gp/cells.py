@@ -14,20 +14,15 @@ from fedgp_flower.typing import Array, Indices
 
 LEAST_ROWS = 5
 """Fewest rows of a cell."""
-LEAST_IN_CELL = 3
-"""Fewest rows nearest to an anchor, at a site and in all."""
+LEAST_ALIKE, VALUES = 3, 128
+"""Fewest rows of a cell of values of one input, and slots for such cells."""
 MOST_CELLS = 512
 """Of a site."""
-DRAWS = 4000
-"""Points drawn from the cells, of which the inducing points are the centres."""
-LLOYD_STEPS = 8
 CHUNK = 4096
 """Rows handled at once."""
 COPIES, SURELY = 2.0, 1.2
 """Rows count less where there are so many of each, and by such a factor less than estimated."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-LEFT = 1e-4
-"""Share of its prior variance that must be left of a candidate to be taken before others."""
 
 
 def nearest(points: Array, centres: Array) -> Indices:
@@ -42,17 +37,6 @@ def summed(labels: Indices, values: Array, count: int) -> Array:
     total = np.zeros((count, *values.shape[1:]))
     np.add.at(total, labels, values)
     return total
-
-
-def centres_of(points: Array, count: int, rng: np.random.Generator) -> Array:
-    """K-means: ``count`` centres [C, D] of points [N, D], by Lloyd's steps from distinct points; fewer if those are."""
-    distinct = np.unique(points, axis=0)
-    centres = distinct[rng.permutation(len(distinct))[:count]]
-    for _ in range(LLOYD_STEPS):
-        labels = nearest(points, centres)
-        sizes = np.bincount(labels, minlength=len(centres))[:, None]
-        centres = np.where(sizes > 0, summed(labels, points, len(centres)) / np.maximum(sizes, 1), centres)
-    return centres
 
 
 def grouped(inputs: Array, least: int = LEAST_ROWS) -> Indices:
@@ -106,66 +90,60 @@ def weight_of(totals: Array, rows: float) -> float:
     return float(rows / by_row / SURELY) if copied else 1.0
 
 
-def neighbours(inputs: Array, anchors: Array, least: int) -> tuple[Array, Array]:
-    """Rows [C] and Σx [C, D] of the rows nearest to each anchor [C, D]: what Lloyd's algorithm needs of them.
+def values_of(inputs: Array, anchors: Array, least: int = LEAST_ALIKE) -> tuple[Array, Array]:
+    """Rows [D, B] and Σ of their values [D, B] in cells of values of each input, ``least`` rows each.
 
-    Rows of an anchor with fewer than ``least`` go to the nearest of the others, so that no cell holds one or two rows.
+    A value that so many rows have is a cell. Of the values between two such ones cells of ``least`` neighbours are
+    made, and fewer are left out. A cell is in the slot of the nearest of B quantiles of the anchors' values.
     """
-    labels = nearest(inputs, anchors)
-    kept = np.flatnonzero(np.bincount(labels, minlength=len(anchors)) >= least)
-    if not len(kept):  # too few rows for that
-        kept = nearest(inputs.mean(0, keepdims=True), anchors)
-    left = ~np.isin(labels, kept)
-    if left.any():
-        labels[left] = kept[nearest(inputs[left], anchors[kept])]
-    return np.bincount(labels, minlength=len(anchors)).astype(float), summed(labels, inputs, len(anchors))
+    found = [_cells_of_values(column, slots_of(own), least) for column, own in zip(inputs.T, anchors.T, strict=True)]
+    rows, sums = (np.stack(part) for part in zip(*found, strict=True))
+    return rows, sums
 
 
-def relocated(rows: Array, first: Array, anchors: Array, count: int, rng: np.random.Generator) -> Array:
-    """A Lloyd step: the means of the heaviest cells, and new points around heavy ones until there are ``count`` [C, D].
+def slots_of(values: Array) -> Array:
+    """Quantiles that stand for values [B]."""
+    return np.quantile(values, (np.arange(VALUES) + 0.5) / VALUES)
 
-    Cells of fewer than :data:`LEAST_IN_CELL` rows are dropped. A new point is as far from the mean of its cell as the
-    cell's anchor was.
+
+def _cells_of_values(column: Array, slots: Array, least: int) -> tuple[Array, Array]:
+    values, counts = np.unique(column, return_counts=True)
+    heavy = counts >= least
+    between = np.repeat(np.cumsum(heavy)[~heavy], counts[~heavy])  # which two heavy values each other row lies between
+    first, last = np.searchsorted(between, between), np.searchsorted(between, between, side="right")
+    size, place = last - first, np.arange(len(between)) - first
+    whole = size >= least
+    group = first + np.minimum(place // least, size // least - 1) * least  # where its cell begins
+    label, member = np.unique(group[whole], return_inverse=True)
+    rows: Array = np.concatenate([np.bincount(member, minlength=len(label)), counts[heavy]]).astype(np.float64)
+    sums = np.bincount(member, np.repeat(values[~heavy], counts[~heavy])[whole], len(label))
+    sums = np.concatenate([sums, values[heavy] * counts[heavy]])
+    slot = nearest(sums[:, None] / rows[:, None], slots[:, None]) if len(rows) else np.empty(0, dtype=np.int64)
+    return summed(slot, rows, len(slots)), summed(slot, np.asarray(sums), len(slots))
+
+
+def with_values(points: Array, rows: Array, sums: Array) -> Array:
+    """Points [S, D] where the values of each input, in their order, are those of :func:`values_of` in all sites.
+
+    So they keep how inputs go together, and a value that many rows have is met exactly.
     """
-    kept = np.flatnonzero(rows >= LEAST_IN_CELL)
-    kept = kept[np.argsort(-rows[kept], kind="stable")][:count]
-    if not len(kept):
-        return anchors[:count]
-    means = first[kept] / rows[kept, None]
-    chosen = rng.choice(len(kept), count - len(kept), p=rows[kept] / rows[kept].sum())
-    away = np.sqrt(np.square(means - anchors[kept]).mean(1, keepdims=True))[chosen]
-    return np.concatenate([means, means[chosen] + away * rng.standard_normal((len(chosen), means.shape[1]))])
+    moved = points.copy()
+    shares = (np.arange(len(points)) + 0.5) / len(points)
+    for column, (count, total) in enumerate(zip(rows, sums, strict=True)):
+        held = count > 0
+        if held.any():
+            values = total[held] / count[held]
+            order = np.argsort(values)
+            up_to = np.cumsum(count[held][order]) / count.sum()
+            place = np.argsort(np.argsort(points[:, column], kind="stable"), kind="stable")
+            moved[:, column] = values[order][np.minimum(np.searchsorted(up_to, shares), len(values) - 1)][place]
+    return moved
 
 
-def drawn(rows: Array, first: Array, second: Array, rng: np.random.Generator) -> Array:
+def drawn(rows: Array, first: Array, second: Array, count: int, rng: np.random.Generator) -> Array:
     """Points [S, D] from the mixture of cells, each a Gaussian with the cell's mean and variances."""
     kept = rows > 0
     mean = first[kept] / rows[kept, None]
     spread = np.sqrt(np.maximum(second[kept] / rows[kept, None] - mean**2, 0))  # below 0 by rounding alone
-    chosen = rng.choice(len(mean), DRAWS, p=rows[kept] / rows[kept].sum())
-    return mean[chosen] + spread[chosen] * rng.standard_normal((DRAWS, mean.shape[1]))
-
-
-def explaining(covariance: Array, products: Array, count: int) -> Indices:
-    """The ``count`` candidates for inducing points that explain most of the rows' variance, in their order [P].
-
-    With K = k(Z, Z) and G = Σ k(Z, x) k(x, Z), a candidate j explains G̃_jj/K̃_jj beyond those taken before,
-    where K̃ and G̃ are what those left of K and G. Taking j leaves, with u = K̃_:j/K̃_jj,
-
-        K̃ ← K̃ − K̃_jj u uᵀ,   G̃ ← G̃ − u G̃_j: − G̃_:j uᵀ + G̃_jj u uᵀ.
-
-    See Farahat et al., Greedy column subset selection for large-scale data sets (2015).
-    """
-    left, explained, least = covariance.copy(), products.copy(), LEFT * covariance.diagonal()
-    taken: list[int] = []
-    for _ in range(count):
-        variances = left.diagonal()
-        gains = np.where(variances > least, explained.diagonal() / np.maximum(variances, least), -1.0)
-        gains[taken] = -2.0
-        best = int(gains.argmax())
-        taken.append(best)
-        column, moved = left[:, best].copy(), explained[:, best].copy()
-        share = column / max(column[best], least[best])
-        explained -= np.outer(share, moved) + np.outer(moved, share) - moved[best] * np.outer(share, share)
-        left -= np.outer(column, share)
-    return np.sort(taken)
+    chosen = rng.choice(len(mean), count, p=rows[kept] / rows[kept].sum())
+    return mean[chosen] + spread[chosen] * rng.standard_normal((count, mean.shape[1]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
 from importlib.metadata import entry_points
@@ -35,7 +35,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import KERNEL_CHOICES, KERNEL_GROUP, USUAL_KERNEL, ModelSection, kernel_tree
+from fedgp_flower.options import KERNEL_GROUP, ModelSection, kernel_tree
 
 
 class Scaled(ScaleKernel):
@@ -103,14 +103,6 @@ def build_kernel(model: ModelSection, num_inputs: int) -> Kernel:
         elif any(kind in name for kind in ("lengthscale", "period_length")):
             parameter.data.fill_(math.log(model.lengthscale))
     return kernel
-
-
-def with_kernel_of(model: ModelSection, names: Iterable[str]) -> ModelSection:
-    """The section with the kernel that has parameters of these wire names, where the data choose it."""
-    if model.kernel != USUAL_KERNEL:
-        return model
-    several = any(name.startswith("kernel.kernels.") for name in names)
-    return model.model_copy(update={"kernel": KERNEL_CHOICES[several]})
 
 
 def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = True) -> Kernel:

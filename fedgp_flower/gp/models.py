@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name, with_kernel_of
+from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
@@ -59,6 +59,18 @@ class WhitenedPosterior:
         for start in range(0, len(cross), PANEL):
             total = total + (root[..., start:, start : start + PANEL].mT @ cross[start:]).square().sum(-2)
         return total
+
+
+def shared_divergence(q: WhitenedPosterior, precisions: Float[Tensor, "C M M"]) -> Tensor:
+    """By how much KL(q ‖ prior) of C functions exceeds that of their differences, in nats.
+
+    It is ½ [tr Σ S_c / C + log|Σ S_c⁻¹ / C| + C |μ̄|² − M], since |Aᵀ S A| = |S| |Σ S_c⁻¹ / C|, A an orthonormal basis
+    of differences and S = diag(S_1, …, S_C).
+    """
+    count, size = q.mean.shape
+    log_determinant = 2 * cholesky(precisions.mean(0), of="the mean of Λ").diagonal().log().sum()
+    trace = q.covariance.diagonal(dim1=-2, dim2=-1).sum() / count
+    return 0.5 * (trace + log_determinant + count * q.mean.mean(0).square().sum() - size)
 
 
 def whitened(
@@ -166,7 +178,7 @@ class SparseGP(WiredModel, WhitenedGP):
     @classmethod
     def from_arrays(cls: type[S], model: ModelSection, arrays: Mapping[str, Array]) -> S:
         """The model that ``arrays`` describe; the inverse of :meth:`to_arrays`."""
-        sparse = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
+        sparse = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         sparse.load(arrays)
         return sparse
 
@@ -238,7 +250,7 @@ class LatentGP(SparseGP):
     @classmethod
     def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
         """As usual, with as many functions and parameters of the likelihood as there are."""
-        latent = cls(with_kernel_of(model, arrays), torch.as_tensor(arrays[LOCATIONS]))
+        latent = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
         latent.constant = Parameter(torch.zeros(arrays[CONSTANT].shape, dtype=torch.float64))
         latent.load(arrays)
@@ -257,12 +269,16 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, 1): classes may drive the amplitude to infinity without."""
+        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, τ²): classes may drive the amplitude to infinity without.
+
+        τ is that of the likelihood, mostly 1.
+        """
         total, reach = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
+        amplitude = math.log(4.0), self.observed.amplitude_spread
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name or is_amplitude(name):
-                centre = reach if "lengthscale" in name else math.log(4.0)
-                total = total - 0.5 * (parameter - centre).square().sum()
+                centre, spread = (reach, 1.0) if "lengthscale" in name else amplitude
+                total = total - 0.5 * ((parameter - centre) / spread).square().sum()
         return total
 
     def nugget(self) -> Tensor:

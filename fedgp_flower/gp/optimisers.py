@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.typing import Array, Indices, NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 
 Bound: TypeAlias = tuple[float | None, float | None]
 V = TypeVar("V", Tensor, Array)
-M = TypeVar("M", bound="StepMemory")
 
 FREE: Bound = (None, None)
 LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
 """Bounds of the logarithm of a hyperparameter."""
 PAIRS = 20
 """Steps and gradient changes that L-BFGS keeps."""
-RECENT = 3
-"""Pairs that the scale of a block is judged by."""
-CHANGE = 5.0
-"""Factor by which that scale moves at most, from one step to the next."""
 
 
 @dataclass(frozen=True)
@@ -190,28 +184,6 @@ def scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
         parameter.data.copy_(piece.view_as(parameter))
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Pairs, oldest first, and the scale γ of the inverse Hessian in each block."""
-
-    steps: Float[ndarray, "_ _"]  # [P, S], S as the point has coordinates
-    changes: Float[ndarray, "_ _"]
-    """Of the gradient of −J: sᵀy > 0 where J is concave."""
-    scales: Float[ndarray, " 2"]
-    """Zero before the first step."""
-
-    def after(self: M, step: Array, change: Array) -> M:
-        """With one more pair, if J was concave along it."""
-        if step @ change <= 0:
-            return self
-        steps, changes = (np.vstack([old, new])[-PAIRS:] for old, new in ((self.steps, step), (self.changes, change)))
-        return replace(self, steps=steps, changes=changes)
-
-    def forgotten(self: M) -> M:
-        """Without pairs and scales."""
-        return replace(self, steps=self.steps[:0], changes=self.changes[:0], scales=np.zeros(2))
-
-
 def outlook(gains: Array, rounds: int) -> float | None:
     """What more rounds add to gains gᵢ as a geometric series of r = Σ gᵢ₊₁/Σ gᵢ ≤ 1; None for fewer than three."""
     if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
@@ -234,27 +206,6 @@ def rounds_to_come(gains: Array, few: int, little: float) -> int | None:
         return 0
     ratio = _ratio(gains)
     return None if ratio == 1 else math.ceil(math.log(little / more) / math.log(ratio))
-
-
-def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Array) -> tuple[Array, M]:
-    """Where to go uphill [S] from the gradient of J, and the memory with the scales that were used.
-
-    ``blocks`` are 0 for inducing points and 1 for logarithms, whose scales are unrelated; ``first`` and ``cap`` are the
-    largest entry of each coordinate in a first and in a later step.
-    """
-    scales, pairs = memory.scales.copy(), list(zip(memory.steps, memory.changes, strict=True))
-    for block in (0, 1):
-        here = blocks == block
-        if not scales[block]:
-            steepest = float((np.abs(gradient[here]) / first[here]).max(initial=0.0))
-            scales[block] = 1 / steepest if steepest else 0.0
-        steps, changes = memory.steps[-RECENT:, here], memory.changes[-RECENT:, here]
-        curved, size = float((steps * changes).sum()), float(np.square(changes).sum())
-        if curved > 0 and size:
-            scales[block] = np.clip(curved / size, scales[block] / CHANGE, scales[block] * CHANGE)
-    moved = two_loops(gradient, pairs, scales[blocks])
-    limit = cap if pairs else first
-    return moved / max(1.0, float((np.abs(moved) / limit).max())), replace(memory, scales=scales)
 
 
 def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:

@@ -160,21 +160,21 @@ def _added(found: Sequence[tuple[ndarray, Any]]) -> ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class _Projected:
+class Projected:
     """Some rows as they stand to the inducing points, without their targets."""
 
     inputs: Tensor  # [N, D]
     cross: Tensor  # W = L⁻¹ K_zx  [M, N]
-    variance: float  # Σ k(x, x)
+    variances: Tensor  # k(x, x)  [N]
     closed: list[tuple[ndarray, Any]] | None = None
     """What :class:`_Closed` found."""
 
-    def gram(self) -> Tensor:
-        """W Wᵀ [M, M]; NumPy multiplies half of it, since both factors are one array."""
-        if self.cross.is_cuda:
-            return torch.mm(self.cross, self.cross.mT)
-        cross = self.cross.numpy()
-        return torch.from_numpy(cross @ cross.T)
+
+def gram(cross: Tensor) -> Tensor:
+    """W Wᵀ [M, M]; NumPy multiplies half of it, since both factors are one array."""
+    if cross.is_cuda:
+        return torch.mm(cross, cross.mT)
+    return torch.from_numpy(cross.numpy() @ cross.numpy().T)
 
 
 class Whitener:
@@ -191,19 +191,9 @@ class Whitener:
             self.variance = self.covariance.new_tensor(self.closed.variance)
         self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
         self.most = kept
-        self._pulled: tuple[Adjoints, Tensor, Tensor] | None = None
-        self._kept: dict[tuple[int, int], _Projected] = {}
+        self._kept: dict[tuple[int, int], Projected] = {}
 
-    def pulled(self, adjoints: Adjoints) -> tuple[Tensor, Tensor]:
-        """2 ∂F/∂A L⁻¹ [M, M] and L⁻ᵀ ∂F/∂b [M]; kept, since in one process the next site has the same adjoints."""
-        if self._pulled is None or not self._pulled[0].same(adjoints):
-            gram, projection = (torch.as_tensor(part).to(self.factor) for part in (adjoints.gram, adjoints.projection))
-            gram = torch.linalg.solve_triangular(self.factor, 2 * gram, upper=False, left=False)
-            projection = torch.linalg.solve_triangular(self.factor.mT, projection[:, None], upper=True)
-            self._pulled = adjoints, gram, projection[:, 0]
-        return self._pulled[1:]
-
-    def projected(self, model: SparseGP, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
+    def projected(self, model: SparseGP, inputs: Rows, *, last: bool = False) -> Iterator[Projected]:
         """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
         for chunk in inputs.split(CHUNK):
             key = chunk.data_ptr(), chunk.shape[0]  # no other rows stand there for as long as these are kept
@@ -212,15 +202,28 @@ class Whitener:
                 self._kept[key] = found
             yield found
 
-    def _project(self, model: SparseGP, inputs: Tensor) -> _Projected:
+    def _project(self, model: SparseGP, inputs: Tensor) -> Projected:
         if self.closed is None:
             with torch.no_grad():
                 cross, variances = model.covariances(inputs)
             cross = torch.linalg.solve_triangular(self.factor, cross, upper=False)
-            return _Projected(inputs, cross, float(variances.sum()))
+            return Projected(inputs, cross, variances)
         found = self.closed.covariances(inputs.numpy())
         cross = torch.linalg.solve_triangular(self.factor, torch.from_numpy(_added(found)).mT, upper=False)
-        return _Projected(inputs, cross, self.closed.variance * len(inputs), found)
+        return Projected(inputs, cross, inputs.new_full((len(inputs),), self.closed.variance), found)
+
+    def pulled_back(self, model: SparseGP, rows: Projected, incoming: Tensor, by_variances: Tensor) -> NamedArrays:
+        """Derivatives of what comes through k(Z, X), from its adjoint [N, M], and k(x, x), from its own [N]."""
+        if self.closed is not None and rows.closed is not None:
+            return self.closed.pulled_back(rows.closed, incoming.numpy(), float(by_variances.sum()))
+        return _by_autograd(model, model.covariances(rows.inputs), (incoming.mT, by_variances))
+
+    def pulled_back_at_points(self, model: SparseGP, incoming: Tensor) -> NamedArrays:
+        """Derivatives of what comes through K_zz and its jitter, from its adjoint [M, M]."""
+        by_variance = model.jitter * incoming.diagonal().sum()
+        if self.closed is None:
+            return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
+        return self.closed.pulled_back(self.found, incoming.numpy(), float(by_variance), both=True)
 
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
@@ -229,9 +232,9 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     total: list[Tensor] = []
     variance, count = 0.0, float(len(targets))
     for rows, y in zip(chunks, targets.split(CHUNK), strict=True):
-        part = [rows.gram(), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
+        part = [gram(rows.cross), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
-        variance += rows.variance
+        variance += float(rows.variances.sum())
     return SparseSums(*to_arrays(*total), *map(np.asarray, (variance, count)))
 
 
@@ -242,18 +245,15 @@ def rows_gradient(
 
     K̄_zx = L⁻ᵀ (2 ∂F/∂A W + ∂F/∂b yᵀ). No row touches the Cholesky factor: see :func:`inducing_gradient`.
     """
-    whitener, by_variance = whitener or Whitener(model), float(adjoints.prior_variance)
-    gram, projection = whitener.pulled(adjoints)
+    whitener = whitener or Whitener(model)
+    factor = whitener.factor
+    gram, projection = (factor.new_tensor(part) for part in (adjoints.gram, adjoints.projection))
+    gram = torch.linalg.solve_triangular(factor, 2 * gram, upper=False, left=False)
+    projection = torch.linalg.solve_triangular(factor.mT, projection[:, None], upper=True)[:, 0]
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
-        if rows.closed is not None and whitener.closed is not None:
-            incoming = rows.cross.numpy().T @ gram.numpy()  # [N, M]
-            incoming += np.outer(y.numpy(), projection.numpy())
-            share = whitener.closed.pulled_back(rows.closed, incoming, by_variance * len(y))
-        else:
-            outputs = model.covariances(rows.inputs)
-            incoming = torch.outer(projection, y).addmm_(gram.mT, rows.cross)  # [M, N]
-            share = _by_autograd(model, outputs, (incoming, torch.full_like(outputs[1], by_variance)))
+        incoming = torch.outer(y, projection).addmm_(rows.cross.mT, gram)  # [N, M]
+        share = whitener.pulled_back(model, rows, incoming, torch.full_like(y, float(adjoints.prior_variance)))
         total = {name: np.asarray(total[name] + more) for name, more in share.items()} if total else share
     return total
 
@@ -267,18 +267,14 @@ def inducing_gradient(
     where Φ takes the lower triangle and half the diagonal (Murray 2016).
     """
     whitener = whitener or Whitener(model)
-    factor, closed = whitener.factor, whitener.closed
+    factor = whitener.factor
     parts = sums.gram, sums.projection, adjoints.gram, adjoints.projection
-    gram, projection, by_gram, by_projection = (torch.as_tensor(part).to(factor) for part in parts)
+    gram, projection, by_gram, by_projection = (factor.new_tensor(part) for part in parts)
     inner = torch.mm(by_gram, gram).neg_().addr_(by_projection, projection, alpha=-0.5).tril_()
     inner.diagonal().mul_(0.5)
     left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
     half = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
-    incoming = half + half.mT
-    by_variance = model.jitter * incoming.diagonal().sum()
-    if closed is None:
-        return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
-    return closed.pulled_back(whitener.found, incoming.numpy(), float(by_variance), both=True)
+    return whitener.pulled_back_at_points(model, half + half.mT)
 
 
 def _by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> NamedArrays:

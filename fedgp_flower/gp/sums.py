@@ -21,14 +21,12 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.messages import add, leaves, message
-from fedgp_flower.typing import Array, Indices, NamedArrays, Square
+from fedgp_flower.typing import Array, NamedArrays, Square
 
 INPUT_EDGES: Array = np.linspace(-6.0, 6.0, 41)
 """Bin edges of :func:`input_shape`, in standardised units: part of the message contract."""
 LOG_RATIO = (-8.0, 18.0)
 """Where log a/σ² is searched."""
-PENALTY = 0.05
-"""J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
 BY_CHANCE = 1e-4
 """A site is named where chance alone makes sums of noise so small with less than this probability."""
 LEAST_NOISE = 1e-6
@@ -78,11 +76,6 @@ class Adjoints:
     gram: Array  # ∂F/∂A  [M, M], symmetric
     projection: Array  # ∂F/∂b  [M]
     prior_variance: Array  # ∂F/∂c  []
-
-    def same(self, other: Adjoints) -> bool:
-        """Whether what rows are multiplied by is the same."""
-        pairs = ((self.gram, other.gram), (self.projection, other.projection))
-        return self is other or all(np.array_equal(*pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -181,29 +174,6 @@ def profiled(sums: SparseSums) -> Profile:
     return Profile(float(value), float(noise * top.exp()), float(noise))
 
 
-def leading(sums: SparseSums, count: int) -> SparseSums:
-    """The sums of the first ``count`` inducing points: W = L⁻¹ K_zx with L lower triangular has their rows on top."""
-    return replace(sums, gram=sums.gram[:count, :count], projection=sums.projection[:count])
-
-
-def nested(sums: SparseSums, log_ratio: float) -> tuple[Array, Array]:
-    """The best σ² [M] at a given log a/σ², and the bound there in nats [M], at the first m inducing points for every m.
-
-    The Cholesky factor of the first m rows of B = I + rA is the corner of that of all. With c = factor⁻¹ b,
-
-        F_m = −½ [N log 2πσ² + Σ_{i≤m} 2 log factor_ii + (s − r Σ_{i≤m} c_i²)/σ² + r (c − Σ_{i≤m} A_ii)].
-    """
-    ratio, count = math.exp(log_ratio), float(sums.count)
-    factor, projection = sums.factor(1 / ratio), torch.as_tensor(sums.projection)
-    weights = torch.linalg.solve_triangular(factor, projection[:, None], upper=False)[:, 0]
-    residual = float(sums.target_squares) - ratio * weights.square().cumsum(0)
-    noise = (residual / count).clamp(min=LEAST_NOISE)
-    unexplained = float(sums.prior_variance) - torch.as_tensor(sums.gram).diagonal().cumsum(0)
-    determinant = 2 * factor.diagonal().log().cumsum(0)
-    height = -0.5 * (count * (2 * math.pi * noise).log() + residual / noise + determinant + ratio * unexplained)
-    return noise.numpy(), height.numpy()
-
-
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
     """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
     gram, projection = sums.gram * amplitude, sums.projection * math.sqrt(amplitude)
@@ -272,22 +242,3 @@ def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array)
     explained = float(projection @ alone[:, 0]) * float(part.count) / float(part.target_squares)
     degrees = float(np.trace(alone[:, 1:]))
     return float(torch.special.gammainc(torch.tensor(degrees / 2), torch.tensor(explained / 2))) < BY_CHANCE
-
-
-def prior(name: str, num_inputs: int) -> tuple[float, float]:
-    """Of the logarithm: log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), others N(0, 1)."""
-    if "lengthscale" in name:
-        return 0.5 * math.log(num_inputs) + 0.3, 1.0
-    if "noise" in name:
-        return -4.0, 2.0
-    return (1.0, 1.5) if "outputscale" in name or "variance" in name else (0.0, 1.0)
-
-
-def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tensor) -> SparseSums:
-    """The sums of some of the inducing points from those of all: A₁ = T A Tᵀ and b₁ = T b with T = L₁⁻¹ L₁:.
-
-    L₁: are the rows of L [C, C] that stay, L₁ [P, P] the factor of those points alone; the rows of T are orthonormal.
-    """
-    turned = torch.linalg.solve_triangular(new_factor, factor[torch.from_numpy(kept)], upper=False)
-    gram, projection = turned @ torch.as_tensor(sums.gram) @ turned.mT, turned @ torch.as_tensor(sums.projection)
-    return replace(sums, gram=symmetric(gram).numpy(), projection=projection.numpy())

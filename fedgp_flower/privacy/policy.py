@@ -131,8 +131,15 @@ class Rules:
         self._judge("methods", not limits.methods or method in limits.methods, f"method `{method}` may not run")
         odd: list[str] = []
         if limits.keys:
-            usual = defaults([type(config.options)]) | {"num-server-rounds": config.options.usual_rounds}
-            changed = {key for key, value in config.flat().items() if value != usual.get(key)} - HARMLESS
+            usual = defaults([type(config.options)])
+            chosen = {
+                "num-server-rounds": config.options.usual_rounds,
+                "model.kernel": config.options.kernel_for(config.model.likelihood),
+                "model.num-inducing": config.options.usual_inducing,
+                "model.max-megabytes": config.options.usual_megabytes,
+            }
+            found = config.flat().items()
+            changed = {key for key, value in found if value not in (usual.get(key), chosen.get(key))} - HARMLESS
             odd = sorted(key for key in changed if not _matches(key, limits.keys))
         self._judge("keys", not odd, f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}")
         self._judge("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")

@@ -79,6 +79,8 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
                 colour, dash = STYLES[arm]
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
         _frame_late_rounds(ax, values.to_numpy(dtype=float), list(levels.values()))
+        if name in {"objective", "test_nll"}:
+            _not_too_close(ax)
         ax.set(xlabel=label, ylabel=names[name], xlim=(-0.03 * last, 1.03 * last))
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -407,10 +409,6 @@ def cost(history: pd.DataFrame) -> Figure | None:
     return figure
 
 
-LEAST_HEIGHT = 0.1
-"""Nats a row that a picture of runs is high at least: a thousandth apart is level."""
-
-
 def cost_figure(runs: Sequence[Run]) -> Figure:
     """Held-out NLL against exchanges, megabytes and seconds since the start, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
@@ -428,10 +426,8 @@ def cost_figure(runs: Sequence[Run]) -> Figure:
             ax.set_xlabel(label)
     for ax in axes:
         ax.set_xlim(0, 1.04 * max(ax.get_xlim()[1], 1e-9))
-        low, high = ax.dataLim.intervaly
-        if low <= high:  # there are points
-            half = max(0.65 * (high - low), LEAST_HEIGHT / 2)
-            ax.set_ylim((low + high) / 2 - half, (low + high) / 2 + half)
+        ax.margins(y=0.15)
+        _not_too_close(ax)
     axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[0].set_ylabel("held-out NLL (nats per row)")
     axes[0].legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
@@ -452,6 +448,17 @@ def _frame_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None
     if width > 0 and np.ptp(values) > 4 * width:
         ax.set_ylim(shown.min() - 0.05 * width, shown.max() + 0.05 * width)
         ax.set_title("first rounds lie outside the frame", fontsize=8, color="#666666", loc="right")
+
+
+LEAST_HEIGHT = 0.05
+"""Nats a row that a picture is high at least: a thousandth apart is level."""
+
+
+def _not_too_close(ax: Axes) -> None:
+    """Figures in nats are not magnified until chance fills the picture."""
+    low, high = ax.get_ylim()
+    beyond = max(0.0, (LEAST_HEIGHT - (high - low)) / 2)
+    ax.set_ylim(low - beyond, high + beyond)
 
 
 def label_text(label: str) -> str:

@@ -49,7 +49,7 @@ _FROM_ITS_ROWS = "every site predicts from its rows, which stay there"
 _SFVI = Method(
     summary="Structured federated VI: shared latents, and latents that stay at their site; one gradient a round",
     paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
-    options="fedgp_flower.methods.sfvi.options:SFVIOptions",
+    options="fedgp_flower.methods.sfvi.options:SFVIKeys",
     strategy="strategies.sfvi:SFVI",
     client="fedgp_flower.methods.sfvi.client:SFVIClient",
     posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
@@ -79,7 +79,7 @@ _REFERENCE = Method(
 
 _SGPR = Method(
     summary="A sparse GP of all rows in 20 to 60 exchanges of sums, Gaussian noise",
-    paper="Titsias (2009), by sums as Gal et al., Distributed variational inference in sparse GP regression (2014)",
+    paper="Snelson and Ghahramani, Sparse Gaussian processes using pseudo-inputs (2005), by sums",
     options="fedgp_flower.methods.sgpr.options:SGPROptions",
     strategy="strategies.sgpr:SGPR",
     client="fedgp_flower.methods.sgpr.client:SGPRClient",
@@ -184,7 +184,7 @@ BUILT_IN: Mapping[str, Method] = {
     "sfvi-avg": replace(
         _SFVI,
         summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
-        options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
+        options="fedgp_flower.methods.sfvi.options:SFVIAvgKeys",
         strategy="strategies.sfvi:SFVIAvg",
     ),
     "fedmgp": _FEDMGP,

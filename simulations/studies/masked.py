@@ -17,10 +17,10 @@ def study(points: int = 3, exchanges: int = 400) -> Iterator[Row]:
     keys = {"method": "sgpr", "dataset": "uci/energy", "split": 0, "model.num-inducing": points}
     keys |= {"sgpr.exchanges": exchanges, "num-server-rounds": exchanges}
     plain, hidden = (fit({**keys, "privacy.secure-aggregation": masks}) for masks in (False, True))
-    bounds = [run["method_details"]["bound"] for run in (plain, hidden)]
+    bounds = [run["method_details"]["evidence"] for run in (plain, hidden)]
     scores = [run["test"]["nll"] for run in (plain, hidden)]
     row: Row = {"M": points, "rounds": f"{plain['rounds']} and {hidden['rounds']}"}
-    for name, (before, after) in (("bound", bounds), ("NLL", scores)):
+    for name, (before, after) in (("evidence", bounds), ("NLL", scores)):
         row |= {f"{name}, plain": f"{before:.9f}", f"{name}, masked": f"{after:.9f}"}
         row[f"{name} apart"] = f"{abs(after - before) / abs(before):.1e}"
     yield row | {"both converged": plain["converged"] and hidden["converged"]}

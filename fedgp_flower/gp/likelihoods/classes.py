@@ -19,6 +19,9 @@ from fedgp_flower.typing import Array
 class Softmax(PointLikelihood):
     """Classes y ∈ {0, …, C − 1}; functions, their means and variances are [C, N], independent under q."""
 
+    relative = True
+    amplitude_spread = 3.0  # classes may lie far apart; several bound each other's functions
+
     def start(self, target: Mapping[str, float], beside: float) -> Array:
         """Logarithms of the shares of the classes [C, 1]."""
         del beside

@@ -134,7 +134,7 @@ def _of_largest(
     step = (high - low) / count  # [N]
     t = ((mean + sd * x[:, None, None]) - low).exp()  # e^{f − u} at the first u, [Q, C, N]
     value, share, curvature = high - np.euler_gamma, torch.zeros_like(mean), torch.zeros_like(mean)
-    for nodes in torch.arange(count + 1).split(math.ceil(AT_ONCE / t.numel())):
+    for nodes in torch.arange(count + 1).to(mean).split(math.ceil(AT_ONCE / t.numel())):
         fallen = t[..., None] * (-step[:, None] * nodes).exp()  # [Q, C, N, U]
         density = (-fallen).exp()
         reached, density = torch.tensordot(weight, density, 1), density.mul_(fallen)

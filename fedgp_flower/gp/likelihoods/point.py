@@ -65,6 +65,11 @@ class PointLikelihood(ABC):
 
     initial: Float[Tensor, " R"] = NONE  # parameters at the start, in logarithms
 
+    relative = False
+    """Whether it is of several functions of which only the differences matter."""
+    amplitude_spread = 1.0
+    """Of the prior of the kernel's amplitudes: sd of their logarithms."""
+
     def __init__(self, nodes: int = 20) -> None:
         points, weights = np.polynomial.hermite.hermgauss(nodes)  # for N(0, ½)
         self.nodes, self.weights = torch.as_tensor(points), torch.as_tensor(weights / math.sqrt(math.pi))

@@ -131,8 +131,8 @@ class PVIClient(SiteClient):
         objective = float(rows.free_energy(context * factor, context)) / len(self.data)
         return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 
-    sketch, statistics = agreed(SGPRClient, SGPRClient.sketch), agreed(SGPRClient, SGPRClient.statistics)
-    trials, gradients = agreed(SGPRClient, SGPRClient.trials), agreed(SGPRClient, SGPRClient.gradients)
+    sketch, trials = agreed(SGPRClient, SGPRClient.sketch), agreed(SGPRClient, SGPRClient.trials)
+    gradients = agreed(SGPRClient, SGPRClient.gradients)
     expectations = agreed(SVGPClient, SVGPClient.expectations)
 
     # What is asked at the posterior of all.

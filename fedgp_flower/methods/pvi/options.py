@@ -110,7 +110,7 @@ class PVIOptions(MethodOptions):
     @property
     def hyperprior(self) -> str:
         """That of ``sgpr``; LN(0, 1) for local updates."""
-        return "lengthscales" if self.agrees else "log-normal"
+        return "weak" if self.agrees else "log-normal"
 
     @property
     def linear(self) -> bool:

@@ -22,7 +22,7 @@ CATCH_UP_STEPS = 400
 """Steps on its latents alone by a site that comes late or has lost its state: as many as a usual run takes."""
 
 
-class CommonKeys(MethodOptions):
+class SFVIOptions(MethodOptions):
     """The keys of the built-in models."""
 
     table: ClassVar[str] = "sfvi"
@@ -137,16 +137,18 @@ class CommonKeys(MethodOptions):
         return float(self.learning_rate * FINAL_RATE ** min(max(progress, 0.0), 1.0))
 
 
-SECTIONS = sections_of(MODELS.values(), CommonKeys.model_fields)
+SECTIONS = sections_of(MODELS.values(), SFVIOptions.model_fields)
+FOREIGN = frozenset(name for section in SECTIONS for name in section.model_fields)
 
 
-class SFVIOptions(*SECTIONS, CommonKeys):  # type: ignore[misc]
+class SFVIKeys(*SECTIONS, SFVIOptions):  # type: ignore[misc]
     """The table ``sfvi.*``, with the keys of installed models."""
 
-    foreign: ClassVar[frozenset[str]] = frozenset(name for section in SECTIONS for name in section.model_fields)
+    foreign: ClassVar[frozenset[str]] = FOREIGN
 
 
-class SFVIAvgOptions(SFVIOptions):
+class SFVIAvgKeys(*SECTIONS, SFVIOptions):  # type: ignore[misc]
     """The same table as ``sfvi-avg`` reads it."""
 
+    foreign: ClassVar[frozenset[str]] = FOREIGN
     averages: ClassVar[bool] = True

@@ -21,7 +21,7 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import model_at
-from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.options import SFVIKeys
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -66,7 +66,7 @@ class NewSite:
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     """The posterior of a finished run."""
-    options = SFVIOptions.model_validate(saved.model["structure"])
+    options = SFVIKeys.model_validate(saved.model["structure"])
     columns = options.columns(names)
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     model = model_at(options, ModelSection.model_validate(dict(saved.model["model"])), len(columns), arrays)

@@ -12,28 +12,27 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.cells import LEAST_IN_CELL, LEAST_ROWS, cells, neighbours, repeats
+from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, repeats, values_of
+from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
-from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, scatter
+from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack, scatter
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums, rows_gradient
-from fedgp_flower.gp.sums import SparseSums, prior
+from fedgp_flower.gp.priors import hyperpriors, log_prior
+from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
+from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
+    EvidenceGradient,
     Expectations,
-    Neighbours,
     PooledPosterior,
     PrivateRequest,
     PrivateSums,
     Sketch,
     SparseStatistics,
-    TrialAdjoints,
-    TrialGradients,
     TrialSums,
     apart,
-    numbered,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import BESIDE, ModelSection
@@ -112,27 +111,23 @@ class SGPRClient(SparseClient):
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
         inputs, targets = self.tensors
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
+        values = values_of(self.rows.x, request.points, max(LEAST_ALIKE, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
-        return Sketch(*found, repeats(self.rows.x, self.rows.y), *mode)
-
-    def neighbours(self, request: Anchors) -> Neighbours:
-        """This site's rows, each at its nearest anchor."""
-        lengths = np.ones(self.rows.x.shape[1]) if request.lengths is None else request.lengths
-        least = max(LEAST_IN_CELL, self.least_cell)
-        rows, first = neighbours(self.rows.x / lengths, request.points / lengths, least)
-        return Neighbours(rows, first * lengths)
+        return Sketch(*found, *values, repeats(self.rows.x, self.rows.y), *mode)
 
     def trials(self, request: Parameters) -> TrialSums:
         """The additive sums of this site's rows at each of several parameters."""
-        return TrialSums.of([self.sums(values) for values in apart(request.values)])
+        return TrialSums.of([self.evidence_sums(values) for values in apart(request.values)])
 
-    def gradients(self, request: TrialAdjoints) -> TrialGradients:
-        """The parts of several gradients that need this site's rows."""
-        shares = []
-        for values, adjoints in request.each():
-            whitener = self.whitener(values)
-            shares.append(rows_gradient(self.model, *self.tensors, adjoints, whitener))
-        return TrialGradients(numbered(shares))
+    def evidence_sums(self, values: Mapping[str, ndarray]) -> WeightedSums:
+        """The sums at given parameters."""
+        whitener = self.whitener(values)
+        return weighted_sums(self.model, *self.tensors, whitener)
+
+    def gradients(self, request: PooledPosterior) -> EvidenceGradient:
+        """The part of the gradient that needs this site's rows."""
+        whitener = self.whitener(request.values)
+        return EvidenceGradient(pack(weighted_gradient(self.model, *self.tensors, request.whitened(), whitener)))
 
 
 class SVGPClient(SparseClient):
@@ -254,17 +249,17 @@ class PrivateSGPRClient(SparseClient):
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
     """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
 
-    θ are the logarithms of kernel and noise; the mode of all sites is (Σ H)⁻¹ Σ Hθ. H is by central differences.
+    θ are the logarithms of kernel and noise; the mode of all sites is (Σ H)⁻¹ Σ Hθ. H is by central differences. Where
+    the fit sees some rows, each of them stands for several.
     """
     chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
-    named = model.wire_parameters()
-    parameters, priors = list(named.values()), [prior(name, inputs.shape[1]) for name in named]
-    model.load({name: np.full(p.shape, centre) for (name, p), (centre, _) in zip(named.items(), priors, strict=True)})
+    named, priors = model.wire_parameters(), hyperpriors(model.kernel, inputs.shape[1])
+    parameters = list(named.values())
+    model.load({name: np.full(p.shape, priors[name][0]) for name, p in named.items()})
 
     def objective() -> torch.Tensor:
-        away = [((p - centre) / sd).square().sum() for p, (centre, sd) in zip(parameters, priors, strict=True)]
-        return len(chosen) * model.log_evidence() - 0.5 * torch.stack(away).sum()
+        return len(chosen) * model.log_evidence() + log_prior(named, priors)
 
     def slopes(place: Array) -> Array:
         scatter(place, parameters)
@@ -274,6 +269,8 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
     mode = gather(parameters)
     steps = DIFFERENCE * np.eye(len(mode))
     whole = np.stack([slopes(mode - step) - slopes(mode + step) for step in steps]) / (2 * DIFFERENCE)
-    bends, axes = np.linalg.eigh(whole / 2 + whole.T / 2)
+    alone = np.diag(np.concatenate([np.full(p.numel(), priors[n][1] ** -2.0) for n, p in named.items()]))
+    whole = alone + (whole / 2 + whole.T / 2 - alone) * len(inputs) / len(chosen)
+    bends, axes = np.linalg.eigh(whole)
     precision = (axes * np.maximum(bends, LEAST_CURVATURE)) @ axes.T
     return precision, precision @ mode

@@ -5,13 +5,16 @@ that of pseudo-observations: S = (I + B)⁻¹, μ = S b with B = W diag(β) Wᵀ
 β = −2 ∂/∂s of E log p(y | f), f ~ N(m, s), so that (B, b) and the bound are sums over rows, and a step of the natural
 gradient is (B, b) ← (1 − ρ)(B, b) + ρ (B̄, B̄ μ + W α), after Khan and Lin (2017) and Adam et al. (2021).
 
-Where p(y | f) is of C functions, which share the prior and are independent under q, there are α, β, B and b of each.
+Where p(y | f) is of C functions, which share the prior and are independent under q, there are α, β, B and b of each. If
+only the differences of the functions matter, as to a softmax, q is one of the differences alone, whose divergence from
+their prior is less, see :func:`fedgp_flower.gp.models.shared_divergence`. The best one has, with Λ_c = I + B_c,
+Λ_c = (1 − 1/C) I + B̄_c + Λ_c (Σ Λ)⁻¹ Λ_c. Of two classes it is that of their log odds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,11 +22,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
-from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
+from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior, shared_divergence
 from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Square, Targets
+
+SETTLING = 5
+"""Iterations to the best q of differences, which goes on from there in the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Duals:
 
     precision: Float[Tensor, "*C M M"]  # B
     shift: Float[Tensor, "*C M"]  # b
+    relative: bool = False
+    """Whether only the differences of the functions matter."""
 
     def factor(self) -> Float[Tensor, "*C M M"]:
         """R with R Rᵀ = I + B."""
@@ -45,7 +53,10 @@ class Duals:
     def divergence(self) -> Scalar:
         """KL(q(v) ‖ N(0, I)) in nats."""
         q, log_determinant = self.posterior(), 2 * diagonals(self.factor()).log().sum()
-        return 0.5 * (diagonals(q.covariance).sum() + q.mean.square().sum() - q.mean.numel() + log_determinant)
+        whole = diagonals(q.covariance).sum() + q.mean.square().sum() - q.mean.numel() + log_determinant
+        if self.relative:
+            return 0.5 * whole - shared_divergence(q, torch.eye(q.mean.shape[-1]).to(q.mean) + self.precision)
+        return 0.5 * whole
 
     def stepped(self, found: Expectations, rho: float) -> Duals:
         """A natural-gradient step of length ρ from the q(v) at which the expectations were taken.
@@ -53,15 +64,39 @@ class Duals:
         Where log p(y | f) is not concave, as around outliers, B̄ may be indefinite. Of R⁻¹ B̄ R⁻ᵀ, R Rᵀ = I + B, the
         directions with negative eigenvalues are then left as they are in the prior: the bound rises along the others.
         """
-        factor, curvature = self.factor(), torch.from_numpy(found.curvature)
+        curvature, slope = torch.from_numpy(found.curvature), torch.from_numpy(found.slope)
+        wanted = self.of_differences(curvature) if self.relative else self.concave(curvature)
+        shift = applied(wanted, self.posterior().mean) + slope
+        return replace(
+            self, precision=torch.lerp(self.precision, wanted, rho), shift=torch.lerp(self.shift, shift, rho)
+        )
+
+    def parts(self) -> tuple[Float[Tensor, "*C M M"], Float[Tensor, "*C M M"]]:
+        """B as what rows say, less what differences of functions do not know of their prior, at most I / C."""
+        if not self.relative:
+            return self.precision, torch.zeros_like(self.precision)
+        roots, vectors = torch.linalg.eigh(self.precision)
+        told = (vectors * roots.clamp(min=0)[..., None, :]) @ vectors.mT
+        return told, told - self.precision
+
+    def concave(self, curvature: Square) -> Square:
+        """B̄ without its negative part."""
+        factor = self.factor()
         half = torch.linalg.solve_triangular(factor, curvature, upper=False)
         roots, vectors = torch.linalg.eigh(symmetric(torch.linalg.solve_triangular(factor, half.mT, upper=False)))
-        if (roots < 0).any():
-            kept = factor @ vectors * roots.clamp(min=0).sqrt()[..., None, :]
-            curvature = kept @ kept.mT
-        slope = torch.from_numpy(found.slope)
-        shift = applied(curvature, self.posterior().mean) + slope
-        return Duals(torch.lerp(self.precision, curvature, rho), torch.lerp(self.shift, shift, rho))
+        if roots[0] >= 0:
+            return curvature
+        kept = factor @ vectors * roots.clamp(min=0).sqrt()
+        return kept @ kept.mT
+
+    def of_differences(self, curvature: Float[Tensor, "C M M"]) -> Float[Tensor, "C M M"]:
+        """B of the best q of differences at these curvatures, by iteration from here."""
+        eye = torch.eye(curvature.shape[-1]).to(curvature)
+        precision, own = eye + self.precision, (1 - 1 / len(curvature)) * eye + curvature
+        for _ in range(SETTLING):
+            half = torch.linalg.solve_triangular(cholesky(precision.sum(0), of="Σ Λ"), precision, upper=False)
+            precision = symmetric(own + half.mT @ half)
+        return precision - eye
 
 
 def applied(matrix: Float[Tensor, "*A M M"], vector: Float[Tensor, "*B M"]) -> Float[Tensor, "*C M"]:
@@ -93,8 +128,9 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
     move = torch.linalg.solve_triangular(factor, half.mT, upper=False)  # Rᵀ
     offset = (new.constant - old.constant.detach()).expand(duals.shift.shape)
     apart = torch.linalg.solve_triangular(before, offset[..., None], upper=False)[..., 0]
-    shift = duals.shift - applied(duals.precision, apart)
-    return Duals(symmetric(move @ duals.precision @ move.mT), applied(move, shift))
+    told, less = duals.parts()
+    shift = duals.shift - applied(told, apart)
+    return replace(duals, precision=symmetric(move @ told @ move.mT) - less, shift=applied(move, shift))
 
 
 def expectations(
@@ -110,7 +146,8 @@ def expectations(
     named = model.wire_parameters()
     moving = {name: parameter for name, parameter in named.items() if name not in (CONSTANT, HYPER)}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-    fit, (slope, curvature) = factor.new_zeros(()), map(torch.zeros_like, (posterior.mean, posterior.covariance))
+    fit, size = factor.new_zeros(()), posterior.covariance.shape
+    slope, curvature = factor.new_zeros(size[:-1]), factor.new_zeros(size)
     chunk = math.ceil(CHUNK / model.constant.numel())
     for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
         with torch.enable_grad():
@@ -156,18 +193,18 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
     """The part of the gradient of F + log p(w) that totals determine.
 
     It comes through L, through q(v), which :func:`carried` moves with w, and from the prior.
-    L̄ = −tril L⁻ᵀ [μ (W α)ᵀ + (I − S) B̄], and at q the bound has the slopes W α − μ by μ and ½ (B − B̄) by S.
+    L̄ = −tril L⁻ᵀ [μ (W α)ᵀ + (I − S) B̄], and expected log likelihoods have the slopes W α by μ and −½ B̄ by S.
     """
     named = new.wire_parameters()
     with torch.enable_grad():
         factor = new.factor()
         moved = carried(duals, old, new, factor)
-        q, prior = moved.posterior(), new.log_prior()
+        q, known = moved.posterior(), new.log_prior() - moved.divergence()
     with torch.no_grad():
         slope, curvature = torch.from_numpy(found.slope), torch.from_numpy(found.curvature)
         products = q.mean[..., None] * slope[..., None, :] + curvature - q.covariance @ curvature
         by_factor = -torch.linalg.solve_triangular(factor.mT, over_functions(products), upper=True).tril()
-        adjoints = by_factor, slope - q.mean, (moved.precision - curvature) / 2, torch.ones_like(prior)
-    outputs = factor, q.mean, q.covariance, prior
+        adjoints = by_factor, slope, -curvature / 2, torch.ones_like(known)
+    outputs = factor, q.mean, q.covariance, known
     grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True, materialize_grads=True)
     return dict(zip(named, to_arrays(*grads), strict=True))

@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.models import WhitenedPosterior
-from fedgp_flower.gp.sums import Adjoints, SparseSums
-from fedgp_flower.messages import count_parameters, leaves, message
+from fedgp_flower.gp.sums import SparseSums
+from fedgp_flower.messages import leaves, message
 from fedgp_flower.shared_messages import Described, along, dwarfing, largest, odd_variances
 from fedgp_flower.typing import AnyShape
 
@@ -33,33 +34,16 @@ class SparseStatistics(SparseSums):
     def refusal(self, described: Described) -> str | None:
         """Why sums cannot come from these rows, or None: necessary conditions that every honest site meets.
 
-        A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x), and bᵀ A⁻¹ b ≤ yᵀ y. A summand is only checked in O(M²):
-        |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v.
+        A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x), and bᵀ A⁻¹ b ≤ yᵀ y.
         """
-        size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # units first: a liar's numbers may be huge
         if reason := described.unlike("target_squares", self.target_squares, described.target_square):
             return reason
         if float(self.count) != described.rows:
             return f"sums of {float(self.count):g} rows, introduced itself with {described.rows}"
+        size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # units first: a liar's numbers may be huge
         if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
             return "`gram` explains more than the prior variance of the rows"
-        length = math.sqrt(max(float(self.target_squares), 0.0)) * (1 + SLACK)
-        projection = self.projection / math.sqrt(size)
-        if described.added:
-            units, forms = along(self.gram, self.projection)
-            forms = forms / size + SLACK
-            if not (forms >= 0).all() or np.diagonal(self.gram).max() < (1 - SLACK) * size:
-                return "`gram` is not a Gram matrix"
-            explained = float(np.max(np.abs(units.T @ projection) / np.maximum(np.sqrt(forms), 1e-300)))
-        else:
-            scaled = torch.from_numpy(self.gram / size)
-            scaled.diagonal().add_(SLACK)
-            factor, failed = torch.linalg.cholesky_ex(scaled)
-            if failed:
-                return "`gram` is not a Gram matrix"
-            whitened = torch.linalg.solve_triangular(factor, torch.from_numpy(projection)[:, None], upper=False)
-            explained = float(whitened.norm())
-        return None if explained <= length else "`projection` is larger than the targets allow"
+        return impossible(self.gram, self.projection, float(self.target_squares), added=described.added)
 
 
 @message()
@@ -67,16 +51,20 @@ class Anchors:
     """Points where inputs of all sites lie, one for each slot that cells of rows are added up in."""
 
     points: Float[ndarray, "C D"] = leaves("drawn from the sums of all sites' histograms, in standardised units")
-    lengths: Float[ndarray, " D"] | None = leaves("lengthscales, the units of distances; absent: 1", default=None)
 
 
 @message("query.sketch", summand=True)
 class Sketch:
-    """Where a site's rows lie, in cells of at least five, and what its rows alone say of the hyperparameters θ."""
+    """Where a site's rows lie, in cells of at least five, and what its rows alone say of the hyperparameters θ.
+
+    Values of each input are in cells of their own, so that one which many rows have is known as it is.
+    """
 
     rows: Float[ndarray, " C"] = leaves("rows of the cells in each slot")
     first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
     second: Float[ndarray, "C D"] = leaves("Σ x² of these rows, standardised")
+    value_rows: Float[ndarray, "D B"] = leaves("of each input, rows whose values are in each slot")
+    value_sums: Float[ndarray, "D B"] = leaves("Σ of these values, standardised")
     repeats: Float[ndarray, "2 256"] = leaves("Σ of random signs of rows' targets, and of whole rows: equal ones agree")
     precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
     shift: Float[ndarray, " H"] = leaves("H θ")
@@ -98,91 +86,83 @@ class Sketch:
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
 
 
-@message("query.neighbours", summand=True)
-class Neighbours:
-    """Of a step of Lloyd's algorithm: how many of a site's rows are nearest to each anchor, and their sum."""
-
-    rows: Float[ndarray, " C"] = leaves("rows nearest to each anchor; where they are one or two they join others")
-    first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
-
-    def num_parameters(self) -> int:
-        """Cells that hold rows."""
-        return int(np.count_nonzero(self.rows))
-
-    def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        if abs(float(self.rows.sum()) - described.rows) > SLACK * described.rows:
-            return f"`rows` counts {self.rows.sum():g} rows, introduced itself with {described.rows}"
-        empty = self.rows < 0.5
-        return "an empty cell has a sum" if (np.abs(self.first[empty]) > SLACK * described.rows).any() else None
-
-
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
-    """:class:`SparseStatistics` at each of several parameters."""
+    """:class:`WeightedSums` at each of several parameters."""
 
-    grams: Float[ndarray, "T M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters", symmetric=True)
-    projections: Float[ndarray, "T M"] = leaves("b = W y")
-    target_squares: Float[ndarray, " T"] = leaves("s = yᵀ y")
-    prior_variances: Float[ndarray, " T"] = leaves("c = Σ k(x, x)")
+    grams: Float[ndarray, "T M M"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), at each parameters", symmetric=True)
+    projections: Float[ndarray, "T M"] = leaves("b = Σ w y/λ, λ = σ² + k(x, x) − |w|²")
+    weighted_squares: Float[ndarray, " T"] = leaves("s = Σ y²/λ")
+    log_variances: Float[ndarray, " T"] = leaves("ℓ = Σ log λ")
+    target_squares: Float[ndarray, " T"] = leaves("Σ y²")
     counts: Float[ndarray, " T"] = leaves("number of rows")
 
     @staticmethod
-    def of(each: Sequence[SparseSums]) -> TrialSums:
+    def of(each: Sequence[WeightedSums]) -> TrialSums:
         """From the sums at each parameters."""
         return TrialSums(*map(np.stack, zip(*(vars(sums).values() for sums in each), strict=True)))
 
-    def each(self) -> list[SparseStatistics]:
+    def each(self) -> list[WeightedSums]:
         """The sums at each parameters."""
-        return [SparseStatistics(*map(np.asarray, sums)) for sums in zip(*vars(self).values(), strict=True)]
+        return [WeightedSums(*map(np.asarray, sums)) for sums in zip(*vars(self).values(), strict=True)]
 
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
-        """Prior variances that are not those of most sites, at any of the parameters."""
-        found: dict[str, str] = {}
-        for variances in zip(*(answer.prior_variances for answer in answers.values()), strict=True):
-            sizes = zip(answers, variances, strict=True)
-            found |= odd_variances({site: float(variance) / rows[site] for site, variance in sizes})
-        return found
+        """Sums that dwarf those of the other sites."""
+        found = dwarfing(answers, rows, "`grams`", lambda answer: largest(answer.grams))
+        return found | dwarfing(answers, rows, "`weighted_squares`", lambda answer: largest(answer.weighted_squares))
 
     def refusal(self, described: Described) -> str | None:
-        """Why any of the sums cannot come from these rows, or None."""
-        return next(filter(None, (sums.refusal(described) for sums in self.each())), None)
+        """Why any of the sums cannot come from these rows, or None.
+
+        Honest A are positive semi-definite with bᵀ A⁻¹ b ≤ s; a summand is only checked along some directions.
+        """
+        if reason := described.unlike("target_squares", self.target_squares, described.target_square):
+            return reason
+        if (self.counts != described.rows).any():
+            return f"sums of {self.counts[0]:g} rows, introduced itself with {described.rows}"
+        projected = zip(self.grams, self.projections, self.weighted_squares.tolist(), strict=True)
+        return next(filter(None, (impossible(*part, added=described.added) for part in projected)), None)
 
 
-@message()
-class TrialAdjoints:
-    """Several parameters, and the derivatives of the pooled bound by the sums at each of them."""
+@np.errstate(over="ignore", invalid="ignore")
+def impossible(gram: ndarray, projection: ndarray, squares: float, *, added: bool) -> str | None:
+    """Why sums A [M, M], b [M] and s are of no rows, or None: of rows A = W Wᵀ and bᵀ A⁻¹ b ≤ s.
 
-    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
-    grams: Float[ndarray, "T M M"] = leaves("∂F/∂A at each parameters", symmetric=True)
-    projections: Float[ndarray, "T M"] = leaves("∂F/∂b")
-    prior_variances: Float[ndarray, " T"] = leaves("∂F/∂c")
-
-    @staticmethod
-    def of(values: Sequence[Mapping[str, ndarray]], adjoints: Sequence[Adjoints]) -> TrialAdjoints:
-        """From parameters and the adjoints at them."""
-        columns = zip(*((at.gram, at.projection, at.prior_variance) for at in adjoints), strict=True)
-        return TrialAdjoints(numbered(values), *map(np.stack, columns))
-
-    def each(self) -> list[tuple[dict[str, ndarray], Adjoints]]:
-        """Parameters, and the adjoints at them."""
-        columns = self.grams, self.projections, map(np.asarray, self.prior_variances)
-        return list(zip(apart(self.values), map(Adjoints, *columns), strict=True))
+    Of ``added`` sums A is only checked in O(M²): |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ s vᵀAv for some v.
+    """
+    size = max(float(gram.max()), -float(gram.min()), 1e-300)  # units first: a liar's numbers may be huge
+    length = math.sqrt(max(squares, 0.0)) * (1 + SLACK)
+    projection = projection / math.sqrt(size)
+    if added:
+        units, forms = along(gram, projection)
+        forms = forms / size + SLACK
+        if not (forms >= 0).all() or np.diagonal(gram).max() < (1 - SLACK) * size:
+            return "`gram` is not a Gram matrix"
+        explained = float(np.max(np.abs(units.T @ projection) / np.maximum(np.sqrt(forms), 1e-300)))
+    else:
+        scaled = torch.from_numpy(gram / size)
+        scaled.diagonal().add_(SLACK)
+        factor, failed = torch.linalg.cholesky_ex(scaled)
+        if failed:
+            return "`gram` is not a Gram matrix"
+        whitened = torch.linalg.solve_triangular(factor, torch.from_numpy(projection)[:, None], upper=False)
+        explained = float(whitened.norm())
+    return None if explained <= length else "`projection` is larger than the targets allow"
 
 
 @message("train.gradients", summand=True)
-class TrialGradients:
-    """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of a site's rows at each of several parameters.
+class EvidenceGradient:
+    """A site's share of the evidence's gradient at the posterior of all rows.
 
-    What lies here can only cost time: a step is taken where the totals of sums bear out that the bound rises.
+    What lies here can only cost time: a step is taken where the totals of sums bear out that the evidence rises.
     """
 
-    values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
+    gradient: Float[ndarray, " H"] = leaves("Σ ∂ E_q log N(y | wᵀv, λ) by each logarithm, in the order of their names")
 
     def num_parameters(self) -> int:
-        """M and hyperparameters."""
-        return max(count_parameters(arrays) for arrays in apart(self.values))
+        """Hyperparameters."""
+        return len(self.gradient)
 
 
 def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:

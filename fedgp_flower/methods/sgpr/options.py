@@ -9,9 +9,8 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
     BESIDE,
     COMMON,
-    KERNEL_CHOICES,
     SEVERAL,
-    USUAL_KERNEL,
+    SMOOTH,
     Count,
     MethodOptions,
     ModelSection,
@@ -27,16 +26,17 @@ class SGPROptions(MethodOptions):
 
     table: ClassVar[str] = "sgpr"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
-    hyperprior: ClassVar[str] = "lengthscales"
-    """A penalty holds lengthscales that the data leave open."""
+    hyperprior: ClassVar[str] = "weak"
+    """Weak priors hold what the data leave open."""
     usual_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
-    usual_kernel: ClassVar[str] = USUAL_KERNEL
+    usual_kernel: ClassVar[str] = "rbf + l1"
+    """Smooth and rough; what the data do not need gets a small scale."""
     usual_megabytes: ClassVar[int] = 64
     """Of sums at 4000 inducing points."""
 
     exchanges: Count = 0
-    """Most exchanges with every site in training; 0: while five more promise .002 nats a row, up to 60. A round of
+    """Most exchanges with every site in training; 0: while a step promises .001 nats a row, up to 60. A round of
     ``sgpr`` is two, of ``svgp`` one. Not counted: three that set up masks, and three for each number of inducing points
     after training (``model.max-megabytes``)."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
@@ -56,8 +56,12 @@ class SVGPOptions(SGPROptions):
 
     likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE} | SEVERAL
 
-    usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
+    usual_kernel: ClassVar[str] = SMOOTH
     usual_megabytes: ClassVar[int] = 0
+
+    def kernel_for(self, likelihood: str) -> str:
+        """For several classes with a linear part: multinomial regression is a special case."""
+        return "rbf + linear" if likelihood in SEVERAL else self.usual_kernel
 
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether there are several."""
@@ -74,7 +78,7 @@ class PrivateSGPROptions(SGPROptions):
     """The same table with a privacy budget."""
 
     accounted: ClassVar[bool] = True
-    usual_kernel: ClassVar[str] = KERNEL_CHOICES[0]
+    usual_kernel: ClassVar[str] = SMOOTH
     usual_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:

@@ -1,0 +1,43 @@
+"""Weak priors of hyperparameters, which hold those that the data leave open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from gpytorch.kernels import Kernel
+from torch import Tensor
+
+from fedgp_flower.gp.kernels import L1, is_amplitude, wire_name
+
+Priors: TypeAlias = Mapping[str, tuple[float, float]]
+"""Mean and standard deviation of each logarithm, by wire name."""
+NOISE = (-4.0, 2.0)
+
+
+def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
+    """Of the logarithms of a kernel of D inputs and of the noise.
+
+    Where the kernel is a function of |x − z|², which grows as D, log ℓ ~ N(½ log D + .3, 1); for ``l1``, a function of
+    Σ |x_d − z_d|, log ℓ ~ N(log D + 1, 1). Scales: log a ~ N(1, 1.5²), of ``l1`` N(−2, 1.5²):
+    what is rough is less than what is smooth.
+    """
+    found = {"likelihood.log_noise": NOISE}
+    for name, _ in kernel.named_parameters():
+        owner = kernel.get_submodule(name.rpartition(".")[0])
+        rough = isinstance(getattr(owner, "base_kernel", owner), L1)
+        if "lengthscale" in name:
+            prior = (math.log(num_inputs) + 1.0 if rough else 0.5 * math.log(num_inputs) + 0.3, 1.0)
+        elif is_amplitude(name):
+            prior = (-2.0 if rough else 1.0, 1.5)
+        else:
+            prior = (0.0, 1.0)
+        found[f"kernel.{wire_name(name)}"] = prior
+    return found
+
+
+def log_prior(named: Mapping[str, Tensor], priors: Priors) -> Tensor:
+    """The log density of logarithms, up to a constant."""
+    return -0.5 * torch.stack([((named[name] - m) / sd).square().sum() for name, (m, sd) in priors.items()]).sum()
