@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,6 +129,17 @@ class Fitting:
         sizes = {"K": count, "B": width, "F": len(self.factors), "T": told}
         return sizes | {"Q": self.entries, "H": told * (told + 1) // 2}
 
+    def asked(self, trials: Trials, sites: tuple[str, ...]) -> Total[Any]:
+        """The question of an exchange."""
+        answer = Restricted if self.gaussian else MarginalSums
+        return Total(answer, trials, sites, sizes=self.lengths(trials.points))
+
+    def known(self, state: MixedState) -> Totals | Expansion:
+        """What is known around the best trial."""
+        if not self.gaussian:
+            return Expansion(state.value, state.gradient, state.hessian)
+        return self.totals(state.totals, state.count, state.point)
+
     def totals(self, sums: Mapping[str, Array], count: float, point: Array) -> Totals:
         """Of the sums at a point."""
         amplitudes = point[len(point) - len(self.smooth.terms) :]
@@ -175,15 +187,12 @@ def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
 def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
     """One exchange: the likelihood at the trials, and from the best of them the next ones."""
     state = replace(state, exchanges=state.exchanges + 1)
-    count, asked, lengths = len(state.trials), Trials(state.trials), problem.lengths(state.trials)
-    if problem.gaussian:
-        summed = yield Total(Restricted, asked, roster.sites, sizes=lengths)
-    else:
-        summed = yield Total(MarginalSums, asked, roster.sites, sizes=lengths)
+    count = len(state.trials)
+    summed: Summed[Restricted | MarginalSums] = yield problem.asked(Trials(state.trials), roster.sites)
     found = summed.total
     if found is None or summed.silent or summed.sites != roster.sites:
         return state, {}
-    here = [expansion(problem, found, k, point) for k, point in enumerate(state.trials)]
+    here = [around(problem, found, k, point).expansion() for k, point in enumerate(state.trials)]
     best = max(range(count), key=lambda k: here[k].value)
     rows = float(found.count)
     if summed.sites == state.sites and not here[best].value >= state.value - 1e-9 * (1 + abs(state.value)):
@@ -191,13 +200,13 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
     else:
         grown = np.abs(state.trials[best] - state.point).max(initial=0.0) if state.sites else 0.0
         totals = {} if isinstance(found, MarginalSums) else kept(found, best)
-        around = here[best]
+        near = here[best]
         state = replace(
             state,
             point=state.trials[best],
-            value=around.value,
-            gradient=around.gradient,
-            hessian=around.hessian,
+            value=near.value,
+            gradient=near.gradient,
+            hessian=near.hessian,
             totals=totals,
             radius=max(state.radius, 2 * float(grown)),
             count=rows,
@@ -210,11 +219,11 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
     return state, {"objective": state.value / rows, "promised": promised}
 
 
-def expansion(problem: Fitting, found: Restricted | MarginalSums, k: int, point: Array) -> Expansion:
-    """The log likelihood at a trial."""
+def around(problem: Fitting, found: Restricted | MarginalSums, k: int, point: Array) -> Totals | Expansion:
+    """What is known around a trial."""
     if isinstance(found, MarginalSums):
         return Expansion(float(found.values[k]), found.gradients[k], found.hessians[k])
-    return problem.totals(kept(found, k), float(found.count), point).expansion()
+    return problem.totals(kept(found, k), float(found.count), point)
 
 
 def kept(found: Restricted, k: int) -> NamedArrays:
@@ -225,10 +234,10 @@ def kept(found: Restricted, k: int) -> NamedArrays:
 def estimated(problem: Fitting, state: MixedState) -> Estimates:
     """The estimates a last step away from the best trial."""
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
-    if not problem.gaussian:
-        around = Expansion(state.value, state.gradient, state.hessian)
-        return estimates.of_marginal(state.point, around, step, problem.columns.fixed.shape[1], problem.terms.count)
-    return estimates.of_restricted(problem.totals(state.totals, state.count, state.point), state.point, step)
+    known = problem.known(state)
+    if isinstance(known, Expansion):
+        return estimates.of_marginal(state.point, known, step, problem.columns.fixed.shape[1], problem.terms.count)
+    return estimates.of_restricted(known, state.point, step)
 
 
 def converged(state: MixedState) -> bool:
@@ -240,26 +249,26 @@ def profiled(
     problem: Fitting,
     state: MixedState,
     found: Estimates,
-    parameters: Sequence[tuple[profile.Function, Array | None]],
+    parameters: Sequence[tuple[estimates.Function, Array | None]],
 ) -> Asking[list[tuple[float, float]]]:
     """95 % intervals of parameters by the profile of the likelihood; NaN for ends that are not found."""
-    totals = problem.totals(state.totals, state.count, state.point)
-    best = profile.lowest(totals, state.point, found.log_noise)
-    ends = [best, *(profile.first(best, totals, f, row, sign) for f, row in parameters for sign in (-1, 1))]
-    around, before = [totals] * len(ends), 0.0
+    known, start = problem.known(state), np.append(state.point, [found.log_noise] * problem.gaussian)
+    best = profile.lowest(known, state.point, start)
+    ends = [best, *(profile.first(best, known, f, row, sign) for f, row in parameters for sign in (-1, 1))]
+    near, before = [known] * len(ends), 0.0
     for share in profile.SHARES:
-        least = float(profile.deviance(around[0], ends[0])(torch.tensor(ends[0].point)))
+        least = float(near[0].deviance(ends[0].centre, None)(torch.tensor(ends[0].point)))
         there = [ends[0], *(end.farther(share / before) if before else end for end in ends[1:])]
         level, before = least + share**2 * profile.LEVEL, share
-        ends = [profile.moved(end, at, level) for end, at in zip(there, around, strict=True)]
+        ends = [profile.moved(end, at, level) for end, at in zip(there, near, strict=True)]
         if share == 1 and profile.settled(there, ends):
             break
         asked = Trials(np.array([state.point if end.lost else end.theta for end in ends]))
-        summed: Summed[Restricted] = yield Total(Restricted, asked, state.sites, sizes=problem.lengths(asked.points))
+        summed = yield problem.asked(asked, state.sites)
         if summed.total is None or summed.silent or summed.sites != state.sites:
             return [(np.nan, np.nan)] * len(parameters)
         told = summed.total
-        around = [problem.totals(kept(told, k), state.count, at) for k, at in enumerate(asked.points)]
+        near = [around(problem, told, k, at) for k, at in enumerate(asked.points)]
         ends = [replace(end, centre=at) for end, at in zip(ends, asked.points, strict=True)]
     values = [
         np.nan if end.lost or end.parameter is None else float(end.parameter(torch.tensor(end.point))) for end in ends
@@ -393,22 +402,32 @@ class MixedModel(FederatedStrategy[MixedState]):
         return {**tables, "sites": sorted(sites, key=lambda row: row["estimate"])}
 
     def with_profiles(self, state: MixedState) -> Asking[Json]:
-        """The table with intervals by the profile of the likelihood, where noise is Gaussian and no term is smooth."""
+        """The table with intervals by the profile of the likelihood, where no term is smooth."""
         problem, found, told = self.problem, estimated(self.problem, state), self.scoring.predicted.details
-        if not problem.gaussian or problem.smooth.terms or not state.sites or told["singular"]:
+        if problem.smooth.terms or not converged(state) or told["singular"]:
             return {}
         fixed, random, scale = told["effects"], told["random"], self.scale
         turn = scale * np.linalg.inv(state.whitening[FIXED])
-        spread = self.spreads(state)
+        spread, size, end = self.spreads(state), len(turn), len(turn) + problem.terms.count
         rows = [row / effect["se"] for row, effect in zip(turn, fixed, strict=True)]
-        parameters: list[tuple[profile.Function, Array | None]] = [(profile.entry(-1), row) for row in rows]
+        parameters: list[tuple[estimates.Function, Array | None]]
+        if problem.gaussian:
+            parameters = [(profile.entry(-1), row) for row in rows]
+        else:
+            parameters = [(profile.weighed(row), None) for row in rows]
+
+            def others(at: torch.Tensor) -> torch.Tensor:
+                return torch.cat([self.spreads(state)(torch.cat([at[size:end], at.new_zeros(1)]))[:-1], at[end:]])
+
+            spread = others
         parameters += [(profile.entry(k, spread), None) for k in range(len(random))]
         ends = yield from profiled(problem, state, found, parameters)
         found_at = [float(row @ found.beta[-len(row) :]) for row in rows]
         tables: dict[str, list[Json]] = {"effects": [], "random": []}
         for effect, middle, pair in zip(fixed, found_at, ends, strict=False):
             low, high = (effect["estimate"] + effect["se"] * (end - middle) for end in pair)
-            tables["effects"].append({**effect, "profile_low": low, "profile_high": high})
+            ratios = {"ratio_low": float(np.exp(low)), "ratio_high": float(np.exp(high))} if "ratio" in effect else {}
+            tables["effects"].append({**effect, "profile_low": low, "profile_high": high, **ratios})
         for row, pair in zip(random, ends[len(fixed) :], strict=True):
             low, high = (float(np.tanh(end) if row["kind"] == "correlation" else np.exp(end)) for end in pair)
             tables["random"].append({**row, "profile_low": low, "profile_high": high})

@@ -167,7 +167,7 @@ def test_quadrature_is_the_integral_of_each_group(name):
     fixed = torch.ones(5, 1).double()
     rows = Crossed(Terms((1,)), fixed, torch.zeros(5).double(), torch.tensor(y), [Factor(level, 2, fixed, (0,))])
     point = np.array([0.4, 0.8, -0.7])[: 3 if name != "poisson" else 2]
-    value, gradient, hessian = derivatives(rows, FAMILIES[name], torch.tensor(point))
+    value, gradient, hessian = (part[0] for part in derivatives(rows, FAMILIES[name], torch.tensor(point[None])))
 
     def mass(count: np.ndarray, rate: float, shape: np.ndarray) -> np.ndarray:
         r = np.exp(-shape)
@@ -189,9 +189,9 @@ def test_quadrature_is_the_integral_of_each_group(name):
 def test_laplace_has_exact_derivatives():
     rows, _ = crossed_rows((DRAW.random(24) < 0.5).astype(float))
     family, point = FAMILIES["bernoulli"], torch.cat([numbers([0.3, -0.5]), THETA])
-    _, gradient, hessian = derivatives(rows, family, point)
+    _, gradient, hessian = (part[0] for part in derivatives(rows, family, point[None]))
     for entry, step in enumerate(1e-5 * torch.eye(6).double()):
-        (up, right, _), (down, left, _) = (derivatives(rows, family, point + s * step) for s in (1, -1))
+        (up, down), (right, left), _ = derivatives(rows, family, torch.stack([point + step, point - step]))
         assert float(gradient[entry]) == pytest.approx(float(up - down) / 2e-5, abs=1e-7)
         torch.testing.assert_close(hessian[entry], (right - left).detach() / 2e-5, atol=1e-6, rtol=0)
 
@@ -222,8 +222,8 @@ def as_lme4(name: str, run: fg.Run) -> None:
     assert details["exchanges"] <= 12
     exact = mixed_models.SETS[name][2] == "gaussian"
     assert max(found["effects"], found["standard errors"], found["sd"]) < (1e-6 if exact else 1e-4)
+    assert found["profile"] < (1e-5 if exact else 2e-4)  # lme4 interpolates between points of a profile
     if exact:
-        assert found["profile"] < 1e-5  # lme4 interpolates between points of a profile
         assert details["aic"] == pytest.approx(KNOWN[name]["aic"], abs=1e-6)
 
 

@@ -39,10 +39,8 @@ if (args[3] == "gaussian") {
 v <- as.data.frame(VarCorr(m))
 v <- v[is.na(v$var2), ]
 write(sprintf("%.15g", c(length(fixef(m)), fixef(m), sqrt(diag(as.matrix(vcov(m)))), v$sdcor, logLik(m), AIC(m))), "")
-if (args[3] == "gaussian") {
-  p <- confint(m, method = "profile", delta = 0.05, devtol = 1e-12)
-  write(sprintf("p%.15g", sort(p)), "")
-}
+p <- confint(m, method = "profile", delta = 0.05, devtol = 1e-9)
+write(sprintf("p%.15g", sort(p)), "")
 """
 
 

@@ -85,9 +85,8 @@ class MixedClient(SiteClient):
 
     def marginal(self, request: Trials) -> MarginalSums:
         """Log marginal likelihoods of the groups, with derivatives by (β, θ, shape)."""
-        family = FAMILIES[self.likelihood]
-        found = [derivatives(self.crossed, family, torch.tensor(point)) for point in request.points]
-        values, gradients, hessians = (np.stack([part.numpy() for part in parts]) for parts in zip(*found, strict=True))
+        found = derivatives(self.crossed, FAMILIES[self.likelihood], torch.tensor(request.points), TOGETHER)
+        values, gradients, hessians = (part.numpy() for part in found)
         return MarginalSums(values, gradients, hessians, *self.counted)
 
     def site_effect(self, request: MixedView) -> SiteEffect:

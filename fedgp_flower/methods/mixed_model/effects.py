@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import jacfwd
+from torch.func import grad_and_value, jacfwd, vmap
 
 from fedgp_flower.errors import DataError, NumericsError
 from fedgp_flower.typing import Scalar
@@ -286,23 +286,29 @@ def restricted_sums(
 
 
 def derivatives(
-    rows: Crossed, family: Callable[[Tensor], Family], point: Float[Tensor, " P"]
+    rows: Crossed, family: Callable[[Tensor], Family], points: Float[Tensor, "K P"], together: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log p(y | β, θ, shape), its gradient and Hessian at a point (β, θ, shape)."""
+    """Log p(y | β, θ, shape), its gradients and Hessians at points (β, θ, shape), so many at once."""
     size, count = rows.fixed.shape[1], rows.terms.count
-    sizes = [size, count, len(point) - size - count]
-    beta, theta, shape = point.split(sizes)
-    mode = Marginal(rows, family(shape)).mode(beta, theta)
+    sizes = [size, count, points.shape[1] - size - count]
+    parts = [point.split(sizes) for point in points]
+    inner, outer = zip(*(Marginal(rows, family(shape)).mode(beta, theta) for beta, theta, shape in parts), strict=True)
 
-    def value(at: Float[Tensor, " P"]) -> Scalar:
-        beta, theta, shape = at.split(sizes)
-        return Marginal(rows, family(shape)).log_evidence(beta, theta, mode)
+    def at(point: Float[Tensor, " P"], *mode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def value(near: Float[Tensor, " P"]) -> Scalar:
+            beta, theta, shape = near.split(sizes)
+            return Marginal(rows, family(shape)).log_evidence(beta, theta, (mode[0], mode[1]))
 
-    hessian = torch.autograd.functional.hessian(value, point)
-    point = point.detach().clone().requires_grad_()
-    found = value(point)
-    [gradient] = torch.autograd.grad(found, point)
-    return found.detach(), gradient, hessian
+        def slope(near: Float[Tensor, " P"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            found, height = grad_and_value(value)(near)
+            return found, (height, found)
+
+        hessian, (height, gradient) = jacfwd(slope, has_aux=True)(point)
+        return height, gradient, hessian
+
+    entries = len(rows.y) * NODES.get(rows.inner.effects.shape[1], 1) * points.shape[1]
+    found = vmap(at, chunk_size=min(together, 1 + MOST // entries))(points, torch.stack(inner), torch.stack(outer))
+    return found[0], found[1], found[2]
 
 
 class Marginal:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from fedgp_flower.methods.mixed_model.smooth import Smooths
 from fedgp_flower.typing import Array, Facts, Json, Scalar
 
 Z95 = float(ndtri(0.975))
+Function: TypeAlias = Callable[[Tensor], Scalar]
 SINGULAR = 1e-4
 """A relative standard deviation below this is none."""
 
@@ -37,6 +39,21 @@ class Expansion:
     value: float
     gradient: Array  # [B]
     hessian: Array  # [B, B]
+
+    def expansion(self) -> Expansion:
+        """Itself."""
+        return self
+
+    def deviance(self, centre: Array, row: Array | None) -> Function:
+        """−2 log likelihood as a function of all parameters, known around the centre."""
+        del row
+        middle, slope, curvature = map(torch.tensor, (centre, self.gradient, self.hessian))
+
+        def value(point: Float[Tensor, " B"]) -> Scalar:
+            step = point - middle
+            return -2 * (self.value + slope @ step + 0.5 * step @ curvature @ step)
+
+        return value
 
 
 class Totals:
@@ -103,9 +120,29 @@ class Totals:
         fit = factor[-1, -1].square() * (-2 * log_noise).exp() + free * (2 * log_noise + LOG_2PI)
         return -0.5 * (log_v + 2 * factor.diagonal()[:-1].log().sum() + fit)
 
+    def deviance(self, centre: Array, row: Array | None) -> Function:
+        """The function d of :mod:`profile` around θ, fixed effects at their best but that of ``row``."""
+        size, middle = len(centre), torch.tensor(centre)
+
+        def value(point: Float[Tensor, " P"]) -> Scalar:
+            log_v, factor = self.at(point[:size] - middle)
+            rest, log_noise = factor[-1, -1].square(), point[size]
+            if row is not None:
+                best, variance = effect(factor, row)
+                rest = rest + (point[-1] - best).square() / variance
+            return log_v + self.count * (2 * log_noise + LOG_2PI) + rest * (-2 * log_noise).exp()
+
+        return value
+
     def expansion(self) -> Expansion:
         """The profiled restricted likelihood at the trial."""
         return expanded(self.profiled, torch.zeros(len(self.slopes) + len(self.widths), dtype=torch.float64))
+
+
+def effect(factor: Float[Tensor, "R R"], row: Array) -> tuple[Scalar, Scalar]:
+    """The best value of a fixed effect and its variance, in units of σ²."""
+    seen = torch.linalg.solve_triangular(factor[:-1, :-1], torch.tensor(row)[:, None], upper=False)[:, 0]
+    return seen @ factor[-1, :-1], seen.square().sum()
 
 
 def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:

@@ -1,9 +1,11 @@
-"""Profile intervals of Gaussian mixed models, from the totals that restricted maximum likelihood has.
+"""Profile intervals, from the totals that the search for the estimates has.
 
-The deviance of all rows at relative covariances θ, noise σ and fixed effects β, with S_ββ = XᵀV⁻¹X and ρ², is
+Of Gaussian models, the deviance of all rows at relative covariances θ, noise σ and fixed effects β is, with
+S_ββ = XᵀV⁻¹X and ρ²,
 
     d = log|V| + N log 2πσ² + [ρ² + (β − β̂)ᵀ S_ββ (β − β̂)] / σ²
 
+and of others −2 log likelihood as a function of (β, θ, shape), known to second order around any point.
 The 95 % interval of a parameter f holds its values where the smallest d is at most min d + 3.84 (Bates et al. 2015,
 Section 5.1; lme4's ``confint``). At an end f is largest, or least, among the parameters with that d: f' = μ d' and
 d = min d + 3.84 (Venzon and Moolgavkar 1988), solved by Newton's method around the θ that the totals are known at.
@@ -17,14 +19,12 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from scipy.stats import chi2
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.methods.mixed_model.effects import LOG_2PI
-from fedgp_flower.methods.mixed_model.estimates import Totals, expanded
-from fedgp_flower.typing import Array, Scalar
+from fedgp_flower.methods.mixed_model.estimates import Expansion, Function, Totals, effect, expanded
+from fedgp_flower.typing import Array
 
 LEVEL = float(chi2.ppf(0.95, 1))
 SHARES = (0.4, 0.7, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -37,8 +37,7 @@ NEAR, SETTLED = 1e-8, 1e-6
 
 Spread: TypeAlias = Callable[[Tensor], Tensor]
 """Several parameters, as (θ, log σ) goes."""
-Function: TypeAlias = Callable[[Tensor], Scalar]
-"""Of θ and log σ; of a fixed effect also its value, in the last entry."""
+Around: TypeAlias = Totals | Expansion
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class End:
     centre: Array
     """The θ that totals are known at."""
     start: Array
-    """θ, log σ, and of a fixed effect its value, at the smallest deviance."""
+    """θ, log σ, and of a fixed effect its value, at the smallest deviance; without Gaussian noise (β, θ, shape)."""
     point: Array
     """The same here."""
     parameter: Function | None = None
@@ -75,25 +74,9 @@ def entry(k: int, spread: Spread = torch.Tensor.clone) -> Function:
     return lambda at: spread(at)[k]
 
 
-def deviance(totals: Totals, end: End) -> Function:
-    """The function d around the θ of the totals; over all other fixed effects at their best."""
-    size, centre = len(end.centre), torch.tensor(end.centre)
-
-    def value(point: Float[Tensor, " P"]) -> Scalar:
-        log_v, factor = totals.at(point[:size] - centre)
-        rest, log_noise = factor[-1, -1].square(), point[size]
-        if end.row is not None:
-            best, variance = effect(factor, end.row)
-            rest = rest + (point[-1] - best).square() / variance
-        return log_v + totals.count * (2 * log_noise + LOG_2PI) + rest * (-2 * log_noise).exp()
-
-    return value
-
-
-def effect(factor: Float[Tensor, "R R"], row: Array) -> tuple[Scalar, Scalar]:
-    """The best value of a fixed effect and its variance, in units of σ²."""
-    seen = torch.linalg.solve_triangular(factor[:-1, :-1], torch.tensor(row)[:, None], upper=False)[:, 0]
-    return seen @ factor[-1, :-1], seen.square().sum()
+def weighed(row: Array) -> Function:
+    """A fixed effect, of all whitened ones."""
+    return lambda at: at[: len(row)] @ torch.tensor(row)
 
 
 def derivatives(function: Function, point: Array) -> tuple[float, Array, Array]:
@@ -102,30 +85,29 @@ def derivatives(function: Function, point: Array) -> tuple[float, Array, Array]:
     return found.value, found.gradient, found.hessian
 
 
-def lowest(totals: Totals, theta: Array, log_noise: float) -> End:
+def lowest(around: Around, centre: Array, start: Array) -> End:
     """The smallest deviance, near the estimates that totals are known at."""
-    start = np.append(theta, log_noise)
-    best = moved(End(theta, start, start), totals, 0.0)
+    best = moved(End(centre, start, start), around, 0.0)
     return replace(best, start=best.point)
 
 
-def first(best: End, totals: Totals, parameter: Function, row: Array | None, sign: int) -> End:
+def first(best: End, around: Around, parameter: Function, row: Array | None, sign: int) -> End:
     """The first step to an end, by the curvature at the smallest deviance as Wald's interval."""
     start = best.point
-    if row is not None:
-        _, factor = totals.at(torch.tensor(best.theta - best.centre))
+    if row is not None and isinstance(around, Totals):
+        _, factor = around.at(torch.tensor(best.theta - best.centre))
         start = np.append(start, float(effect(factor, row)[0]))
     end = replace(best, start=start, point=start, parameter=parameter, row=row)
     _, slope, _ = derivatives(parameter, start)
-    _, _, curvature = derivatives(deviance(totals, end), start)
+    _, _, curvature = derivatives(around.deviance(end.centre, row), start)
     along = np.linalg.solve(curvature, slope)
     reach = sign * SHARES[0] * float(np.sqrt(2 * LEVEL / (slope @ along)))
     return replace(end, point=start + reach * along, multiplier=1 / reach)
 
 
-def moved(end: End, totals: Totals, level: float) -> End:
+def moved(end: End, around: Around, level: float) -> End:
     """As near the end as the totals at its centre tell; ``level`` is the deviance there."""
-    function, point, multiplier = deviance(totals, end), end.point, end.multiplier
+    function, point, multiplier = around.deviance(end.centre, end.row), end.point, end.multiplier
     for _ in range(INNER * (not end.lost)):
         try:
             value, slope, curvature = derivatives(function, point)
