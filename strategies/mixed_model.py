@@ -424,7 +424,7 @@ class MixedModel(FederatedStrategy[MixedState]):
         ends = yield from profiled(problem, state, found, parameters)
         found_at = [float(row @ found.beta[-len(row) :]) for row in rows]
         tables: dict[str, list[Json]] = {"effects": [], "random": []}
-        for effect, middle, pair in zip(fixed, found_at, ends, strict=False):
+        for effect, middle, pair in zip(fixed, found_at, ends[: len(fixed)], strict=True):
             low, high = (effect["estimate"] + effect["se"] * (end - middle) for end in pair)
             ratios = {"ratio_low": float(np.exp(low)), "ratio_high": float(np.exp(high))} if "ratio" in effect else {}
             tables["effects"].append({**effect, "profile_low": low, "profile_high": high, **ratios})

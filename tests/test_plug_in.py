@@ -116,10 +116,16 @@ for words in WORDS:
 """
     table = tmp_path / "new.csv"
     load_all_sites(parse_config(load_run(run).config), SITES)[0].test.to_csv(table, index=False)
-    words = [["methods"], ["compare", str(run), str(run)], ["report", str(run)]]
+    words = [["methods"], ["compare", str(run), str(run)]]
     words += [["predict", str(run), "--input", str(table), "--output", str(tmp_path / "out.csv")]]
     model = ["method=sfvi", "sfvi.learning-rate=0.3", "sfvi.model=toy-linear", "sfvi.toy-noise=0.5", "name=model"]
-    model += ["sfvi.structure=full", "dataset=diabetes", "features=age,bmi,bp", "num-server-rounds=60"]
+    model += [
+        "sfvi.structure=full",
+        "dataset=diabetes",
+        "features=age,bmi,bp",
+        "num-server-rounds=60",
+        "evaluate-every=0",
+    ]
     model += [
         f"output-dir={tmp_path}",
         "baselines.linear=false",

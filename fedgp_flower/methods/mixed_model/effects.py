@@ -264,10 +264,8 @@ def restricted_sums(
     def at(point: Float[Tensor, " T"]) -> Float[Tensor, " Q"]:
         parts = features(point[rows.terms.count :])
         whole = torch.cat([*parts, rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
-        arrow, lower = (
-            Arrow(blocks, across, rest, rows.outer(point[: rows.terms.count])),
-            torch.tril_indices(whole.shape[1], whole.shape[1]),
-        )
+        arrow = Arrow(blocks, across, rest, rows.outer(point[: rows.terms.count]))
+        lower = torch.tril_indices(whole.shape[1], whole.shape[1])
         first, second = arrow.half(*rows.sides(whole))
         products = whole.mT @ whole - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
         left = [(1 - part.square().sum(1)).sum()[None] for part in parts]
@@ -306,7 +304,8 @@ def derivatives(
         hessian, (height, gradient) = jacfwd(slope, has_aux=True)(point)
         return height, gradient, hessian
 
-    entries = len(rows.y) * NODES.get(rows.inner.effects.shape[1], 1) * points.shape[1]
+    width = rows.inner.effects.shape[1]
+    entries = len(rows.y) * NODES.get(width, 1) ** width * points.shape[1]
     found = vmap(at, chunk_size=min(together, 1 + MOST // entries))(points, torch.stack(inner), torch.stack(outer))
     return found[0], found[1], found[2]
 
