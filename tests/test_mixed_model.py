@@ -313,7 +313,6 @@ def test_a_smooth_term_under_masks_predicts_as_the_exact_process_of_all_rows(tmp
     assert (run.path / "plots" / "smooth-terms.png").exists()
 
 
-@pytest.mark.long
 def test_the_site_is_an_effect(tmp_path):
     keys = {"formula": "score ~ hours + school", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
     run = fg.run(mixed_models.schools(), site="school", options=keys)

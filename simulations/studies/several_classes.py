@@ -101,7 +101,7 @@ def study(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 
         for called in ("run", *BESIDE):
             finite = found[called].dropna()
             row = {"set": name, "by": called, "splits": len(finite), "log loss": spread(finite)}
-            row |= {"accuracy, %": spread(100 * found[f"{called}, accuracy"], 1)}
+            row |= {"accuracy, %": spread(100 * found.loc[finite.index, f"{called}, accuracy"], 1)}
             if called == "run":
                 row |= {"by": "svgp, categorical", "exchanges": spread(found["exchanges"], 1), "MB": found["MB"].mean()}
             else:

@@ -120,7 +120,7 @@ def moved(end: End, around: Around, level: float) -> End:
                 step, change = step[:-1], float(step[-1])
         except (NumericsError, np.linalg.LinAlgError):
             return replace(end, lost=True)
-        share = min(1.0, REACH / float(np.abs(step).max()))
+        share = REACH / max(REACH, float(np.abs(step).max()))
         point, multiplier = point + share * step, multiplier + share * change
         if np.abs(step).max() < NEAR:
             break
