@@ -15,6 +15,7 @@ from numpy import ndarray
 from scipy.linalg.lapack import dpstrf
 
 from fedgp_flower.gp.models import LOCATIONS, sparse_gp
+from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, Indices, NamedArrays
 
@@ -49,9 +50,22 @@ def ordered(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays
     return {**values, LOCATIONS: values[LOCATIONS][kept]}
 
 
-def fewest(curve: Array) -> int:
-    """The fewest points whose evidence is within :data:`NEGLIGIBLE` of the best of a curve [M], in nats a row."""
-    return int(np.argmax(curve >= curve.max() - NEGLIGIBLE)) + 1
+def fewest(curve: Array, widening: Array) -> int:
+    """The fewest points within :data:`NEGLIGIBLE` of the best, in nats a row, of a curve less its widening [M]."""
+    worth = curve - widening
+    return int(np.argmax(worth >= worth.max() - NEGLIGIBLE)) + 1
+
+
+@torch.no_grad()
+def widening(values: Mapping[str, ndarray], section: ModelSection, spread: float) -> Array:
+    """What predictions lose where they rest on the first m points, for every m [M], in nats a row.
+
+    ½ E log(1 + r/λ) over the points, which lie where rows do: r is the variance that the first m leave of a point, λ
+    the ``spread`` of an observation at all of them. The evidence does not show it, since its rows keep their λ.
+    """
+    squares = Whitener(sparse_gp(section, values)).factor.square()
+    left = squares.flip(1).cumsum(1).flip(1)[:, 1:]
+    return np.append((left / spread).log1p_().mean(0).numpy() / 2, 0.0)
 
 
 def promised(curve: Array) -> float:

@@ -396,7 +396,9 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
             raise RunError("no site sent usable sums; see the failures above")
         values, totals, _ = found
     if state.asked:
-        count = enlarging.fewest(evidence(totals).curve / float(totals.count))
+        rows = float(totals.count)
+        wider = enlarging.widening(values, problem.model, math.exp(float(totals.log_variances) / rows))
+        count = enlarging.fewest(evidence(totals).curve / rows, wider)
         values, few = {**values, LOCATIONS: values[LOCATIONS][:count]}, totals.leading(count)
         values, totals, _ = at_best_scale(values, few, problem.model)
     return request_of(values, totals), totals

@@ -10,7 +10,7 @@ from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import enlarging, sgpr
-from strategies.enlarging import fewest, most_points, ordered, promised, spread_out
+from strategies.enlarging import fewest, most_points, ordered, promised, spread_out, widening
 from strategies.pooled_bound import LOCATIONS
 
 
@@ -38,9 +38,21 @@ def test_points_come_in_the_order_of_what_is_left_of_them():
 def test_a_curve_says_how_many_points_are_needed_and_what_more_would_bring():
     curve = 1 - 0.1 * 0.5 ** np.log2(np.arange(1, 65))  # each doubling brings half of the one before
     assert promised(curve) == pytest.approx((curve[63] - curve[31]) / 2)
-    assert curve[fewest(curve) - 1] >= curve[-1] - enlarging.NEGLIGIBLE > curve[fewest(curve) - 2]
-    assert fewest(np.zeros(9)) == 1
+    count = fewest(curve, np.zeros(64))
+    assert curve[count - 1] >= curve[-1] - enlarging.NEGLIGIBLE > curve[count - 2]
+    assert fewest(np.zeros(9), np.zeros(9)) == 1
+    assert fewest(np.zeros(9), np.linspace(0.9, 0.0, 9)) == 9  # too few would make predictions too wide
     assert (most_points(64) >= 4000, most_points(0)) == (True, 0)
+
+
+def test_few_points_widen_predictions_by_the_variance_that_they_leave():
+    values = ordered(unit_values() | {LOCATIONS: rows()[0][:12].numpy()}, ModelSection())
+    found, places = widening(values, ModelSection(), 0.1), torch.as_tensor(values[LOCATIONS])
+    covariance = at(places).kernel(places).to_dense().detach().numpy()
+    for count in (1, 5, 11, 12):
+        part = covariance[:count]
+        left = covariance.diagonal() - (part * np.linalg.solve(part[:, :count], part)).sum(0)
+        assert found[count - 1] == pytest.approx(np.log1p(left.clip(0) / 0.1).mean() / 2, abs=1e-4)
 
 
 def test_the_room_is_the_methods_unless_points_are_set():
