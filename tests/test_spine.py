@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from fedgp_flower.shared_messages import Parameters, Stepped
 from strategies.fsgp import FSGP
 from strategies.server.fedavg import AveragingState
 from strategies.server.questions import Asking, Roster, Total
+from strategies.server.strategy import FederatedStrategy
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -302,3 +304,11 @@ def test_an_app_of_another_kind_is_told_what_to_use() -> None:
     quickstart.train()(lambda message, context: message)
     with pytest.raises(RunError, match=r"make it with `fedgp_flower\.make_client_app`"), no_waiting():
         FSGP(sites=2, wait_seconds=0.5).start(own_grid(quickstart, 2), num_rounds=1)
+
+
+def test_a_forecast_scales_the_computing_and_not_the_waiting():
+    """Twenty trips of four seconds, and a hundred times the two seconds that a first round of two trips computed."""
+    network = SimpleNamespace(trips=[4.0, 5.0, 5.0])
+    strategy = SimpleNamespace(work_to_come=lambda state: 100.0, current=None, network=network, exchanges_a_round=2)
+    FederatedStrategy._forecast(strategy, 20, 10.0)
+    assert strategy.expected == {"expected_exchanges": 20, "expected_seconds": 10 + 20 * 4 + 100 * 2}

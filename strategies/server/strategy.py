@@ -243,10 +243,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
 
     def _forecast(self, exchanges: int, seconds: float) -> None:
-        """Say how long training takes, from the seconds of its first round."""
-        share, trip = self.work_to_come(self.current), float(np.median(self.network.trips))
-        self.expected = {"expected_exchanges": exchanges, "expected_seconds": seconds * (1 + share)}
-        logger.info("training takes %.2g more minutes at most, at %.2g s a trip", seconds * share / 60, trip)
+        """Say how long training takes, from the seconds of its first round; the shortest trip is all waiting."""
+        share, trip, waiting = self.work_to_come(self.current), np.median(self.network.trips), min(self.network.trips)
+        computing = max(seconds - self.exchanges_a_round * waiting, 0.0)
+        to_come = exchanges * waiting + share * computing
+        self.expected = {"expected_exchanges": exchanges, "expected_seconds": seconds + to_come}
+        logger.info("training takes %.2g more minutes at most, at %.2g s a trip", to_come / 60, trip)
 
     def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
         """Sites that still take part and failed in a round that is to have them all, and not too often in it."""
