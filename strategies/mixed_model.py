@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.linalg import block_diag
+from scipy.linalg import block_diag, solve_triangular
 
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
@@ -322,8 +322,9 @@ class MixedModel(FederatedStrategy[MixedState]):
         problem, found, scale = self.problem, estimated(self.problem, state), self.scale
         view = MixedView(found.beta, found.covariance, found.theta, float(np.exp(2 * found.log_noise)), found.shape)
         base, bases = state.whitening[FIXED], pieces(state.whitening, TERM)
-        turn = scale * block_diag(np.eye(sum(problem.smooth.widths)), np.linalg.inv(base))  # a change of units
-        mean, covariance = turn @ found.beta, turn @ found.covariance @ turn.T
+        units = block_diag(np.eye(sum(problem.smooth.widths)), base)
+        mean = scale * solve_triangular(units, found.beta)
+        covariance = scale**2 * solve_triangular(units, solve_triangular(units, found.covariance).T)
         names = (*problem.smooth.names, *problem.columns.names)
         if problem.gaussian and "intercept" in names:
             mean[names.index("intercept")] += float(self.preparation.arrays["target.mean"])
@@ -407,7 +408,8 @@ class MixedModel(FederatedStrategy[MixedState]):
         if problem.smooth.terms or not converged(state) or told["singular"]:
             return {}
         fixed, random, scale = told["effects"], told["random"], self.scale
-        turn = scale * np.linalg.inv(state.whitening[FIXED])
+        base = state.whitening[FIXED]
+        turn = scale * solve_triangular(base, np.eye(len(base)))  # its rows are the answer
         spread, size, end = self.spreads(state), len(turn), len(turn) + problem.terms.count
         rows = [row / effect["se"] for row, effect in zip(turn, fixed, strict=True)]
         parameters: list[tuple[estimates.Function, Array | None]]

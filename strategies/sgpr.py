@@ -485,7 +485,8 @@ class SGPR(FederatedStrategy[SGPRState]):
         """Lengthscales, and how well all rows know them."""
         yield from ()
         logs = logarithms(state.values)
-        variances = unpack(np.diag(np.linalg.inv(state.curvature)), logs)  # the inverse is the answer
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.from_numpy(state.curvature)))  # it is the answer
+        variances = unpack(inverse.diagonal().numpy(), logs)
         spread = {name: np.sqrt(array) for name, array in variances.items()}
         return {"relevance": lengthscale_facts(logs, spread, CURVATURE)}
 

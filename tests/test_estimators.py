@@ -32,9 +32,9 @@ def fitted():
 
 def test_it_predicts_in_units_of_the_target_whatever_the_sites(fitted):
     x, y = rows()
-    exact = clone(fitted).set_params(options={"model.num-inducing": 40, "method": "sgpr"})
+    exact = clone(fitted).set_params(options={"model.num-inducing": 60, "method": "sgpr"})
     three, one = (clone(exact).fit(x, y, groups=groups) for groups in (np.arange(60) % 3, np.zeros(60)))
-    np.testing.assert_allclose(one.predict(x), three.predict(x), rtol=2e-2)  # inducing points lie elsewhere
+    np.testing.assert_allclose(one.predict(x), three.predict(x), rtol=1e-2)  # inducing points lie elsewhere
     mean, sd = fitted.predict(x, return_std=True)
     assert fitted.score(x, y) > 0.9
     assert np.mean(np.abs(y - mean) < 2 * sd) > 0.85

@@ -46,10 +46,6 @@ class SparseSums:
     def __add__(self, other: SparseSums) -> SparseSums:
         return SparseSums(*(np.asarray(a + b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def weighted(self, weight: float) -> SparseSums:
-        """The same where every row counts so much."""
-        return SparseSums(*(np.asarray(weight * part) for part in vars(self).values()))
-
     def factor(self, noise: float) -> Square:
         """The Cholesky factor of B = I + A/σ²."""
         b = torch.as_tensor(self.gram) / noise

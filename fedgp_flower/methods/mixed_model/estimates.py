@@ -211,12 +211,12 @@ def spreads(terms: Terms, bases: Sequence[Array], scale: float, smooth: Smooths)
     Then log σ; of every smooth term the logarithms of its standard deviation and its lengthscales, units of the table.
     """
     log_units, places = torch.tensor([*map(math.log, smooth.units)]), np.cumsum([terms.count, *smooth.lengths])
-    turns = [torch.tensor(scale * np.linalg.inv(base)) for base in bases]  # a change of units, of triangular matrices
+    units = [torch.tensor(base) for base in bases]
 
     def found(at: Tensor) -> Tensor:
         parts = []
-        for turn, factor in zip(turns, terms.factors(at[: terms.count]), strict=True):
-            root = turn @ factor
+        for unit, factor in zip(units, terms.factors(at[: terms.count]), strict=True):
+            root = scale * torch.linalg.solve_triangular(unit, factor, upper=True)
             covariance = root @ root.mT
             log_sd = 0.5 * covariance.diagonal().log()
             rows, columns = torch.tril_indices(len(root), len(root), -1)
