@@ -99,7 +99,8 @@ class Federation:
                 if process.poll() is None:
                     os.killpg(process.pid, number)
             for process in self.processes():
-                process.send_signal(number)
+                with contextlib.suppress(psutil.NoSuchProcess):  # its parent ended it in between
+                    process.send_signal(number)
             time.sleep(3)
         for process in self.background:
             process.wait()
