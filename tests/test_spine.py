@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,9 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Parameters, Stepped
 from strategies.fsgp import FSGP
+from strategies.server.checkpoint import seconds_to_come
 from strategies.server.fedavg import AveragingState
 from strategies.server.questions import Asking, Roster, Total
-from strategies.server.strategy import FederatedStrategy
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -306,9 +305,23 @@ def test_an_app_of_another_kind_is_told_what_to_use() -> None:
         FSGP(sites=2, wait_seconds=0.5).start(own_grid(quickstart, 2), num_rounds=1)
 
 
-def test_a_forecast_scales_the_computing_and_not_the_waiting():
-    """Twenty trips of four seconds, and a hundred times the two seconds that a first round of two trips computed."""
-    network = SimpleNamespace(trips=[4.0, 5.0, 5.0])
-    strategy = SimpleNamespace(work_to_come=lambda state: 100.0, current=None, network=network, exchanges_a_round=2)
-    FederatedStrategy._forecast(strategy, 20, 10.0)
-    assert strategy.expected == {"expected_exchanges": 20, "expected_seconds": 10 + 20 * 4 + 100 * 2}
+@pytest.mark.parametrize(
+    ("waiting", "parts"),
+    [
+        (0.0, [(20, 2, 1.0)]),
+        (4.0, [(20, 2, 1.0)]),
+        (0.0, [(12, 2, 0.09), (2, 3, 1.0), (2, 3, 4.0), (1, 3, 16.0)]),
+        (4.0, [(12, 2, 0.09), (2, 3, 1.0), (2, 3, 4.0)]),
+    ],
+    ids=["equal rounds", "waiting", "more and more points", "more points and waiting"],
+)
+def test_the_time_left_is_right_within_a_factor_of_two(waiting, parts):
+    """Seconds of rounds with a noise of 30 %, each at a number of exchanges and work an exchange."""
+    draw = np.random.default_rng(0)
+    rounds = [(exchanges, work) for count, exchanges, work in parts for _ in range(count)]
+    spent = [(e * (waiting + 3 * w * np.exp(0.3 * draw.standard_normal())), e, e * w) for e, w in rounds]
+    for done in range(1, len(spent)):
+        left = spent[done:]
+        exchanges, work = sum(e for _, e, _ in left), sum(w for _, _, w in left)
+        forecast = seconds_to_come(spent[:done], waiting, exchanges, work)
+        assert 0.5 < forecast / sum(seconds for seconds, _, _ in left) < 2
