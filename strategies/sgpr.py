@@ -67,6 +67,8 @@ FIRST_SIZE = 1000
 """Inducing points that are asked for after training."""
 A_SIZE, ROUNDS = 3, 1
 """Exchanges for each number of inducing points after training, and rounds among them."""
+WORK = 3
+"""Work of a round: sums, and a gradient that takes as long as two sums."""
 TOLERANCE = 1e-7
 """The ascent ends where a step promises less than this per row, relative to the size of the objective."""
 CURVATURE = "the curvature that the ascent met, with that of each site's rows before (BFGS)"
@@ -452,11 +454,12 @@ class SGPR(FederatedStrategy[SGPRState]):
         elif rounds is not None:
             left = min(left, A_ROUND * max(rounds, pooled_bound.SMOOTHED - len(state.gains)))
         sizes = sizes_from(state.next_size, state.most) if state.rows else []
-        return [(left, self.work(state)), *((A_SIZE, float(size**2)) for size in sizes)]
+        rounds_at = [(A_SIZE, (1 + ROUNDS * WORK) / A_SIZE * size**2) for size in sizes]
+        return [(left, self.work(state, state)), *rounds_at]
 
-    def work(self, state: SGPRState) -> float:
-        """The square of the number of inducing points."""
-        return float(len(state.values[LOCATIONS]) ** 2)
+    def work(self, before: SGPRState, after: SGPRState) -> float:
+        """In sums at one point, which take the square of the number of points."""
+        return (1.0 if after.asked > before.asked else WORK / A_ROUND) * len(after.values[LOCATIONS]) ** 2
 
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows."""

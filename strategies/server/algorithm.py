@@ -157,8 +157,8 @@ class Algorithm(ABC, Generic[S]):
         """How many exchanges there are at most until training ends, and the work of each; None: as many as rounds."""
         return None
 
-    def work(self, state: S) -> float:
-        """Of an exchange that led to this state, in any unit."""
+    def work(self, before: S, after: S) -> float:
+        """Of each exchange between two states, in any unit."""
         return 1.0
 
     def warnings(self) -> list[str]:

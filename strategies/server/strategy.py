@@ -217,7 +217,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
         number, config = self.round + 1, ConfigRecord(dict(self.session.given["train"]))
         network, missed = self.network, Counter[str]()
-        begun, before_it = time.monotonic(), network.traffic.exchanges
+        begun, earlier = time.monotonic(), network.traffic.exchanges
         while True:
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
@@ -237,13 +237,14 @@ class FederatedStrategy(Algorithm[S], Strategy):
             figures |= self._evaluate(result)
         row = {"round": number, **self.clock.since_last_round(network.traffic), **figures}
         row |= {"failures": len(network.failures), "repairs": sum(network.repairs.values())}
-        left, row["seconds_to_come"] = self._forecast(time.monotonic() - begun, network.traffic.exchanges - before_it)
+        exchanges = network.traffic.exchanges - earlier
+        left, row["seconds_to_come"] = self._forecast(before, time.monotonic() - begun, exchanges)
         self.observer.on_round(row, number + left)
         self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
 
-    def _forecast(self, seconds: float, exchanges: int) -> tuple[int, float]:
+    def _forecast(self, before: S, seconds: float, exchanges: int) -> tuple[int, float]:
         """Rounds and seconds to come after a round that took so long; the shortest trip is all waiting."""
-        work, trips, a_round = self.work(self.current), self.network.trips, self.exchanges_a_round
+        work, trips, a_round = self.work(before, self.current), self.network.trips, self.exchanges_a_round
         self.spent.append((seconds, exchanges, exchanges * work))
         plan = self.exchanges_to_come(self.current)
         parts = [(exchanges * (self.horizon() - self.round), work)] if plan is None else plan
