@@ -327,7 +327,7 @@ class CoreConfig(Section):
             raise ConfigError(
                 f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} has {able}; take 'svgp'"
             )
-        if self.beside and not {*BESIDE} - COMMON <= options.likelihoods:
+        if self.beside and not {*BESIDE} <= options.likelihoods:
             raise ConfigError(
                 f"`target` = {self.target!r} names the {BESIDE[likelihood]} after the comma, which `method` ="
                 f" {self.method!r} does not read; take 'svgp'"
