@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TypeAlias
 
 from fedgp_flower.typing import Facts, Json, NamedArrays
@@ -67,6 +69,16 @@ Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
 
 def silent(row: Mapping[str, float], total: int) -> None:
     """Show no progress."""
+
+
+def time_left(row: Facts) -> str:
+    """How long training goes on, in words."""
+    return f"at most {timedelta(seconds=math.ceil(row['seconds_to_come']))} left"
+
+
+def round_of(row: Facts, total: int) -> str:
+    """A round in a line."""
+    return f"round {row['round']:.0f} of at most {total}  {time_left(row)}  {figures_of(row)}"
 
 
 def figures_of(row: Facts) -> str:

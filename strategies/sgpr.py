@@ -67,6 +67,8 @@ FIRST_SIZE = 1000
 """Inducing points that are asked for after training."""
 A_SIZE, ROUNDS = 3, 1
 """Exchanges for each number of inducing points after training, and rounds among them."""
+WORK = 3
+"""Work of a round: sums, and a gradient that takes as long as two sums."""
 TOLERANCE = 1e-7
 """The ascent ends where a step promises less than this per row, relative to the size of the objective."""
 CURVATURE = "the curvature that the ascent met, with that of each site's rows before (BFGS)"
@@ -364,9 +366,12 @@ def without_totals(state: SGPRState) -> SGPRState:
     return replace(state, totals=None, exchanges=state.exchanges + 1)
 
 
-def sizes_of(most: int) -> int:
-    """How many numbers of points are asked for at most: the first one, and doublings up to ``most``."""
-    return math.ceil(math.log2(max(most, FIRST_SIZE) / FIRST_SIZE)) + 1 if most else 0
+def sizes_from(first: int, most: int) -> list[int]:
+    """Numbers of points that are asked for at most: the first one, and doublings up to ``most``."""
+    found = [first] if first else []
+    while found and found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return found
 
 
 def settled(problem: Problem, state: SGPRState) -> bool:
@@ -417,7 +422,8 @@ class SGPR(FederatedStrategy[SGPRState]):
     def problem(self) -> Problem:
         """What stays the same during a run."""
         section = self.config.model
-        after = A_SIZE * sizes_of(enlarging.most_points(section.max_megabytes))
+        most = enlarging.most_points(section.max_megabytes)
+        after = A_SIZE * len(sizes_from(min(FIRST_SIZE, most), most))
         problem = Problem(section, self.config.seed, self.options.exchanges or USUAL - after)
         worth = 0.0 if self.options.exchanges else TOO_LITTLE
         small_sites = self.options.small_sites
@@ -439,23 +445,21 @@ class SGPR(FederatedStrategy[SGPRState]):
         """Whether the ascent rests."""
         return state.converged or bool(state.asked)
 
-    def exchanges_to_come(self, state: SGPRState) -> int:
+    def exchanges_to_come(self, state: SGPRState) -> list[tuple[int, float]]:
         """As many as are left, or fewer where the gains tell when the ascent rests, and those for more points."""
-        left = 0 if state.asked or settled(self.problem, state) else self.problem.exchanges - state.exchanges
-        rounds = rounds_to_come(state.gains, 1, self.problem.worth)
-        if rounds is not None:
+        left = A_ROUND * (ROUNDS - state.rounds) if state.asked else self.problem.exchanges - state.exchanges
+        rounds = None if state.asked else rounds_to_come(state.gains, 1, self.problem.worth)
+        if settled(self.problem, state):
+            left = 0
+        elif rounds is not None:
             left = min(left, A_ROUND * max(rounds, pooled_bound.SMOOTHED - len(state.gains)))
-        return left + (A_SIZE * sizes_of(state.most) if state.next_size and not state.asked else 0)
+        sizes = sizes_from(state.next_size, state.most) if state.rows else []
+        rounds_at = [(A_SIZE, (1 + ROUNDS * WORK) / A_SIZE * size**2) for size in sizes]
+        return [(left, self.work(state, state)), *rounds_at]
 
-    def work_to_come(self, state: SGPRState) -> float:
-        """By the squares of numbers of inducing points that sums are asked at; a gradient is as much as two sums."""
-        points = len(state.values[LOCATIONS])
-        first, a_round = 4 * points**2, 3 * points**2
-        rounds = (self.problem.exchanges - state.exchanges) // A_ROUND
-        size, after = min(FIRST_SIZE, state.most), 0
-        if state.most > points:
-            after = sum((1 + 3 * ROUNDS) * min(size * 2**k, state.most) ** 2 for k in range(sizes_of(state.most)))
-        return (max(rounds, 0) * a_round + after) / first
+    def work(self, before: SGPRState, after: SGPRState) -> float:
+        """In sums at one point, which take the square of the number of points."""
+        return (1.0 if after.asked > before.asked else WORK / A_ROUND) * len(after.values[LOCATIONS]) ** 2
 
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows."""

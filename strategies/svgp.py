@@ -234,9 +234,9 @@ class SVGP(FederatedStrategy[SVGPState]):
         """Whether nothing is gained any more."""
         return converged(state)
 
-    def exchanges_to_come(self, state: SVGPState) -> int:
+    def exchanges_to_come(self, state: SVGPState) -> list[tuple[int, float]]:
         """As many as are left, if it does not converge before."""
-        return max(0, self.problem.exchanges - state.exchanges)
+        return [(max(0, self.problem.exchanges - state.exchanges), 1.0)]
 
     def predictive(self, state: SVGPState, roster: Roster) -> Asking[Predicted]:
         """The posterior at the accepted parameters; no site is asked."""

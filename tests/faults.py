@@ -238,12 +238,13 @@ class Recorder:
     """History and checkpoints of a run; ``at`` are things to do when a round is complete."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
+    totals: list[int] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     at: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
-        del total
         self.rows.append(dict(row))
+        self.totals.append(total)
 
     def on_checkpoint(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)

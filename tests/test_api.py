@@ -1,14 +1,18 @@
 """The public Python API: a table in, a finished run out, and the same run read back."""
 
+import builtins
 import dataclasses
 import importlib
 import inspect
 import pydoc
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from matplotlib import pyplot
 
 import fedgp_flower as fg
@@ -47,11 +51,23 @@ def test_a_table_becomes_a_run_with_figures_and_a_posterior(run, capsys):
     assert [total for _, total in SEEN[:2]] == [8, 8]  # too few gains to tell
     assert all(number <= total <= 2 * rounds for number, total in SEEN[2:])
     fg.print_round(run.history.iloc[0].to_dict(), 8)
-    assert "round 1 of about 8" in capsys.readouterr().out
+    assert "round 1 of at most 8" in capsys.readouterr().out
     x = np.linspace(-2, 2, 20)
     predicted = run.posterior.predict(pd.DataFrame({"x": x}))
     assert np.abs(predicted["mean"] - np.sin(x)).max() < 0.3
     assert list(predicted) == ["mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
+
+
+def test_a_notebook_shows_a_bar_below_its_cell_until_the_run_ends(tmp_path, monkeypatch):
+    shell = type("ZMQInteractiveShell", (InteractiveShell,), {}).instance()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    with capture_output() as cell:
+        fg.run(table(), sites=2, num_rounds=2, options=FEW | {"output-dir": str(tmp_path)})
+    shell.clear_instance()
+    shown = [output.data["text/html"] for output in cell.outputs]
+    assert "<progress value=" in shown[2]
+    assert re.search(r"</progress> round 2 of at most 2  at most 0:00:00 left  \d+ exchanges", shown[2])
+    assert [shown[0], *shown[3:]] == ["", ""]
 
 
 def test_the_signature_and_the_help_of_run_are_those_of_the_function():

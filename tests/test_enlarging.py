@@ -81,6 +81,7 @@ def test_a_run_ends_with_more_points_and_predicts_better(tmp_path, monkeypatch):
     state, asked = large.current, [row["points"] for row in recorder.rows]
     assert asked[0] == 6 and asked[-1] > 12  # noqa: PT018
     assert large.details()["num_inducing"] <= state.asked
+    assert min(recorder.totals) >= recorder.totals[-1] == len(asked)  # rounds at more points are announced
     assert large.outcome.metrics["test"]["nll"] < small.outcome.metrics["test"]["nll"]
     again = run(FaultyGrid(configured(**LARGE), nodes(tmp_path)), Recorder(), recorder.snapshots[-2])
     assert again.details()["evidence"] == pytest.approx(large.details()["evidence"], abs=1e-9)

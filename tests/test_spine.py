@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,10 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Parameters, Stepped
 from strategies.fsgp import FSGP
+from strategies.server.checkpoint import seconds_to_come
 from strategies.server.fedavg import AveragingState
 from strategies.server.questions import Asking, Roster, Total
-from strategies.server.strategy import FederatedStrategy
+from strategies.sgpr import SGPR
 
 
 def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
@@ -306,9 +308,31 @@ def test_an_app_of_another_kind_is_told_what_to_use() -> None:
         FSGP(sites=2, wait_seconds=0.5).start(own_grid(quickstart, 2), num_rounds=1)
 
 
-def test_a_forecast_scales_the_computing_and_not_the_waiting():
-    """Twenty trips of four seconds, and a hundred times the two seconds that a first round of two trips computed."""
-    network = SimpleNamespace(trips=[4.0, 5.0, 5.0])
-    strategy = SimpleNamespace(work_to_come=lambda state: 100.0, current=None, network=network, exchanges_a_round=2)
-    FederatedStrategy._forecast(strategy, 20, 10.0)
-    assert strategy.expected == {"expected_exchanges": 20, "expected_seconds": 10 + 20 * 4 + 100 * 2}
+POWER = (
+    "2 300 .5,2 300 .4,2 300 .4,2 300 .5,2 300 .4,2 300 .4,1 300 .3,1 1000 1.2,2 1000 3,1 2000 5.7,1 2000 8.8,"
+    "1 4000 30,2 4000 87,1 4096 35,2 4096 119"
+)
+"""Exchanges, points and seconds of rounds of `sgpr` on the power plant, ten sites in a process."""
+DEMO = "2 300 11,2 300 12.5,2 300 14.2,1 1000 8.2,2 1000 17.5,1 2000 13.5,2 2000 24.2,1 4000 35.1,2 4000 74.3"
+"""And on 5 000 rows at three SuperNodes, whose polls make an exchange wait for 5 s."""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "rounds"),
+    [(0, POWER), (5, DEMO), (0, ",".join("1 300 2,1 300 3" for _ in range(9)))],
+    ids=["more and more points", "real machines", "equal rounds"],
+)
+def test_the_time_left_is_right_within_a_factor_of_two(waiting, rounds):
+    """A replay: after each round of the second half, as after almost all before."""
+    recorded = [tuple(map(float, line.split())) for line in rounds.split(",")]
+    states = [
+        SimpleNamespace(asked=points if points > 300 else 0, values={"inducing.locations": range(int(points))})
+        for _, points, _ in recorded
+    ]
+    works = [SGPR.work(None, *pair) for pair in pairwise([states[0], *states])]
+    spent = [(seconds, int(count), count * work) for (count, _, seconds), work in zip(recorded, works, strict=True)]
+    for done in range(1, len(spent)):
+        seconds, exchanges, work = (sum(part) for part in zip(*spent[done:], strict=True))
+        forecast = seconds_to_come(spent[:done], waiting, exchanges, work)
+        if seconds < sum(time for time, _, _ in spent) / 2 or waiting == 0:
+            assert 0.5 < forecast / seconds < 2

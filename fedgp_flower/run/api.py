@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +14,8 @@ import pandas as pd
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
-from fedgp_flower.outcome import Progress, figures_of, silent
+from fedgp_flower.outcome import Progress, round_of
+from fedgp_flower.run import notebook
 from fedgp_flower.run.artefacts import Run, read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config
@@ -48,7 +50,8 @@ def run(
         sites: Number of sites, where neither ``site`` nor a table per site says.
         num_rounds: Most rounds.
         options: Further keys of the run configuration, such as ``{"model.num-inducing": 100, "name": "first"}``.
-        on_round: Called after every round with its row of the history and about how many there will be.
+        on_round: Called after every round with its row of the history and about how many there will be; without it
+            a notebook shows a bar.
 
     Returns:
         The run: ``metrics``, ``history``, ``posterior``, ``report_path``.
@@ -69,19 +72,18 @@ def run(
         if site:
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
         kept = [_kept(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
-        flat["dataset"] = ",".join(str(path.resolve()) for path in kept)
-        return load_run(run_in_process(complete_config(flat, Path.cwd()), len(kept), progress=on_round or silent))
+        flat["dataset"], sites = ",".join(str(path.resolve()) for path in kept), len(kept)
+    else:
+        flat["dataset"] = str(_kept(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
-    flat["dataset"] = str(_kept(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
-    return load_run(
-        run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=on_round or silent)
-    )
+    with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
+        return load_run(run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=progress))
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:
-    """An observer for ``on_round``: one line that is written over, in a terminal and in a notebook."""
-    print(f"\rround {row['round']:.0f} of about {total}  {figures_of(row)}", end="", flush=True)
+    """An observer for ``on_round``: one line that is written over."""
+    print(f"\r{round_of(row, total):<120}", end="", flush=True)
 
 
 def _kept(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from rich.console import Console
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.lazy import Lazy
+from fedgp_flower.outcome import Progress, round_of, silent
 from fedgp_flower.run.summary import answer, arms, headline, target_of
 
 if TYPE_CHECKING:
@@ -21,6 +24,22 @@ if TYPE_CHECKING:
 else:  # pictures, templates and the state of pyplot, for notebooks alone
     pyplot = Lazy("matplotlib.pyplot")
     dependence, figures, report = (Lazy(f"fedgp_flower.run.{name}") for name in ("dependence", "figures", "report"))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar below the cell while a run goes; outside of notebooks nothing."""
+    if not Console().is_jupyter:
+        yield silent
+        return
+    from IPython import display  # noqa: PLC0415 - a notebook has it
+
+    shown = display.display(display.HTML(""), display_id=True)
+    bar = Markup('<progress value="{}" max="{}"></progress> {}')
+    try:
+        yield lambda row, total: shown.update(display.HTML(bar.format(row["round"], total, round_of(row, total))))
+    finally:
+        shown.update(display.HTML(""))
 
 
 def html_of_run(run: Run) -> str:

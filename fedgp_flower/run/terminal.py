@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from fedgp_flower.files import read_json
-from fedgp_flower.outcome import Progress, figures_of
+from fedgp_flower.outcome import Progress, figures_of, time_left
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening, quoted
 from fedgp_flower.typing import Facts
@@ -38,8 +38,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = 
 def progress_bar() -> Iterator[Progress]:
     """A bar that moves with every round; what goes wrong at a site is printed above it."""
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
-    clock = (TimeElapsedColumn(), TextColumn("about"), TimeRemainingColumn())
-    columns = (BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
     handler.addFilter(lambda record: record.exc_info is None)  # tracebacks belong in log.txt
@@ -49,7 +48,9 @@ def progress_bar() -> Iterator[Progress]:
             task = bar.add_task("", total=None)
 
             def show(row: Facts, total: int) -> None:
-                bar.update(task, completed=row["round"], total=total, description=figures_of(row))
+                bar.update(
+                    task, completed=row["round"], total=total, description=f"{time_left(row)}  {figures_of(row)}"
+                )
 
             yield show
     finally:

@@ -153,13 +153,13 @@ class Algorithm(ABC, Generic[S]):
         distances = self.distances(state)
         return distances is not None and max(distances.values()) <= NEAR
 
-    def exchanges_to_come(self, state: S) -> int | None:
-        """With how many exchanges training ends at the latest, from here on; None where it cannot be said."""
+    def exchanges_to_come(self, state: S) -> Sequence[tuple[int, float]] | None:
+        """How many exchanges there are at most until training ends, and the work of each; None: as many as rounds."""
         return None
 
-    def work_to_come(self, state: S) -> float:
-        """How much longer training takes after its first round than that round took."""
-        return (self.exchanges_to_come(state) or 0) / self.exchanges_a_round
+    def work(self, before: S, after: S) -> float:
+        """Of each exchange between two states, in any unit."""
+        return 1.0
 
     def warnings(self) -> list[str]:
         """What a reader of the results should know of this method's run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +47,17 @@ class Clock:
         spent = {name: value - self.booked.get(name, 0) for name, value in total.items()}
         self.booked = total
         return {"communications": traffic.communications, "exchanges": traffic.exchanges, **spent}
+
+
+def seconds_to_come(spent: Sequence[tuple[float, int, float]], waiting: float, exchanges: int, work: float) -> float:
+    """How long training goes on, from seconds, exchanges and work of each round so far.
+
+    Every exchange waits for w seconds; the rest of the time is in proportion to the work, which is in any unit:
+    exchanges · w + work · Σ max(s − e w, 0) / Σ work so far.
+    """
+    computed = sum(max(seconds - count * waiting, 0.0) for seconds, count, _ in spent)
+    done = sum(part for _, _, part in spent)
+    return exchanges * waiting + (work * computed / done if done else 0.0)
 
 
 def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapshot:

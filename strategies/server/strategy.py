@@ -84,6 +84,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.evaluated = (-1, 0)
         """The round of the latest evaluation, and how many sites answered it."""
         self.expected = {}
+        self.spent: list[tuple[float, int, float]] = []
+        """Seconds, exchanges and work of each round so far."""
         self.outcome: Summary | None = None
 
     def start(
@@ -109,19 +111,15 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if initial_arrays is not None and self.snapshot is None:
             self._take(initial_arrays)
         self.clock.switch("training")
-        count, begun = self.exchanges_to_come(self.current), self.round
-        if count:
-            logger.info("at most %d exchanges to come", count)
+        if plan := self.exchanges_to_come(self.current):
+            logger.info("at most %d exchanges to come", sum(count for count, _ in plan))
         while True:
             metrics = None if evaluate_fn is None else evaluate_fn(self.round, array_record(self.public(self.current)))
             if metrics is not None:
                 result.evaluate_metrics_serverapp[self.round] = metrics
             if self.round >= num_rounds or self.finished(self.current):
                 break
-            started = time.monotonic()
             self._train_one_round(result)
-            if count and self.round == begun + 1:
-                self._forecast(count, time.monotonic() - started)
         self.require_training()
         self.clock.switch("evaluation")
         self._evaluate(result)
@@ -219,6 +217,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
         number, config = self.round + 1, ConfigRecord(dict(self.session.given["train"]))
         network, missed = self.network, Counter[str]()
+        begun, earlier = time.monotonic(), network.traffic.exchanges
         while True:
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
@@ -236,19 +235,26 @@ class FederatedStrategy(Algorithm[S], Strategy):
         known = self.merged or not self.trains  # before an answer there is nothing to score
         if known and self.config.evaluate_every and number % self.config.evaluate_every == 0:
             figures |= self._evaluate(result)
-        left, most = self.exchanges_to_come(self.current), self.config.num_server_rounds
         row = {"round": number, **self.clock.since_last_round(network.traffic), **figures}
         row |= {"failures": len(network.failures), "repairs": sum(network.repairs.values())}
-        self.observer.on_round(row, most if left is None else min(most, number + left // self.exchanges_a_round))
+        exchanges = network.traffic.exchanges - earlier
+        left, row["seconds_to_come"] = self._forecast(before, time.monotonic() - begun, exchanges)
+        self.observer.on_round(row, number + left)
         self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
 
-    def _forecast(self, exchanges: int, seconds: float) -> None:
-        """Say how long training takes, from the seconds of its first round; the shortest trip is all waiting."""
-        share, trip, waiting = self.work_to_come(self.current), np.median(self.network.trips), min(self.network.trips)
-        computing = max(seconds - self.exchanges_a_round * waiting, 0.0)
-        to_come = exchanges * waiting + share * computing
-        self.expected = {"expected_exchanges": exchanges, "expected_seconds": seconds + to_come}
-        logger.info("training takes %.2g more minutes at most, at %.2g s a trip", to_come / 60, trip)
+    def _forecast(self, before: S, seconds: float, exchanges: int) -> tuple[int, float]:
+        """Rounds and seconds to come after a round that took so long; the shortest trip is all waiting."""
+        work, trips, a_round = self.work(before, self.current), self.network.trips, self.exchanges_a_round
+        self.spent.append((seconds, exchanges, exchanges * work))
+        plan = self.exchanges_to_come(self.current)
+        parts = [(exchanges * (self.horizon() - self.round), work)] if plan is None else plan
+        room = a_round * (self.config.num_server_rounds - self.round)
+        each = [cost for number, cost in parts for _ in range(number)][:room]
+        left = checkpoint.seconds_to_come(self.spent, min(trips), len(each), sum(each))
+        if plan is not None and not self.expected:
+            self.expected = {"expected_exchanges": exchanges + len(each), "expected_seconds": seconds + left}
+            logger.info("training takes %.2g more minutes at most, at %.2g s a trip", left / 60, np.median(trips))
+        return -(-len(each) // a_round), left
 
     def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
         """Sites that still take part and failed in a round that is to have them all, and not too often in it."""
