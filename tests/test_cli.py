@@ -108,12 +108,14 @@ def test_what_is_wrong_with_a_table_names_its_file_once(fedgp, tmp_path):
     (tmp_path / "ids.csv").write_text("a,y\n" + "".join(f"p{k},{k}\n" for k in range(90)))
     (tmp_path / "gone.csv").write_text("a,y\n" + "1,\n2,\n" * 20)
     (tmp_path / "good.csv").write_text("a,y\n" + "".join(f"{k},{k * k}\n" for k in range(30)))
-    for name, words in [
-        ("one", "too few training rows"),
-        ("gone", "column `y`: empty"),
-        ("ids", "90 levels in 90 rows"),
+    for name, missing, words in [
+        ("one", "error", "too few training rows"),
+        ("gone", "error", "column `y`: empty"),
+        ("gone", "drop", "every row lacks its `y`"),
+        ("ids", "error", "90 levels in 90 rows"),
     ]:
-        status, _, err = fedgp("run", tmp_path / f"{name}.csv", tmp_path / "good.csv", "target=y")
+        keys = ["target=y", f"missing={missing}"]
+        status, _, err = fedgp("run", tmp_path / f"{name}.csv", tmp_path / "good.csv", *keys)
         assert (status, one_line(err).count(f"{name}.csv: "), words in one_line(err)) == (2, 1, True)
     status, out, _ = fedgp("run", "--sites", 3, f"dataset={tmp_path / 'ids.csv'}", "--dry-run")
     assert (status, out.count("90 levels in 90 rows")) == (2, 1)

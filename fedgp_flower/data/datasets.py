@@ -156,7 +156,8 @@ def checked(
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
     frame = frame.dropna(subset=None if config.missing == "drop" else [target, *beside])
     if frame.empty:
-        raise DataError(f"{file}: every row has a missing cell; set `missing` to 'impute', or name other `features`")
+        remedy = "fill them, set `missing` to 'impute', or name other `features`"
+        raise DataError(f"{file}: every row lacks its `{target}` or another cell; {remedy}")
     empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")

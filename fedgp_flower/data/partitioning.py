@@ -84,8 +84,10 @@ def row_labels(column: pd.Series) -> pd.Series:
 
 def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, called: str) -> list[Indices]:
     """By a partitioner of Flower Datasets, over row numbers in random order and the classes of the rows."""
-    from datasets import Dataset  # noqa: PLC0415 - a second to import, and real sites never partition
-    from flwr_datasets import partitioner as flower  # noqa: PLC0415 - slow to import
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a notebook may lack widgets, which are not used
+        from datasets import Dataset  # noqa: PLC0415 - a second to import, and real sites never partition
+        from flwr_datasets import partitioner as flower  # noqa: PLC0415 - slow to import
 
     options, seed = config.partition, derived_seed(config.seed, "partition", config.partitioner)
     values, advice = {"row": order}, "take fewer sites"
