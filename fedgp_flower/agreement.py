@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.options import MOST_CLASSES, SEVERAL
+from fedgp_flower.options import MOST_CLASSES, NUMBERS, SEVERAL
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -304,7 +304,7 @@ def agree(
         raise DataError(
             f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are told apart"
         )
-    raw_target = classes or likelihood not in {"gaussian", "student-t"} or not standardise
+    raw_target = classes or likelihood not in NUMBERS or not standardise
     arrays = {
         "input.mean": mean if standardise else np.zeros_like(mean),
         "input.scale": scale if standardise else np.ones_like(scale),

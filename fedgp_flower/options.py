@@ -91,6 +91,8 @@ SEVERAL = frozenset({"categorical", "ordinal"})
 """Likelihoods of a target that is one of several classes, whose numbers are 0, 1, 2, …"""
 CLASSES = SEVERAL | {"bernoulli"}
 MOST_CLASSES = 20
+NUMBERS = frozenset({"gaussian", "student-t", "heteroscedastic"})
+"""Likelihoods of a number with units, which is standardised."""
 COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
 """Likelihoods of every method that does not say which it knows."""
 
@@ -115,6 +117,7 @@ class ModelSection(Section):
             "bernoulli",
             "poisson",
             "student-t",
+            "heteroscedastic",
             "categorical",
             "negative-binomial",
             "binomial",
@@ -125,7 +128,8 @@ class ModelSection(Section):
         ],
         BASIC,
     ] = "gaussian"
-    """What the target is: a number with normal noise; two classes; counts; a number with outliers; 2 to 20 classes;
+    """What the target is: a number with normal noise; two classes; counts; a number with outliers; a number
+    whose noise varies with the inputs (``heteroscedastic``); 2 to 20 classes;
     counts that vary more than ``poisson`` says; successes among trials; times to an event, some censored, that are
     Weibull (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
     lengthscale: Positive = 1.0

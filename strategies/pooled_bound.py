@@ -54,8 +54,8 @@ GAUSSIAN = (
 )
 OBSERVED = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
-    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
-    "and input.scale, Student-t targets by target.mean and target.scale."
+    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, Student-t noise, or noise variance e^g with g as f; "
+    "x standardised by input.mean and input.scale, numbers y by target.mean and target.scale."
 )
 
 
@@ -149,9 +149,9 @@ def pooled(
 
 @torch.no_grad()
 def level_of(model: SparseGP) -> Array:
-    """The whitened inducing values u [M] of a function that is 1 at all inducing points."""
+    """The whitened inducing values u [*C, M] of a function that is 1 at all inducing points."""
     factor = Whitener(model).factor
-    return torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
+    return torch.linalg.solve_triangular(factor, torch.ones_like(factor[..., :1]), upper=False)[..., 0].numpy()
 
 
 def doubts(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> Asking[None]:

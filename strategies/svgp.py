@@ -123,8 +123,9 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
         return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
     if state.evaluations % COMPARED == 0 and HYPER not in found.values:  # Student-t noise is not concave
         pseudo = [pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()]
-        for each in zip(*pseudo, strict=True):  # of each class
-            yield from doubts(dict(zip(summed.parts, each, strict=True)), level_of(new), at_unit_noise)
+        levels = np.broadcast_to(level_of(new), asked.mean.shape).reshape(-1, asked.mean.shape[-1])
+        for level, *each in zip(levels, *pseudo, strict=True):  # of each function
+            yield from doubts(dict(zip(summed.parts, each, strict=True)), level, at_unit_noise)
     if summed.sites != state.sites:
         state = remembering(state, 0)
     local = gradient_at_server(duals, old, new, found)

@@ -31,6 +31,9 @@ MUTANTS = (
     ("alpha, -2 * slope", "alpha, -slope", "svgp likelihoods"),
     ("numel() + log_determinant)", "numel() - log_determinant)", "svgp"),
     ("targets * mean - (mean + variance / 2).exp()", "targets * mean - (mean + variance).exp()", "likelihoods svgp"),
+    ("+ v) * (b / 2 - a).exp()", "+ v) * (b - a).exp()", "likelihoods"),
+    ("return m, v + (a + b / 2).exp()", "return m, v + (a - b / 2).exp()", "likelihoods"),
+    ("-beta.sum_to_size(prior.shape) / 2", "-beta.sum_to_size(prior.shape)", "svgp"),
     # agreement of the sites, scores, baselines
     ("2 * gap * residual + rows * gap**2)", "2 * gap * residual)", "preparation"),
     ("parts = -0.5 * z**2 - np.log(sds)", "parts = -(z**2) - np.log(sds)", "metrics"),

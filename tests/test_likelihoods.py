@@ -26,6 +26,7 @@ from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.options import ModelSection, kernel_names
+from fedgp_flower.scores import TargetUnits
 
 KINDS = ("gaussian", "bernoulli", "poisson", "student-t")
 
@@ -221,6 +222,67 @@ def test_gaussian_expectation_with_a_correlated_noise_offset_matches_quadrature(
 
 
 HYPER = torch.zeros(0, dtype=torch.float64)
+Y, CENTRES = torch.tensor([1.5, -0.4, 0.2]).double(), torch.tensor([[0.4, -0.1, 0.3], [-1.2, 0.5, -3.0]]).double()
+WIDTHS = torch.tensor([[0.9, 1e-4, 0.2], [0.3, 2.0, 1e-4]]).double()
+"""Numbers, and mean and variance of f and of the logarithm of the noise."""
+
+
+def test_noise_that_varies_is_what_quadrature_finds():
+    """E log N(y | f, e^g) and E of its derivatives by f and g, of which α is the first and −β the second."""
+    point = build_point_likelihood("heteroscedastic")
+    total, alpha, beta, _ = point.slopes(Y, CENTRES, WIDTHS, HYPER)
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(60))
+    share = (weights[:, None] * weights / weights.sum() ** 2)[..., None]
+    f, g = (m + s.sqrt() * nodes[:, None] for m, s in zip(CENTRES, WIDTHS, strict=True))
+    f, inverse, log_noise = f[:, None], (-g).exp()[None], g[None]
+    squares = (Y - f).square() * inverse
+    near = {"rtol": 1e-9, "atol": 1e-9}
+
+    def mean_of(values):
+        return (share * values).sum((0, 1))
+
+    value = mean_of(-0.5 * (math.log(2 * math.pi) + log_noise + squares))
+    torch.testing.assert_close(point.expected(Y, CENTRES, WIDTHS, HYPER), value, **near)
+    assert float(total) == pytest.approx(float(value.sum()))
+    torch.testing.assert_close(alpha, torch.stack([mean_of((Y - f) * inverse), mean_of(squares / 2 - 0.5)]), **near)
+    torch.testing.assert_close(beta, torch.stack([mean_of(inverse), mean_of(squares / 2)]), **near)
+
+
+def test_predictions_with_noise_that_varies_are_those_of_the_mixture():
+    """Density, quantiles, intervals and moments by adaptive quadrature over the logarithm of the noise."""
+    point, (m, a), (v, b) = build_point_likelihood("heteroscedastic"), CENTRES.numpy(), WIDTHS.numpy()
+    density, levels = point.log_predictive(Y, CENTRES, WIDTHS, HYPER).exp(), (0.025, 0.5, 0.9)
+    quantiles = point.quantiles(CENTRES.numpy(), WIDTHS.numpy(), HYPER, levels)
+    scores = point.scores(CENTRES.numpy(), WIDTHS.numpy(), Y.numpy(), HYPER, TargetUnits(0.0, 2.0))
+    assert scores.sums["nll"] == pytest.approx(3 * math.log(2) - float(density.log().sum()))
+    mean, variance = point.moments(CENTRES, WIDTHS, HYPER)
+    for n, y in enumerate(Y.tolist()):
+
+        def over_noise(function, n=n):
+            law = stats.norm(a[n], b[n] ** 0.5)
+            return integrate.quad(
+                lambda g: law.pdf(g) * function(m[n], (v[n] + math.exp(g)) ** 0.5), *law.ppf([1e-18, 1 - 1e-16])
+            )[0]
+
+        assert float(density[n]) == pytest.approx(over_noise(lambda m, sd, y=y: stats.norm.pdf(y, m, sd)), rel=1e-6)
+        for level, at in zip(levels, quantiles[:, n], strict=True):
+            assert over_noise(lambda m, sd, at=at: stats.norm.cdf(at, m, sd)) == pytest.approx(level, abs=1e-5)
+        assert float(mean[n]) == m[n]
+        assert float(variance[n]) == pytest.approx(over_noise(lambda m, sd: sd**2), rel=1e-6)
+    given = point.to_gpytorch(HYPER)(CENTRES)
+    torch.testing.assert_close(given.log_prob(Y), point.log_density(Y, CENTRES, HYPER))
+
+
+def test_noise_that_is_certain_is_constant():
+    point, constant, log_sd = build_point_likelihood("heteroscedastic"), GaussianNoise(), torch.tensor([-0.7]).double()
+    centres, widths = torch.stack([CENTRES[0], torch.full((3,), -1.4)]), torch.stack([WIDTHS[0], torch.zeros(3)])
+    for name in ("expected", "log_predictive"):
+        found, wanted = getattr(point, name)(Y, centres, widths, HYPER), (Y, CENTRES[0], WIDTHS[0], log_sd)
+        torch.testing.assert_close(found, getattr(constant, name)(*wanted))
+    moments = centres.numpy(), widths.numpy(), Y.numpy()
+    same = constant.scores(*(part[0] if part.ndim > 1 else part for part in moments), log_sd, TargetUnits(0.0, 1.0))
+    found = point.scores(*moments, HYPER, TargetUnits(0.0, 1.0))
+    assert found.sums == pytest.approx(same.sums)
 
 
 def test_the_mixture_is_the_logistic_distribution():

@@ -15,7 +15,7 @@ from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
 from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server, pseudo_sums
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
-from fedgp_flower.options import ModelSection
+from fedgp_flower.options import NUMBERS, ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import Problem
@@ -23,7 +23,7 @@ from strategies.server.questions import Roster, drive
 from strategies.svgp import SVGP, at, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
-SEVERAL = ("categorical",)
+SEVERAL = ("categorical", "heteroscedastic")
 """Of several functions."""
 OUTCOMES = ("negative-binomial", "binomial", "time-to-event", "log-logistic", "log-normal")
 """Targets with a column beside them."""
@@ -39,6 +39,7 @@ def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor
         "bernoulli": (f + draw.standard_normal(rows) > 0).astype(float),
         "poisson": draw.poisson(np.exp(f + 0.5)).astype(float),
         "student-t": f + 0.2 * draw.standard_t(3, rows),
+        "heteroscedastic": f + 0.3 * np.exp(x[:, 1] / 2) * draw.standard_normal(rows),
         "categorical": (f > 0.4).astype(float) + (x[:, 1] + draw.standard_normal(rows) > 0),
     }
     beside = draw.uniform(0.5, 3, rows), draw.integers(1, 9, rows)
@@ -120,6 +121,22 @@ def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str
         up, down = (evaluated(point | {name: array + sign * size * direction})[0] for sign in (1, -1))
         slope = ((found.values[name] + local[name]) * direction).sum()
         assert slope == pytest.approx((up - down) / (2 * size), rel=2e-6, abs=1e-6), name
+
+
+def test_noise_whose_function_does_not_vary_is_constant() -> None:
+    """The bound and posterior of f are those of Titsias, those of the noise the prior's."""
+    data, model = rows_of("gaussian"), latent("heteroscedastic", jitter=0.0)
+    still = {"kernel.noise.log_outputscale": np.asarray(-40.0), CONSTANT: np.log([[1.0], [0.2]])}
+    model.load(model.to_arrays() | still)
+    exact = SparseGP(section("gaussian", noise=0.2, jitter=0.0), model.inducing_points.detach())
+    named = {name: array for name, array in model.to_arrays().items() if name.startswith("kernel.mean.")}
+    named = {name.replace(".mean", ""): array for name, array in named.items()}
+    exact.load(exact.to_arrays() | named)
+    sums, duals = pooled_sums(exact, *data), settled(model, data, 2, 1.0)
+    fit, q = expectations(model, *data, duals.posterior()).fit, exact_posterior(sums, 0.2)
+    assert float(fit) - float(duals.divergence()) == pytest.approx(collapsed_bound(sums, 0.2), abs=1e-7)
+    torch.testing.assert_close(duals.posterior().mean, torch.stack([q.mean, 0 * q.mean]), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(duals.posterior().covariance[0], q.covariance, rtol=1e-7, atol=1e-7)
 
 
 def test_information_of_rows_at_the_old_inducing_points_moves_exactly() -> None:
@@ -258,7 +275,7 @@ def table_of(likelihood: str) -> pd.DataFrame:
     return pd.DataFrame({"x1": x[:, 0], "x2": 5 * x[:, 1] + 3, "target": target})
 
 
-@pytest.mark.parametrize("likelihood", KINDS)
+@pytest.mark.parametrize("likelihood", [*KINDS, "heteroscedastic"])
 def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path: Any) -> None:
     frame = table_of(likelihood)
     options = {"output-dir": str(tmp_path), "model.likelihood": likelihood, "model.num-inducing": 8}
@@ -269,6 +286,7 @@ def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path
         assert np.isfinite(figures["nll"])
     table, inputs, f = posterior.predict(frame), posterior.inputs(frame), posterior.distribution(frame)
     model, observed = finished.posterior.to_gpytorch()
+    assert posterior.sample(frame, 3).shape == posterior.sample(frame, 3, noise=False).shape == (3, len(frame))
     if likelihood == "bernoulli":
         np.testing.assert_allclose(table["probability of yes"], observed(model(inputs)).mean, rtol=1e-6)
         assert "probability" in pd.read_csv(finished.path / "predictions.csv")
@@ -287,4 +305,7 @@ def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
     lies = (replace(honest, fit=np.asarray(-honest.fit)), replace(honest, curvature=-honest.curvature))
     for described in (Described(len(data[1])), Described(len(data[1]), added=True)):
         assert honest.refusal(described) is None
-        assert [lie.refusal(described) is not None for lie in lies] == [likelihood != "student-t"] * 2
+        assert [lie.refusal(described) is not None for lie in lies] == [
+            likelihood not in NUMBERS,
+            likelihood != "student-t",
+        ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.options import CLASSES, SEVERAL
+from fedgp_flower.options import CLASSES, NUMBERS, SEVERAL
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, Indices
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     Trees: TypeAlias = HistGradientBoostingClassifier | HistGradientBoostingRegressor
 
-LOSSES = {"gaussian": "squared_error", "student-t": "squared_error", "poisson": "poisson"}
-LOSSES |= dict.fromkeys(CLASSES, "log_loss")
+LOSSES = dict.fromkeys(NUMBERS, "squared_error") | dict.fromkeys(CLASSES, "log_loss") | {"poisson": "poisson"}
 """By likelihood; the others have no counterpart among the losses."""
 FOLDS, SCORED = 5, 2000
 """A setting is judged on rows out of its folds: on all rows, or on so many where a fold holds more."""

@@ -32,6 +32,7 @@ from gpytorch.kernels import (
     ScaleKernel,
 )
 from jaxtyping import Float
+from linear_operator import to_linear_operator
 from torch import Tensor
 
 from fedgp_flower.errors import ConfigError
@@ -87,6 +88,21 @@ class Linear(LinearKernel):
         """Products v x₁ᵀx₂ [..., N, M], or its diagonal [..., N]."""
         variance = self.variance[..., 0] if diag else self.variance
         return variance * ((x1 * x2).sum(-1) if diag else x1 @ x2.mT)
+
+
+class OfEach(Kernel):
+    """A kernel for each of several functions, under its name; matrices [C, ..., N, M]."""
+
+    def __init__(self, kernels: Mapping[str, Kernel]) -> None:
+        super().__init__()
+        self.each = [*kernels.values()]
+        for name, kernel in kernels.items():
+            self.add_module(name, kernel)
+
+    def __call__(self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, **params: Any) -> Any:
+        """Covariances, or the diagonal [C, ..., N]; GPyTorch takes a batch of diagonals for matrices if sizes agree."""
+        found = [kernel(x1, x2, diag=diag, **params) for kernel in self.each]
+        return torch.stack(found) if diag else to_linear_operator(torch.stack([part.to_dense() for part in found]))
 
 
 def log_positive() -> Positive:

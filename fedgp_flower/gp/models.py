@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.gp.kernels import build_kernel, is_amplitude, prior_variance, wire_name
+from fedgp_flower.gp.kernels import OfEach, build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
@@ -53,11 +53,15 @@ class WhitenedPosterior:
         """R, lower triangular, R Rᵀ = S."""
         return kernel_cholesky(self.covariance, variance=torch.ones(()), jitter=0.0, of="S")
 
-    def variances(self, cross: Float[Tensor, "M N"]) -> Float[Tensor, "*C N"]:
+    def means(self, cross: Float[Tensor, "*K M N"]) -> Float[Tensor, "*C N"]:
+        """aᵀm for every column a."""
+        return (self.mean.to(cross)[..., None, :] @ cross)[..., 0, :]
+
+    def variances(self, cross: Float[Tensor, "*K M N"]) -> Float[Tensor, "*C N"]:
         """aᵀSa = |Rᵀa|² for every column a; of R only the blocks from the diagonal down are multiplied."""
-        root, total = self.root.to(cross), cross.new_zeros(cross.shape[1])
-        for start in range(0, len(cross), PANEL):
-            total = total + (root[..., start:, start : start + PANEL].mT @ cross[start:]).square().sum(-2)
+        root, total = self.root.to(cross), cross.new_zeros(cross.shape[-1])
+        for start in range(0, cross.shape[-2], PANEL):
+            total = total + (root[..., start:, start : start + PANEL].mT @ cross[..., start:, :]).square().sum(-2)
         return total
 
 
@@ -109,9 +113,8 @@ class WhitenedGP(ApproximateGP):
         if prior or self.posterior is None:
             return known
         cross = self.project(inputs)
-        mean, covariance = self.posterior.mean.to(cross), self.posterior.covariance.to(cross)
-        excess = MatmulLinearOperator(cross.mT, covariance @ cross - cross)
-        return MultivariateNormal(known.mean + mean @ cross, known.lazy_covariance_matrix + excess)
+        excess = MatmulLinearOperator(cross.mT, self.posterior.covariance.to(cross) @ cross - cross)
+        return MultivariateNormal(known.mean + self.posterior.means(cross), known.lazy_covariance_matrix + excess)
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """The prior."""
@@ -211,11 +214,11 @@ class SparseGP(WiredModel, WhitenedGP):
         """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [*C, N], a = L⁻¹k_zx, some rows at a time with one factor L."""
         factor, size = self.factor(), (*posterior.mean.shape[:-1], len(inputs))
         mean, variance = factor.new_empty(size), factor.new_empty(size)
-        for rows in torch.arange(len(inputs)).split(math.ceil(ENTRIES / len(factor))):
+        for rows in torch.arange(len(inputs)).split(math.ceil(ENTRIES / factor[..., 0].numel())):
             cross, prior = self.covariances(inputs[rows])
             cross = torch.linalg.solve_triangular(factor, cross, upper=False)
-            mean[..., rows] = posterior.mean.to(cross) @ cross
-            variance[..., rows] = prior - cross.square().sum(0) + posterior.variances(cross)
+            mean[..., rows] = posterior.means(cross)
+            variance[..., rows] = prior - cross.square().sum(-2) + posterior.variances(cross)
         return mean, variance
 
     @torch.no_grad()
@@ -231,16 +234,19 @@ class SparseGP(WiredModel, WhitenedGP):
 class LatentGP(SparseGP):
     """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R].
 
-    Where p(y | f) is of C functions, these share kernel and inducing points: c is [C, 1], q(v) = ∏ N(μ_c, S_c), and
-    moments are [C, N].
+    Where p(y | f) is of C functions, these share inducing points and, unless it names them, the kernel: c is [C, 1],
+    q(v) = ∏ N(μ_c, S_c), and moments are [C, N].
     """
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
-        WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
-        self.observed = build_point_likelihood(model.likelihood, noise=model.noise)
+        observed, num_inputs = build_point_likelihood(model.likelihood, noise=model.noise), inducing_points.shape[-1]
+        kernels = {name: build_kernel(model, num_inputs) for name in observed.functions}
+        kernel = OfEach(kernels) if kernels else build_kernel(model, num_inputs)
+        WhitenedGP.__init__(self, kernel, inducing_points, model.jitter)
+        self.observed = observed
         self.constant = Parameter(torch.zeros(1, dtype=torch.float64))
         self.hyper = Parameter(self.observed.initial.clone())
-        usual, reach = ModelSection(), REACH * math.sqrt(inducing_points.shape[-1])
+        usual, reach = ModelSection(), REACH * math.sqrt(num_inputs)
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name and model.lengthscale == usual.lengthscale:
                 parameter.data.fill_(math.log(reach))
@@ -281,17 +287,16 @@ class LatentGP(SparseGP):
                 total = total - 0.5 * ((parameter - centre) / spread).square().sum()
         return total
 
-    def nugget(self) -> Tensor:
+    def nugget(self) -> Float[Tensor, "*C 1"]:
         """The variance that jitter adds to f: at Z in L Lᵀ, and so at every input."""
-        return self.jitter * prior_variance(self.kernel, self.inducing_points)
+        return self.jitter * prior_variance(self.kernel, self.inducing_points)[..., None]
 
     def moments(
-        self, cross: Float[Tensor, "M N"], prior: Float[Tensor, " N"], posterior: WhitenedPosterior
+        self, cross: Float[Tensor, "*K M N"], prior: Float[Tensor, "*K N"], posterior: WhitenedPosterior
     ) -> tuple[Float[Tensor, "*C N"], Float[Tensor, "*C N"], Float[Tensor, "*C M N"]]:
         """Mean c + Wᵀμ and variance k(x, x) − |w|² + wᵀSw of f with its nugget, and SW, for W = L⁻¹ k(Z, x)."""
-        mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
-        spread = covariance @ cross
-        return self.constant + mean @ cross, prior + self.nugget() + ((spread - cross) * cross).sum(-2), spread
+        spread, mean = posterior.covariance.to(cross) @ cross, self.constant + posterior.means(cross)
+        return mean, prior + self.nugget() + ((spread - cross) * cross).sum(-2), spread
 
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
@@ -306,7 +311,7 @@ class LatentGP(SparseGP):
     def forward(self, inputs: Rows) -> MultivariateNormal:
         """The prior, with the nugget."""
         prior = super().forward(inputs)
-        nugget = self.nugget().expand(inputs.shape[:-1])
+        nugget = self.nugget().expand(*self.nugget().shape[:-1], *inputs.shape[:-1])
         return MultivariateNormal(prior.mean + self.constant, prior.lazy_covariance_matrix.add_diagonal(nugget))
 
     @property

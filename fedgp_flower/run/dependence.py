@@ -111,7 +111,8 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
         x[:, inputs] = moved
         with torch.no_grad():
             f = model(torch.from_numpy(x))
-        quantiles = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
+        centre, spread = (part.reshape(-1, len(x))[0].numpy() for part in (f.mean, f.stddev))  # log noise comes second
+        quantiles = centre + ndtri([[0.5], [0.025], [0.975]]) * spread
         median, low, high = outcome(quantiles)
         days = re.fullmatch(r"days\((.+)\)", name)
         found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days), x))

@@ -32,7 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
-from fedgp_flower.options import BESIDE, Value
+from fedgp_flower.options import BESIDE, NUMBERS, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
@@ -282,7 +282,7 @@ class Predictor:
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
         found = evenly([likelihood(model(inputs)) if noise else model(inputs) for model, likelihood in draws])
-        return draws[0].transforms.original(found)
+        return draws[0].transforms.original(found[0] if self.saved.likelihood == "heteroscedastic" else found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
@@ -298,10 +298,11 @@ class Predictor:
                 if not share:  # GPyTorch draws nothing only in error
                     continue
                 latent = model(inputs).rsample(torch.Size([share]))
-                found.append(likelihood(latent).sample() if noise else latent)
+                of_target = latent[:, 0] if self.saved.likelihood == "heteroscedastic" else latent
+                found.append(likelihood(latent).sample() if noise else of_target)
         drawn = torch.cat([torch.empty(0, len(inputs)), *found])
         values = drawn[torch.randperm(count, generator=generator)].double().numpy()
-        gaussian = not noise or self.saved.likelihood in {"gaussian", "student-t"}
+        gaussian = not noise or self.saved.likelihood in NUMBERS
         return self.units.values(values) if gaussian else values
 
     def to_gpytorch(self) -> Exported:
@@ -320,6 +321,8 @@ class Predictor:
             from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
         except ModuleNotFoundError as error:
             raise RunError(f"{error}: install `fedgp-flower[botorch]`") from None
+        if self.saved.likelihood in {"categorical", "heteroscedastic"}:
+            raise RunError(f"a model of BoTorch has one function; with {self.saved.likelihood!r} there are several")
         return FederatedModel(self.to_gpytorch())
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:

@@ -21,7 +21,7 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.options import BESIDE, CLASSES, COMMON, SEVERAL
+from fedgp_flower.options import BESIDE, CLASSES, COMMON, NUMBERS, SEVERAL
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
@@ -187,7 +187,7 @@ class Scoring:
             table = self.baseline(LifeTableScoreSums, Nothing())
             return table, None if line is None else self.baseline(LinearScoreSums, line)
         odd = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
-        if odd or likelihood not in COMMON | SEVERAL or session.config.beside:
+        if odd or likelihood not in COMMON | NUMBERS | SEVERAL or session.config.beside:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])

@@ -67,6 +67,8 @@ class PointLikelihood(ABC):
 
     relative = False
     """Whether it is of several functions of which only the differences matter."""
+    functions: tuple[str, ...] = ()
+    """Names of functions that have a kernel each; where it is of several without names, they share one."""
     amplitude_spread = 1.0
     """Of the prior of the kernel's amplitudes: sd of their logarithms."""
 

@@ -5,7 +5,8 @@ that of pseudo-observations: S = (I + B)⁻¹, μ = S b with B = W diag(β) Wᵀ
 β = −2 ∂/∂s of E log p(y | f), f ~ N(m, s), so that (B, b) and the bound are sums over rows, and a step of the natural
 gradient is (B, b) ← (1 − ρ)(B, b) + ρ (B̄, B̄ μ + W α), after Khan and Lin (2017) and Adam et al. (2021).
 
-Where p(y | f) is of C functions, which share the prior and are independent under q, there are α, β, B and b of each. If
+Where p(y | f) is of C functions, independent under q, there are α, β, B and b of each; W and L are of each too unless
+they share a kernel, and what comes through a shared one is added over functions. If
 only the differences of the functions matter, as to a softmax, q is one of the differences alone, whose divergence from
 their prior is less, see :func:`fedgp_flower.gp.models.shared_divergence`. The best one has, with Λ_c = I + B_c,
 Λ_c = (1 − 1/C) I + B̄_c + Λ_c (Σ Λ)⁻¹ Λ_c. Of two classes it is that of their log odds.
@@ -26,7 +27,7 @@ from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPos
 from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
-from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Square, Targets
+from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Targets
 
 SETTLING = 5
 """Iterations to the best q of differences, which goes on from there in the next step."""
@@ -79,14 +80,14 @@ class Duals:
         told = (vectors * roots.clamp(min=0)[..., None, :]) @ vectors.mT
         return told, told - self.precision
 
-    def concave(self, curvature: Square) -> Square:
+    def concave(self, curvature: Float[Tensor, "*C M M"]) -> Float[Tensor, "*C M M"]:
         """B̄ without its negative part."""
         factor = self.factor()
         half = torch.linalg.solve_triangular(factor, curvature, upper=False)
         roots, vectors = torch.linalg.eigh(symmetric(torch.linalg.solve_triangular(factor, half.mT, upper=False)))
-        if roots[0] >= 0:
+        if (roots >= 0).all():
             return curvature
-        kept = factor @ vectors * roots.clamp(min=0).sqrt()
+        kept = factor @ vectors * roots.clamp(min=0).sqrt()[..., None, :]
         return kept @ kept.mT
 
     def of_differences(self, curvature: Float[Tensor, "C M M"]) -> Float[Tensor, "C M M"]:
@@ -99,7 +100,7 @@ class Duals:
         return precision - eye
 
 
-def applied(matrix: Float[Tensor, "*A M M"], vector: Float[Tensor, "*B M"]) -> Float[Tensor, "*C M"]:
+def applied(matrix: Float[Tensor, "*A M N"], vector: Float[Tensor, "*B N"]) -> Float[Tensor, "*C M"]:
     """The product of the matrix and vector of each function."""
     return (matrix @ vector[..., None])[..., 0]
 
@@ -109,12 +110,7 @@ def diagonals(matrix: Float[Tensor, "*C M M"]) -> Float[Tensor, "*C M"]:
     return matrix.diagonal(dim1=-2, dim2=-1)
 
 
-def over_functions(matrix: Float[Tensor, "*C M N"]) -> Float[Tensor, "M N"]:
-    """The sum over functions."""
-    return matrix.reshape(-1, *matrix.shape[-2:]).sum(0)
-
-
-def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals:
+def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Float[Tensor, "*K M M"]) -> Duals:
     """The same pseudo-observations of f at the old Z, under new parameters; differentiable by these.
 
     f(Z₀) = c + k(Z₀, Z) L⁻ᵀ v at its conditional mean, so that v₀ = R v + δ with R = L₀⁻¹ k(Z₀, Z) L⁻ᵀ and
@@ -123,7 +119,9 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
     points = old.inducing_points.detach()
     with torch.no_grad():
         before = old.factor()
-    cross = new.kernel(points, new.inducing_points).to_dense() + new.nugget() * torch.eye(len(points)).to(points)
+    cross = new.kernel(points, new.inducing_points).to_dense() + new.nugget()[..., None] * torch.eye(len(points)).to(
+        points
+    )
     half = torch.linalg.solve_triangular(before, cross, upper=False)
     move = torch.linalg.solve_triangular(factor, half.mT, upper=False)  # Rᵀ
     offset = (new.constant - old.constant.detach()).expand(duals.shift.shape)
@@ -134,7 +132,11 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
 
 
 def expectations(
-    model: LatentGP, inputs: Rows, targets: Targets, posterior: WhitenedPosterior, factor: Square | None = None
+    model: LatentGP,
+    inputs: Rows,
+    targets: Targets,
+    posterior: WhitenedPosterior,
+    factor: Float[Tensor, "*K M M"] | None = None,
 ) -> Expectations:
     """What rows say at q(v): Σ E log p(y | f) with its derivatives, L and q held fixed in those by parameters.
 
@@ -161,10 +163,11 @@ def expectations(
             alpha, beta = alpha.to(whitened), beta.to(whitened)
             weight = beta[..., None, :]
             incoming = posterior.mean.to(whitened)[..., None] * alpha[..., None, :] + (whitened - spread) * weight
-            incoming = torch.linalg.solve_triangular(factor.mT, over_functions(incoming), upper=True)
-            fit, slope = fit + value, slope + alpha @ whitened.mT
+            incoming = torch.linalg.solve_triangular(factor.mT, incoming.sum_to_size(cross.shape), upper=True)
+            fit, slope = fit + value, slope + applied(whitened, alpha)
             curvature = curvature + (whitened * weight) @ whitened.mT
-        adjoints = incoming, -over_functions(weight)[0] / 2, -beta.sum() / 2
+        by_nugget = -beta.sum(-1, keepdim=True).sum_to_size(nugget.shape) / 2
+        adjoints = incoming, -beta.sum_to_size(prior.shape) / 2, by_nugget
         grads = torch.autograd.grad((cross, prior, nugget), [*moving.values()], adjoints, allow_unused=True)
         for name, grad in zip(moving, grads, strict=True):
             gradient[name] += 0 if grad is None else grad
@@ -203,7 +206,8 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
     with torch.no_grad():
         slope, curvature = torch.from_numpy(found.slope), torch.from_numpy(found.curvature)
         products = q.mean[..., None] * slope[..., None, :] + curvature - q.covariance @ curvature
-        by_factor = -torch.linalg.solve_triangular(factor.mT, over_functions(products), upper=True).tril()
+        products = products.sum_to_size(factor.shape)  # over functions that share a kernel
+        by_factor = -torch.linalg.solve_triangular(factor.mT, products, upper=True).tril()
         adjoints = by_factor, slope, -curvature / 2, torch.ones_like(known)
     outputs = factor, q.mean, q.covariance, known
     grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True, materialize_grads=True)

@@ -210,11 +210,13 @@ class Expectations:
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
 
-        Student-t noise, which has parameters, knows neither limit. A summand is only checked in O(M²).
+        Student-t noise, which has parameters, knows neither limit, and the density of a number with a function for its
+        noise may be above 1. A summand is only checked in O(M²).
         """
         if any(name.startswith("likelihood.") for name in self.values):
             return None
-        if float(self.fit) > SINGLE_SLACK * described.rows:
+        number = any(name.startswith("kernel.noise.") for name in self.values)
+        if not number and float(self.fit) > SINGLE_SLACK * described.rows:
             return f"`fit` is {float(self.fit):g}: no probability is above 1"
         each = self.curvature.reshape(-1, *self.curvature.shape[-2:])
         slack = SINGLE_SLACK * np.abs(np.trace(each, axis1=1, axis2=2))

@@ -9,6 +9,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
     BESIDE,
     COMMON,
+    NUMBERS,
     SEVERAL,
     SMOOTH,
     Count,
@@ -53,7 +54,7 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = COMMON | {*BESIDE} | SEVERAL
+    likelihoods: ClassVar[frozenset[str]] = COMMON | NUMBERS | SEVERAL | {*BESIDE}
 
     usual_kernel: ClassVar[str] = SMOOTH
     usual_megabytes: ClassVar[int] = 0
