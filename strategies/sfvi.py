@@ -207,7 +207,7 @@ def first_state(strategy: SFVI | SFVIAvg, roster: Roster) -> Asking[SFVIState]:
         shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, strategy.config.seed)
     points = torch.from_numpy(shared[SHARED]) if shared else None
     model = configured(options, section, len(options.columns(strategy.preparation.names)), points)
-    q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=options.structure == "full")
+    q_global = initial_global(model.global_size, scale=options.scale, triangular=options.structure == "full")
     prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
     return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
 

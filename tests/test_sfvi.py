@@ -197,7 +197,7 @@ def test_a_settled_run_ends_at_its_mean():
     network.planned_rounds, network.network = 1000, SimpleNamespace(round=100)
     network.course = replace(Course.begin(0), arrived=100)
     assert [network.horizon(), network.finished(start()), network.converged(start())] == [125, False, True]
-    assert [network.options.rate(n, 125) for n in (100, 125)] == pytest.approx([0.05, 0.0005])
+    assert [network.options.rate(n, 125) for n in (100, 125)] == pytest.approx([0.02, 0.0002])
 
 
 def start(**known):

@@ -185,7 +185,7 @@ class SFVIClient(SiteClient):
         points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
         model = configured(options, section, rows.features.shape[1], points)
         learner, full = self.learner_of(model, rows, data.y, self.config.seed), options.structure == "full"
-        q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=full)
+        q_global = initial_global(model.global_size, scale=options.scale, triangular=full)
         start = (q_global, initial_local(model, learner.site, options), AdamState[torch.Tensor]())
         rounds = self.config.num_server_rounds
         averaging = options.averaging_rounds(rounds)

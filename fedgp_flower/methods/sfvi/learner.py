@@ -145,7 +145,7 @@ class Learner:
 
 def initial_local(model: StructuredModel, site: SiteRows, options: SFVIOptions) -> LocalPosterior:
     """q(Z_Lk | Z_G) before the first step."""
-    return model.initial_local(site, scale=options.initial_scale, whole=not options.row.mean_field)
+    return model.initial_local(site, scale=options.scale, whole=not options.row.mean_field)
 
 
 def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:

@@ -10,7 +10,7 @@ from pydantic import field_validator
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import COMMON, Count, MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import COMMON, Count, MethodOptions, NonNegative, PositiveInt
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which stay as they are."""
@@ -36,14 +36,14 @@ class SFVIOptions(MethodOptions):
     """By name, as in Hassan et al. (2023) where a section is given."""
     structure: Literal["diagonal", "full"] = "diagonal"
     """L_G of q(Z_G). ``full`` sends M²/2 numbers more."""
-    initial_scale: Positive = 0.3
-    """Initial standard deviation of all latents under q."""
+    initial_scale: NonNegative = 0.0
+    """Initial standard deviation of all latents under q; 0: 0.3, of networks 0.1."""
     samples: PositiveInt = 4
     """S, draws of Z_G in a gradient; none for ``gp``."""
     importance_samples: PositiveInt = 20
     """R, weighted draws of each unit's latents; 1 is the paper's bound, and that of networks. None for ``gp``."""
-    learning_rate: Positive = 0.05
-    """Of Adam, at the server and at the sites."""
+    learning_rate: NonNegative = 0.0
+    """Of Adam, at the server and at the sites; 0: 0.05, of networks 0.02."""
     warm_start_rounds: Count = 0
     """``sfvi``: rounds of ``sfvi-avg`` that come first."""
     local_steps: PositiveInt = 20
@@ -110,6 +110,11 @@ class SFVIOptions(MethodOptions):
         return MODELS[self.model]
 
     @property
+    def scale(self) -> float:
+        """The standard deviation that q starts from."""
+        return self.initial_scale or self.row.initial_scale
+
+    @property
     def slopes(self) -> tuple[str, ...]:
         """The features with random slopes."""
         return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
@@ -126,10 +131,10 @@ class SFVIOptions(MethodOptions):
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
 
-        It ends at :data:`FINAL_RATE` · ``learning-rate``.
+        It ends at :data:`FINAL_RATE` times the first.
         """
         progress = (step / steps - CONSTANT_SHARE) / (1 - CONSTANT_SHARE)
-        return float(self.learning_rate * FINAL_RATE ** min(max(progress, 0.0), 1.0))
+        return float((self.learning_rate or self.row.learning_rate) * FINAL_RATE ** min(max(progress, 0.0), 1.0))
 
 
 SECTIONS = sections_of(MODELS.values(), SFVIOptions.model_fields)

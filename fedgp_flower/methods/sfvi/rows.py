@@ -39,6 +39,9 @@ class ModelRow:
     """Whether a site's term of the bound is known without draws, so that none travel."""
     inducing: bool = False
     """Whether it has shared inducing inputs."""
+    initial_scale: float = 0.3
+    learning_rate: float = 0.05
+    """Where the configuration leaves them to the model; networks whose first steps are long forget their inputs."""
     untouched: bool = False
     """Whether it takes inputs as they are, whatever ``standardise`` says."""
 
@@ -62,6 +65,8 @@ _NETWORK = replace(
     reads=("hidden",),
     mean_field=True,
     personal=True,
+    initial_scale=0.1,
+    learning_rate=0.02,
 )
 _AMORTISED = replace(
     _NETWORK,
