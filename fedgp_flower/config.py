@@ -22,7 +22,6 @@ from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
     BESIDE,
-    COMMON,
     USUAL_KERNEL,
     AveragingSection,
     Count,
@@ -328,7 +327,7 @@ class CoreConfig(Section):
             raise ConfigError(
                 f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} has {able}; take 'svgp'"
             )
-        if self.beside and options.likelihoods <= COMMON:
+        if self.beside and not {*BESIDE} <= options.likelihoods:
             raise ConfigError(
                 f"`target` = {self.target!r} names the {BESIDE[likelihood]} after the comma, which `method` ="
                 f" {self.method!r} does not read; take 'svgp'"
@@ -449,6 +448,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
+    if core.model.likelihood == "gaussian":
+        likely = core.model.model_copy(update={"likelihood": chosen.usual_likelihood})
+        core = core.model_copy(update={"model": likely})
     usual: dict[str, Value] = {}
     if core.model.kernel == USUAL_KERNEL:
         usual["kernel"] = chosen.kernel_for(core.model.likelihood)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -203,6 +203,13 @@ class MethodOptions(BaseModel):
     """Whether the method reads ``formula``."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
+    classes: Annotated[int, Field(exclude=True)] = 0
+    """Of the target, as agreed; 0: it is a number."""
+
+    @property
+    def usual_likelihood(self) -> str:
+        """What the target is where ``model.likelihood`` leaves it to the method."""
+        return "gaussian"
 
     @property
     def hyperprior(self) -> str:
@@ -234,9 +241,9 @@ class MethodOptions(BaseModel):
         """Of a message at more inducing points after training, where keys leave it to the method; 0: there is none."""
         return 0
 
-    def numbers_classes(self, section: ModelSection) -> bool:
-        """Whether the target holds the numbers of several classes."""
-        return False
+    def of_classes(self, count: int) -> Self:
+        """With the number of classes that the sites agreed on."""
+        return self.model_copy(update={"classes": count})
 
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError where the method cannot work with these core keys."""

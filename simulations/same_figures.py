@@ -113,7 +113,7 @@ RUNS = (
     Run("pvi-counts-lbfgs", 0, f"method=pvi {CLINICS} target=visits model.likelihood=poisson model.num-inducing=10 "
         "num-server-rounds=3 evaluate-every=0 pvi.local-update=lbfgs pvi.factor=cpo pvi.steps=15"),
     Run("pvi-glm", 4, f"method=pvi-glm {LABELS} num-server-rounds=8"),
-    Run("pvi-bnn", 3, f"method=pvi-bnn {LABELS} bnn.classes=2 bnn.hidden=5 pvi.steps=20 "
+    Run("pvi-bnn", 3, f"method=pvi-bnn {LABELS} bnn.hidden=5 pvi.steps=20 "
         "num-server-rounds=3"),
     Run("fedmgp-exact", 0, f"{EXACT}=5 baselines.max-evaluations=30", quiet=False),
     Run("fedmgp-exact-two-latents", 0, f"{EXACT}=10 fedmgp.latents=2"),
@@ -133,9 +133,9 @@ RUNS = (
         "partitioner=natural partition.column=smoke model.likelihood=bernoulli sfvi.model=glmm sfvi.unit-column=id "
         "sfvi.structure=full sfvi.importance-samples=5 num-server-rounds=15 evaluate-every=0",
         needs="ohio.csv.gz"),
-    Run("sfvi-multinomial", 3, "method=sfvi dataset=classes.csv target=label standardise=false sfvi.model=multinomial "
-        "sfvi.classes=3 num-server-rounds=15 evaluate-every=0"),
-    Run("sfvi-fedpop", 3, f"method=sfvi {LABELS} sfvi.model=fedpop sfvi.classes=2 sfvi.hidden=5 num-server-rounds=10 "
+    Run("sfvi-multinomial", 3, "method=sfvi dataset=classes.csv target=label sfvi.model=multinomial "
+        "num-server-rounds=15 evaluate-every=0"),
+    Run("sfvi-fedpop", 3, f"method=sfvi {LABELS} sfvi.model=fedpop sfvi.hidden=5 num-server-rounds=10 "
         "sfvi.samples=1"),
 )  # fmt: skip
 

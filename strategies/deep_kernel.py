@@ -65,6 +65,6 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
         meanings = dict.fromkeys(arrays, "weights of the network, or log noise variance")
         meanings |= {"heads.mean": "E w_c, by output", "heads.covariance": "Cov w_c, by output"}
         model = {"family": "deep-kernel", "deep": self.options.model_dump(by_alias=True), "share": head.share}
-        model["likelihood"] = self.config.model.likelihood
+        model |= {"likelihood": self.config.model.likelihood, "classes": self.options.classes}
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
         return Predicted(head, saved, {"share": head.share, "shares": list(SHARES), "evidence": evidence})

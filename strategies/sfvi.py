@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
@@ -215,7 +216,7 @@ def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Ask
     """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
     yield from ()
     section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
-    model = {"family": "structured", "model": section, "structure": structure}
+    model = {"family": "structured", "model": section, "structure": structure, "classes": strategy.options.classes}
     if strategy.options.row.personal:
         model["why_no_posterior"] = "each site has a last layer of its own, which stays there: name it with `--site`"
     posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
@@ -223,6 +224,15 @@ def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Ask
     facts |= {"bound": state.bound} if state.bound is not None else {}
     facts |= {"fresh_starts": state.fresh} if state.fresh else {}
     return Predicted(Parameters(state.parameters), posterior, facts)
+
+
+def as_they_are(strategy: SFVI | SFVIAvg, preparation: Agreement) -> Agreement:
+    """Inputs that the model takes as they are."""
+    if not strategy.options.row.untouched:
+        return preparation
+    scales = {"input.mean": np.zeros_like, "input.scale": np.ones_like}
+    changed = {name: make(preparation.arrays[name]) for name, make in scales.items()}
+    return replace(preparation, arrays={**preparation.arrays, **changed})
 
 
 def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
@@ -254,6 +264,7 @@ class SFVIAvg(FederatedStrategy[SFVIState]):
     options_class, state_class, anneals = SFVIAvgKeys, SFVIState, CONSTANT_SHARE
     options: SFVIAvgKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
+    adjusted = as_they_are
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
@@ -267,6 +278,7 @@ class SFVI(FederatedStrategy[SFVIState]):
     options_class, state_class, anneals = SFVIKeys, SFVIState, CONSTANT_SHARE
     options: SFVIKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
+    adjusted = as_they_are
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""

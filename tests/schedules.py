@@ -13,7 +13,7 @@ from flwr.app import Message, RecordDict
 from fedgp_flower.errors import FedGPError
 
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
-_CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3}
+_CLASSES |= {"sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
     "sgpr": {"method": "sgpr", "sgpr__exchanges": 8},
     "fsgp": {"method": "fsgp"},
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi-avg networks": {"method": "sfvi-avg", "sfvi__model": "fedpop", "sfvi__local_steps": 3, **_CLASSES},
     "pvi-glm": {"method": "pvi-glm"},
     "pvi-bnn": {"method": "pvi-bnn", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "pvi__steps": 5},
+    | {"features": "mean radius,mean texture", "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__local_steps": 3},
     "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
@@ -52,10 +52,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "rough": {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "test_fraction": 0.8},
     "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
     | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2},
-    "sfvi vae": {"method": "sfvi", "sfvi__model": "vae", "standardise": False, **_CLASSES}
-    | {"features": "mean smoothness,mean compactness"},
-    "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, "standardise": False}
-    | _CLASSES,
+    "sfvi vae": {"method": "sfvi", "sfvi__model": "vae", **_CLASSES} | {"features": "mean smoothness,mean compactness"},
+    "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, **_CLASSES},
 }
 """A tiny run of every Strategy that trains."""
 MORE: dict[str, dict[str, Any]] = {

@@ -142,8 +142,9 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
     table = opposite_sites()
     table["label"] += 0.0 if classes else 0.1 * np.sin(np.arange(len(table)))
     table.to_csv(path, index=False)
-    keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "standardise": not classes, "features": "a,b"}
-    keys |= {"partitioner": "natural", "partition__column": "silo", "deep__classes": 3 if classes else 0}
+    keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "features": "a,b"}
+    keys |= {"partitioner": "natural", "partition__column": "silo"}
+    keys |= {"model__likelihood": "categorical"} if classes else {}
     keys |= {"num_server_rounds": 8, "deep__learning_rate": 0.02}
     keys |= {"dataset": str(path), "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)

@@ -12,7 +12,6 @@ from faults import configured
 from scipy.optimize import minimize
 from scipy.special import gammaln, log_expit
 
-from fedgp_flower.errors import DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data
@@ -22,7 +21,6 @@ from fedgp_flower.methods.pvi_weights.model import (
     NewtonStep,
     VisitSettings,
     WeightSpaceNetwork,
-    class_rows,
     glm_rows,
     optimum,
     prior_of,
@@ -232,8 +230,8 @@ def three_classes(rows: int = 90, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float)})
 
 
-def data(frame: pd.DataFrame, classes: int = 3) -> Data:
-    return class_rows(frame[["a", "b"]].to_numpy().copy(), frame["label"].to_numpy().copy(), classes)
+def data(frame: pd.DataFrame) -> Data:
+    return Data(torch.tensor(frame[["a", "b"]].to_numpy()), torch.tensor(frame["label"].to_numpy()))
 
 
 def test_draws_for_each_row_are_those_of_the_weights():
@@ -263,16 +261,9 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     assert (probability.argmax(1) == rows.targets.numpy()).mean() > 0.95
 
 
-def test_labels_that_are_no_classes_are_named():
-    with pytest.raises(DataError, match=r"below `bnn.classes` = 2"):
-        data(three_classes(), 2)
-
-
 KEYS = {
     "method": "pvi-bnn",
     "target": "label",
-    "standardise": False,
-    "bnn__classes": 3,
     "bnn__hidden": 6,
     "pvi__steps": 60,
     "pvi__learning_rate": 0.03,

@@ -147,7 +147,6 @@ def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
         "target": "y",
         "standardise": False,
         "sfvi__model": "multinomial",
-        "sfvi__classes": 3,
         "sfvi__samples": 2,
         "sfvi__learning_rate": 0.1,
     }

@@ -117,10 +117,10 @@ def one_class_each(rows: int = 60) -> pd.DataFrame:
 @pytest.mark.parametrize(("method", "name"), [("sfvi", "fedpop"), ("sfvi-avg", "hierarchical-bnn")])
 def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, method: str, name: str):
     path = tmp_path / "classes.csv"
-    one_class_each().to_csv(path, index=False)
+    one_class_each().assign(label=lambda frame: frame["label"].map("kind {:.0f}".format)).to_csv(path, index=False)
     own: dict[str, Any] = {"sfvi__local_steps": 5, "num_server_rounds": 8} if method == "sfvi-avg" else {}
-    keys = {"method": method, "target": "label", "standardise": False, "partitioner": "natural"}
-    keys |= {"partition__column": "silo", "sfvi__model": name, "sfvi__classes": 3, "sfvi__hidden": 8}
+    keys = {"method": method, "target": "label", "partitioner": "natural"}
+    keys |= {"partition__column": "silo", "sfvi__model": name, "sfvi__hidden": 8}
     keys |= {"sfvi__initial_scale": 0.1}
     keys |= {"num_server_rounds": 40, "sfvi__samples": 2, "name": "run", "output_dir": str(tmp_path)}
     flat = configured(**keys | own, dataset=str(path), features="a,b")
@@ -237,8 +237,8 @@ def documents(rows: int = 150) -> pd.DataFrame:
 def test_a_topic_model_is_scored_saved_and_predicts(tmp_path: Path) -> None:
     path, table = tmp_path / "table.csv", documents()
     table.assign(theme=table["theme"].map({0.0: "disk", 1.0: "game"})).to_csv(path, index=False)
-    keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme", "standardise": False}
-    keys |= {"sfvi__model": "prodlda", "sfvi__classes": 2, "sfvi__hidden": 8, "sfvi__samples": 1}
+    keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme"}
+    keys |= {"sfvi__model": "prodlda", "sfvi__hidden": 8, "sfvi__samples": 1}
     keys |= {"sfvi__initial_scale": 0.1, "sfvi__learning_rate": 0.1, "dataset": str(path), "features": WORDS}
     keys |= {"num_server_rounds": 45, "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)

@@ -93,8 +93,7 @@ def nothing(units: TargetUnits) -> Scores:
 def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
     """Scores of gradient boosting of all rows; of none where trees have too few rows or no loss for the target."""
     likelihood = config.model.likelihood
-    numbered = config.options.numbers_classes(config.model) and likelihood not in CLASSES
-    few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES or numbered
+    few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES
     few |= (
         likelihood in CLASSES and np.unique(rows.y, return_counts=True)[1].min() < 2
     )  # each fold is predicted by others

@@ -124,7 +124,9 @@ class SiteClient(NumPyClient):
     """Handlers of the messages that every method answers; a method adds more, and :meth:`predict`."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.config = setting, setting.config
+        agreed, options = setting.preparation, setting.config.options
+        known = options if agreed is None else options.of_classes(len(agreed.target.levels))
+        self.setting, self.config = setting, setting.config.model_copy(update={"options": known})
         self.site, self.state = setting.site, setting.state
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)

@@ -31,13 +31,11 @@ DRAWS, WORDS, SHOWN, MENTIONED = 50, 400, 10, "god"
 SITES = {"vae": 10, "prodlda": 3}
 TARGET = {"vae": "digit", "prodlda": "mentioned"}
 KEYS: dict[str, dict[str, Any]] = {
-    "vae": {"sfvi.classes": 10, "sfvi.hidden": 64, "sfvi.latents": 2, "sfvi.learning-rate": 0.02},
-    "prodlda": {"model.likelihood": "bernoulli", "sfvi.classes": 2, "sfvi.hidden": 32, "sfvi.latents": 20}
-    | {"sfvi.learning-rate": 0.03},
+    "vae": {"sfvi.hidden": 64, "sfvi.latents": 2, "sfvi.learning-rate": 0.02},
+    "prodlda": {"model.likelihood": "bernoulli", "sfvi.hidden": 32, "sfvi.latents": 20} | {"sfvi.learning-rate": 0.03},
 }
 COMMON: dict[str, Any] = {
     "split": 0,
-    "standardise": False,
     "partitioner": "natural",
     "partition.column": "silo",
     "sfvi.samples": 1,
@@ -106,7 +104,8 @@ def scores(run: Row, new: pd.DataFrame, train: pd.DataFrame) -> Row:
 
     arrays, config = posterior_arrays(run), parse_config(read_config(run["folder"] / "config.toml"))
     x = torch.tensor(new.to_numpy())
-    model, q = model_at(config.options, config.model, x.shape[1], arrays), GlobalPosterior.of(arrays)
+    options = config.options.of_classes({"vae": 10, "prodlda": 2}[config.options.model])
+    model, q = model_at(options, config.model, x.shape[1], arrays), GlobalPosterior.of(arrays)
     assert isinstance(model, AmortisedModel)
     generator, site, bound = torch.Generator().manual_seed(0), model.prepare(x, x.new_zeros(len(x))), 0.0
     for _ in range(DRAWS):

@@ -35,7 +35,7 @@ KEYS: dict[str, Any] = {
     **IMAGES,
     "method": "deep-kernel",
     "deep.network": "convolutional",
-    "deep.classes": 10,
+    "model.likelihood": "categorical",
     "deep.local-steps": STEPS,
     "deep.learning-rate": RATE,
     "num-server-rounds": ROUNDS,

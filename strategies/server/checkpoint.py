@@ -9,6 +9,7 @@ from typing import Any
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
+from fedgp_flower.options import SEVERAL
 from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.algorithm import Algorithm
@@ -123,7 +124,7 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     """Ask for what the configuration wants besides, and put the figures of the run together."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, wanted = algorithm.preparation, session.config.baselines
-    predicts = algorithm.predicts and not algorithm.options.numbers_classes(session.config.model)
+    predicts = algorithm.predicts and session.config.model.likelihood not in SEVERAL
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
     scoring.local_only = scoring.alone() if wanted.local_only else None
     pooled, trees = scoring.of_all_rows() if wanted.pooled and preparation.simulated else (None, None)

@@ -32,7 +32,7 @@ from fedgp_flower.typing import Json, NamedArrays
 from strategies.server import checkpoint, enrolment
 from strategies.server.algorithm import Algorithm
 from strategies.server.network import Network
-from strategies.server.questions import Each, Figures, Question, S, Total
+from strategies.server.questions import Asking, Each, Figures, Question, S, Total
 from strategies.server.scoring import Scoring
 from strategies.server.session import Asked, Contract, Session
 
@@ -148,12 +148,21 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.session.meet(self.snapshot)
         self.config = self.session.config
         if self.snapshot is None:
-            self.current = self.session.begin(self.adjusted, lambda: self.initialise(self.roster()))
+            self.current = self.session.begin(self.adjusted, self._begin)
         else:
+            self._take_classes()
             self.current = checkpoint.restore(self.session, self.snapshot, self.clock, self.state_class)
             logger.info("resumed after round %d", self.round)
         if constants := self.constants(self.current):
             self.session.share(constants)
+
+    def _begin(self) -> Asking[S]:
+        """The first state, once columns and classes are agreed."""
+        self._take_classes()
+        return self.initialise(self.roster())
+
+    def _take_classes(self) -> None:
+        self.options = self.config.options.of_classes(len(self.preparation.classes))
 
     def summary(self) -> None:
         """Log what is about to run, once the sites are known."""

@@ -191,8 +191,6 @@ class Classes(nn.Module):
 
     def values(self, targets: Targets) -> tuple[Float[Tensor, "C N"], Float[Tensor, "C N"]]:
         """Values of f for all classes, and the variances of their noise."""
-        if not torch.isin(targets, torch.arange(self.classes)).all():
-            raise DataError(f"targets must be whole numbers below `deep.classes` = {self.classes}")
         alpha = CONCENTRATION + nn.functional.one_hot(targets.long(), self.classes).double().mT
         variance = torch.log1p(1 / alpha)
         return alpha.log() - variance / 2, variance
@@ -213,7 +211,7 @@ class DeepKernel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = network(inputs, options)
-        classes = 2 if binary else options.classes
+        classes = options.classes
         self.observed: Numbers | Classes = Classes(classes, binary=binary) if classes else Numbers(section.noise)
         self.double()
 

@@ -28,7 +28,7 @@ def weights_of(saved: Posterior) -> NamedArrays:
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
     """The posterior of a finished run, for a site that nobody has seen."""
-    options = DeepKernelOptions.model_validate(saved.model["deep"])
+    options = DeepKernelOptions.model_validate(saved.model["deep"]).of_classes(int(saved.model["classes"]))
     section = ModelSection.model_validate({"likelihood": saved.likelihood})
     model = DeepKernel(options, section, len(names)).load(weights_of(saved))
     mean, covariance = (torch.from_numpy(np.array(saved.arrays[name])) for name in HEADS)

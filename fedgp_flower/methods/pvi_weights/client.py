@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.count_scores import count_scores
@@ -26,7 +27,6 @@ from fedgp_flower.methods.pvi_weights.model import (
     NewtonStep,
     VisitSettings,
     WeightSpaceNetwork,
-    class_rows,
     glm_rows,
     optimum,
     prior_of,
@@ -34,6 +34,7 @@ from fedgp_flower.methods.pvi_weights.model import (
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
+from fedgp_flower.shared_messages import Confusion
 from fedgp_flower.typing import Array
 
 
@@ -107,7 +108,7 @@ class BNNClient(SiteClient):
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, estimated from the draws of a prediction."""
-        rows, source = self._classes(self.rows), random_source(self.config.seed, "fit", self.site.site)
+        rows, source = data_of(self.rows), random_source(self.config.seed, "fit", self.site.site)
         values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
@@ -120,15 +121,16 @@ class BNNClient(SiteClient):
         """Scores of the classes' probabilities."""
         return self._scored(request.gaussian, self.rows)
 
+    def confusion(self, request: NaturalParameters) -> Confusion:
+        """Which class was taken for which; only where there are several."""
+        return Confusion.of(self._probabilities(request.gaussian, self.rows.x_test), self.rows.y_test)
+
     def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same network of these rows alone."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
         return self._scored(q, data)
-
-    def _classes(self, data: SiteData) -> Data:
-        return class_rows(data.x, data.y, self.options.classes)
 
     def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, float, Trace]:
         shared = cast(PVIOptions, self.config.shared)
@@ -138,7 +140,7 @@ class BNNClient(SiteClient):
             mean = self.network.initial(random_source(self.config.seed, "weights"))
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(self.network, self._classes(data), context, start, settings, source)
+        return refined(self.network, data_of(data), context, start, settings, source)
 
     def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
         binary = self.config.model.likelihood == "bernoulli"
@@ -148,3 +150,8 @@ class BNNClient(SiteClient):
         probability = self._probabilities(q, data.x_test)
         score = bernoulli_scores if probability.ndim == 1 else class_scores
         return score(probability, data.y_test)
+
+
+def data_of(rows: SiteData) -> Data:
+    """Training rows, the target the number of a class."""
+    return Data(torch.from_numpy(rows.x), torch.from_numpy(rows.y))

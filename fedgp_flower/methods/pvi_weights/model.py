@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from fedgp_flower.errors import DataError, NumericsError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.gp.linalg import cholesky
@@ -203,13 +203,6 @@ def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Te
     x = torch.cat([x, x.new_ones(len(x), 1)], 1)
     centre, spread = x @ mean.mT, (x.square() @ variance.mT).sqrt()
     return centre + spread * torch.randn(centre.shape, generator=generator, dtype=x.dtype)
-
-
-def class_rows(inputs: Array, targets: Array, classes: int) -> Data:
-    """A site's rows, the target the number of a class."""
-    if not np.isin(targets, np.arange(classes)).all():
-        raise DataError(f"targets must be whole numbers below `bnn.classes` = {classes}")
-    return Data(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 
 @dataclass(frozen=True, slots=True)

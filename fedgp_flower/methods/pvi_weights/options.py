@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
@@ -74,24 +72,12 @@ class BNNOptions(WeightsOptions):
 
     hidden: PositiveInt = 50
     """Units of the one hidden layer, rectified."""
-    classes: Annotated[int, Field(ge=2)] = 10
-    """The target holds the numbers 0 to ``classes`` − 1."""
+    likelihoods: ClassVar[frozenset[str]] = frozenset({"bernoulli", "categorical"})
+    usual_likelihood: ClassVar[str] = "categorical"
 
     def num_weights(self, num_inputs: int) -> int:
         """Two layers with their biases."""
         return self.hidden * (num_inputs + 1) + self.classes * (self.hidden + 1)
-
-    def check(self, core: CoreConfig) -> None:
-        """Class numbers as targets."""
-        super().check(core)
-        binary = core.model.likelihood == "bernoulli"
-        if binary and self.classes != 2:
-            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `bnn.classes` to 2")
-        if not binary and (core.standardise or core.model.likelihood != "gaussian"):
-            raise ConfigError(
-                "pvi-bnn reads two classes off the target with `model.likelihood` = 'bernoulli', class numbers with"
-                " `standardise` false and `model.likelihood` left at 'gaussian'"
-            )
 
     def check_shared(self, shared: MethodOptions) -> None:
         """No update that only a linear model has."""

@@ -176,7 +176,7 @@ class AmortisedModel(SampledModel):
         """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""
         if not bool((features >= 0).all()) or not (self.counts or bool((features <= 1).all())):
             name, words = ("prodlda", "counts of words") if self.counts else ("vae", "features between 0 and 1")
-            raise DataError(f"`sfvi.model` = {name!r} takes {words} as they are: set `standardise` false")
+            raise DataError(f"`sfvi.model` = {name!r} takes {words}; there are others")
         return LENGTH * nn.functional.normalize(features.log1p(), dim=-1) if self.counts else features
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:

@@ -16,7 +16,7 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import DataError, NumericsError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.family import LOCAL, GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
@@ -118,8 +118,6 @@ class SFVIClient(SiteClient):
         """A learner of a model and rows."""
         options, digest = self.options, hashlib.sha256(self.site.site.encode()).digest()
         key = int.from_bytes(digest[:7], "big")  # no other site shares its draws
-        if options.row.classes and not np.isin(targets, np.arange(options.classes)).all():
-            raise DataError(f"targets must be whole numbers below `sfvi.classes` = {options.classes}")
         site = model.prepare(rows.features, torch.from_numpy(targets), rows.groups, key=key)
         samples = 0 if options.row.known_expectations else options.samples
         return Learner(model, site, seed, key, samples, 1 if options.row.mean_field else options.importance_samples)

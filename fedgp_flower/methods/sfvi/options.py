@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import Count, MethodOptions, ModelSection, Positive, PositiveInt
+from fedgp_flower.options import COMMON, Count, MethodOptions, Positive, PositiveInt
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which stay as they are."""
@@ -26,6 +26,7 @@ class SFVIOptions(MethodOptions):
     """The keys of the built-in models."""
 
     table: ClassVar[str] = "sfvi"
+    likelihoods: ClassVar[frozenset[str]] = COMMON | {"categorical"}
     averages: ClassVar[bool] = False
     """Whether every round is one of local steps and averages."""
     variant_key: ClassVar[str] = "model"
@@ -52,8 +53,6 @@ class SFVIOptions(MethodOptions):
     """``glmm``: numeric feature whose value names the unit that shares random effects."""
     random_slopes: str = ""
     """``glmm``: features with a slope for every unit, with commas between them."""
-    classes: Annotated[int, Field(ge=2)] = 10
-    """Of models of classes: the target holds the numbers 0 to ``classes`` − 1."""
     hidden: PositiveInt = 50
     """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
     latents: PositiveInt = 2
@@ -90,11 +89,11 @@ class SFVIOptions(MethodOptions):
                 raise ConfigError(f"{key}: `sfvi.model` = {self.model!r} does not read it; only {readers}")
         if "unit_column" in self.row.fields and not self.unit_column:
             raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
-        if self.row.classes and core.model.likelihood == "bernoulli" and self.classes != 2:
-            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
-        if self.numbers_classes(core.model) and core.standardise:
-            words = "reads class numbers off the target: set `standardise` false"
-            raise ConfigError(f"`sfvi.model` = {self.model!r} {words}")
+
+    @property
+    def usual_likelihood(self) -> str:
+        """Classes, where the model is of classes."""
+        return "categorical" if self.row.classes else "gaussian"
 
     @property
     def usual_rounds(self) -> int:
@@ -114,10 +113,6 @@ class SFVIOptions(MethodOptions):
     def slopes(self) -> tuple[str, ...]:
         """The features with random slopes."""
         return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
-
-    def numbers_classes(self, section: ModelSection) -> bool:
-        """Whether the target holds the numbers of several classes."""
-        return self.row.classes and section.likelihood != "bernoulli"
 
     def columns(self, names: Sequence[str]) -> list[int]:
         """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice."""

@@ -66,7 +66,7 @@ class NewSite:
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     """The posterior of a finished run."""
-    options = SFVIKeys.model_validate(saved.model["structure"])
+    options = SFVIKeys.model_validate(saved.model["structure"]).of_classes(int(saved.model["classes"]))
     columns = options.columns(names)
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     model = model_at(options, ModelSection.model_validate(dict(saved.model["model"])), len(columns), arrays)

@@ -39,6 +39,8 @@ class ModelRow:
     """Whether a site's term of the bound is known without draws, so that none travel."""
     inducing: bool = False
     """Whether it has shared inducing inputs."""
+    untouched: bool = False
+    """Whether it takes inputs as they are, whatever ``standardise`` says."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -50,24 +52,24 @@ _HERE, _FAMILY = "fedgp_flower.methods.sfvi", ("gaussian", "bernoulli", "poisson
 _CLASSES = ModelRow(
     f"{_HERE}.classes:Multinomial",
     "logistic regression of several classes, Section S3.2",
-    reads=("classes",),
-    likelihoods=("gaussian", "bernoulli"),
+    likelihoods=("categorical", "bernoulli"),
     classes=True,
 )
 _NETWORK = replace(
     _CLASSES,
     model=f"{_HERE}.classes:PersonalNetwork",
     summary="a Bayesian neural network with other weights at every site, Section 4.1",
-    reads=("classes", "hidden"),
+    reads=("hidden",),
     mean_field=True,
     personal=True,
 )
 _AMORTISED = replace(
     _NETWORK,
     personal=False,
+    untouched=True,
     model=f"{_HERE}.classes:AmortisedModel",
     summary="an autoencoder, one encoder for all sites",
-    reads=("classes", "hidden", "latents"),
+    reads=("hidden", "latents"),
 )
 BUILT_IN: dict[str, ModelRow] = {
     "gp": ModelRow(

@@ -14,7 +14,6 @@ from fedgp_flower.options import (
     SMOOTH,
     Count,
     MethodOptions,
-    ModelSection,
     PositiveInt,
 )
 
@@ -63,10 +62,6 @@ class SVGPOptions(SGPROptions):
     def kernel_for(self, likelihood: str) -> str:
         """For several classes with a linear part: multinomial regression is a special case."""
         return "rbf + linear" if likelihood in SEVERAL else self.usual_kernel
-
-    def numbers_classes(self, section: ModelSection) -> bool:
-        """Whether there are several."""
-        return section.likelihood in SEVERAL
 
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
