@@ -33,6 +33,7 @@ from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
+from fedgp_flower.lazy import special
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import Anchors, EvidenceGradient, PooledPosterior, Sketch, TrialSums, numbered
 from fedgp_flower.methods.sgpr.options import SGPROptions
@@ -69,6 +70,8 @@ A_SIZE, ROUNDS = 3, 1
 """Exchanges for each number of inducing points after training, and rounds among them."""
 WORK = 3
 """Work of a round: sums, and a gradient that takes as long as two sums."""
+CHANCE, TELLING = 1e-3, 0.02
+"""Noise varies by chance with this probability; nats a row from which on it is told."""
 TOLERANCE = 1e-7
 """The ascent ends where a step promises less than this per row, relative to the size of the objective."""
 CURVATURE = "the curvature that the ascent met, with that of each site's rows before (BFGS)"
@@ -104,6 +107,8 @@ class SGPRState:
     sites: tuple[str, ...] = ()
     exchanges: int = BEFORE
     """With every site, those before training among them."""
+    noise: Float[ndarray, "2 _"] = field(default_factory=lambda: np.empty((2, 0)))
+    """Totals of Σ z t and Σ (z t)² at the latest gradient."""
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
@@ -307,7 +312,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """With the gradient of J, and the curvature that it tells of along the latest step."""
     assert state.totals is not None
     request = request_of(state.values, state.totals)
-    sizes = {"H": state.point.size}
+    sizes = {"H": state.point.size, "V": 2 * state.places.shape[1]}
     summed: Summed[EvidenceGradient] = yield Total(EvidenceGradient, request, state.sites, sizes=sizes)
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
         return without_totals(state)
@@ -316,7 +321,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     state = replace(state, exchanges=state.exchanges + 1)
     if state.gradient.size:
         state = replace(state, curvature=bfgs(state.curvature, place - state.place, state.gradient - gradient))
-    state = replace(state, gradient=gradient, place=place)
+    state = replace(state, gradient=gradient, place=place, noise=state.weight * summed.total.noise)
     flat = TOLERANCE * max(1.0, abs(state.height) / state.rows)
     worth = enlarging.PAYS if state.asked else problem.worth
     return replace(state, converged=state.promise() < max(worth, flat))
@@ -407,6 +412,16 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
         values, few = {**values, LOCATIONS: values[LOCATIONS][:count]}, totals.leading(count)
         values, totals, _ = at_best_scale(values, few, problem.model)
     return request_of(values, totals), totals
+
+
+def varying(noise: Array, rows: float) -> int | None:
+    """The input along which the noise clearly varies most, or None.
+
+    Of constant noise (Σ z t)²/Σ (z t)² is χ² of one degree; of noise that varies its half is about the nats to gain.
+    """
+    found = noise[0] ** 2 / np.maximum(noise[1], np.finfo(float).tiny)
+    chance = special.ndtri(CHANCE / (2 * found.size)) ** 2
+    return int(found.argmax()) % (found.size // 2) if found.max() > max(chance, 2 * TELLING * rows) else None
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -503,6 +518,13 @@ class SGPR(FederatedStrategy[SGPRState]):
         if not told and not roster.totals_only:  # what a total tells, the sums of a site tell all the more
             told = pooled_bound.told_by_sites(most, roster.rows, self.called)
         found = super().warnings() + told
+        plain = self.config.standardise and self.config.transform.target == "none"
+        place = varying(state.noise, state.rows) if plain and state.noise.size else None
+        if place is not None:
+            found.append(
+                f"the noise varies with `{self.preparation.names[place]}`: intervals are too wide where there is little"
+                " and too narrow where there is much; `model.likelihood` = 'heteroscedastic' learns both"
+            )
         if state.weight < 1:
             found.append(
                 f"rows are copies of each other, about {1 / state.weight:.1f} of each: all sums count"

@@ -34,6 +34,7 @@ MUTANTS = (
     ("+ v) * (b / 2 - a).exp()", "+ v) * (b - a).exp()", "likelihoods"),
     ("return m, v + (a + b / 2).exp()", "return m, v + (a - b / 2).exp()", "likelihoods"),
     ("-beta.sum_to_size(prior.shape) / 2", "-beta.sum_to_size(prior.shape)", "svgp"),
+    ("* (2 * spread * by_spread)[:, None]", "* (spread * by_spread)[:, None]", "fitc"),
     # agreement of the sites, scores, baselines
     ("2 * gap * residual + rows * gap**2)", "2 * gap * residual)", "preparation"),
     ("parts = -0.5 * z**2 - np.log(sds)", "parts = -(z**2) - np.log(sds)", "metrics"),

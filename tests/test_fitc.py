@@ -81,7 +81,7 @@ def test_shares_of_the_gradient_add_up_to_finite_differences_of_the_evidence(ker
     model = SparseGP.from_arrays(section, values)
     q = posterior(weighted_sums(model, x, y))
     parts = zip(x.split([11, 49]), y.split([11, 49]), strict=True)
-    first, second = (weighted_gradient(model, *part, q) for part in parts)
+    (first, _), (second, _) = (weighted_gradient(model, *part, q) for part in parts)
     assert set(first) == set(values) - {LOCATIONS}
     for name, share in first.items():
         for index in np.ndindex(values[name].shape):
@@ -89,6 +89,23 @@ def test_shares_of_the_gradient_add_up_to_finite_differences_of_the_evidence(ker
             step[index] = 1e-5
             slope = (at(values | {name: values[name] + step}) - at(values | {name: values[name] - step})) / 2e-5
             assert share[index] + second[name][index] == pytest.approx(slope, abs=1e-4), name
+
+
+def test_the_score_of_the_noise_is_the_slope_of_the_evidence_by_noise_that_varies():
+    """Σ z t is twice the slope by γ of the textbook density with λ e^{γz}; Σ (z t)² is that of each row alone."""
+    (x, y), model = rows(), model_of("rbf + l1")
+    (covariance, explained), q = textbook(model, x), posterior(weighted_sums(model, x, y))
+    own = covariance.diagonal() - explained.diagonal()
+    score = weighted_gradient(model, x, y, q)[1]
+    each = np.stack([weighted_gradient(model, x[n : n + 1], y[n : n + 1], q)[1] for n in range(len(x))])
+    np.testing.assert_allclose(score[0], each[:, 0].sum(0), atol=1e-10)
+    np.testing.assert_allclose(score[1], (each[:, 0] ** 2).sum(0), rtol=1e-10)
+    for number, z in enumerate([*x.numpy().T, *(x.numpy() ** 2 - 1).T]):
+        up, down = (
+            multivariate_normal(np.zeros(len(x)), explained + np.diag(own * np.exp(sign * 1e-5 * z))).logpdf(y.numpy())
+            for sign in (1, -1)
+        )
+        assert score[0, number] == pytest.approx((up - down) / 1e-5, abs=1e-4)
 
 
 def test_rows_that_no_point_sees_weigh_little():

@@ -39,7 +39,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
 from strategies.pooled_bound import LOCATIONS, Problem, inducing_points, told_by_sites, told_by_total
 from strategies.server.questions import Roster, drive
-from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round
+from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round, varying
 
 D, P = 2, 7
 
@@ -396,6 +396,26 @@ def test_copies_of_rows_count_as_one_row():
     model = SparseGP.from_arrays(ModelSection(), unit_values())
     once, often = (weighted_sums(model, *map(torch.from_numpy, data)) for data in ((x, y), five))
     assert evidence(often.weighted(1 / 5)).value == pytest.approx(evidence(once).value)
+
+
+@pytest.mark.parametrize("growth", [0.0, 2.0])
+def test_noise_that_varies_is_told(tmp_path, growth):
+    draw = np.random.default_rng(3)
+    x = draw.uniform(-1, 1, (240, 2))
+    y = np.sin(3 * x[:, 0]) + 0.2 * np.exp(growth * x[:, 1]) * draw.standard_normal(240)
+    table = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": y})
+    nodes = csv_nodes(tmp_path, {name: table[number::3] for number, name in enumerate("abc")})
+    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), nodes))
+    told = [words for words in end.warnings() if "the noise varies with" in words]
+    assert [words.split(":")[0] for words in told] == ["the noise varies with `b`"] * (growth > 0)
+
+
+def test_chance_is_no_noise_that_varies():
+    """Half the squared score is so many nats: enough of them a row, and more than chance allows."""
+    squares, slopes = np.full((1, 6), 400.0), np.eye(6)[[4]]
+    assert varying(np.concatenate([3 * 20 * slopes, squares]), 100.0) is None
+    assert varying(np.concatenate([-5 * 20 * slopes, squares]), 100.0) == 1
+    assert varying(np.concatenate([5 * 20 * slopes, squares]), 1000.0) is None
 
 
 def test_copies_do_not_collapse_the_noise(tmp_path):

@@ -130,7 +130,7 @@ def log_evidence(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
     """Log evidence of any number of rows, in nats, with its gradient by all parameters but the inducing points."""
     whitener = Whitener(model)
     sums = weighted_sums(model, inputs, targets, whitener)
-    slopes = weighted_gradient(model, inputs, targets, posterior(sums), whitener)
+    slopes, _ = weighted_gradient(model, inputs, targets, posterior(sums), whitener)
     value = torch.tensor(at_unit_scale(sums), dtype=torch.float64)
     for name, parameter in model.wire_parameters().items():
         if name in slopes:  # nothing is added but the gradient
@@ -140,8 +140,8 @@ def log_evidence(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
 
 def weighted_gradient(
     model: SparseGP, inputs: Rows, targets: Targets, q: WhitenedPosterior, whitener: Whitener | None = None
-) -> NamedArrays:
-    """A site's share of the evidence's gradient by the hyperparameters, by wire name.
+) -> tuple[NamedArrays, Float[ndarray, "2 V"]]:
+    """A site's share of the evidence's gradient by the hyperparameters, by wire name, and of a score of the noise.
 
     At the posterior q(v) = N(m, S) of all rows, ∂F = Σ_n ∂ E_q log N(y_n | w_nᵀ v, λ_n) with q held fixed (Fisher's
     identity), so that shares add up. With r = y − wᵀm, g = ∂/∂λ = ½ (r² + wᵀSw)/λ² − ½/λ:
@@ -149,11 +149,14 @@ def weighted_gradient(
         W̄ = (m r − S w)/λ − 2 w g,   K̄_zx = L⁻ᵀ W̄,   ∂k(x, x) = g,   ∂σ² = Σ g,   L̄ = −tril L⁻ᵀ Σ W̄ wᵀ,
 
     and K̄_zz = −sym(L⁻ᵀ Φ(Σ W̄ wᵀ) L⁻¹), where Φ takes the lower triangle and half the diagonal (Murray 2016).
+
+    The score is for λ e^{γz} at γ = 0 with z each input and its square less 1 (Breusch and Pagan 1979): with the excess
+    t = 2 λ g of a squared residual, Σ z t, and Σ (z t)², its variance whatever the law of the noise (White 1980).
     """
     whitener = whitener or Whitener(model)
     factor, noise = whitener.factor, model.noise.detach()
     mean, covariance = (part.to(factor) for part in (q.mean, q.covariance))
-    inner, by_noise = torch.zeros_like(factor), 0.0
+    inner, by_noise, score = torch.zeros_like(factor), 0.0, factor.new_zeros(2, 2 * inputs.shape[1])
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         cross = rows.cross
@@ -162,6 +165,8 @@ def weighted_gradient(
         by_cross = torch.outer(mean, left).sub_(moved).div_(spread).addcmul_(cross, by_spread, value=-2)
         inner.addmm_(by_cross, cross.mT)
         by_noise += float(by_spread.sum())
+        along = torch.cat([rows.inputs, rows.inputs.square() - 1], 1) * (2 * spread * by_spread)[:, None]
+        score += torch.stack([along.sum(0), along.square().sum(0)])
         incoming = torch.linalg.solve_triangular(factor, by_cross.mT, upper=False, left=False)  # [N, M]
         share = whitener.pulled_back(model, rows, incoming, by_spread)
         total = {name: np.asarray(total[name] + own) for name, own in share.items()} if total else share
@@ -172,4 +177,4 @@ def weighted_gradient(
     for name, more in whitener.pulled_back_at_points(model, half + half.mT).items():
         total[name] = np.asarray(total[name] + more)
     total[LOG_NOISE] = np.asarray(total[LOG_NOISE] + by_noise * to_array(noise))
-    return {name: share for name, share in total.items() if name != LOCATIONS}
+    return {name: share for name, share in total.items() if name != LOCATIONS}, to_array(score)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
-from fedgp_flower.options import BESIDE
+from fedgp_flower.options import BESIDE, NUMBERS
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
@@ -124,7 +124,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             note=_note(metrics, units),
             beside=beside(metrics),
             predictions=list(_predictions(run, predictor, target)),
-            calibration=_calibration(metrics),
+            calibration=_calibration(run),
             convergence=_picture(
                 "convergence", figures.convergence(run.history, lines, units), "Figures after each round."
             ),
@@ -308,7 +308,8 @@ def _picture(name: str, figure: Figure | None, caption: str, title: str = "") ->
     return None if figure is None else Panel(title or name.capitalize(), figure, caption, name)
 
 
-def _calibration(metrics: RunMetrics) -> Panel | None:
+def _calibration(run: Run) -> Panel | None:
+    metrics = run.metrics
     if table := metrics.calibration.get("reliability"):
         caption = "On the diagonal, predicted probabilities come true as often as they say."
         caption += "" if metrics.calibration.get("ranks") else " Shown is that of the likeliest class."
@@ -318,8 +319,24 @@ def _calibration(metrics: RunMetrics) -> Panel | None:
         "Left: below the diagonal, intervals are too narrow; above it, too wide. Right: flat when calibrated; a valley "
         "means too narrow, a hill too wide, a slope biased. Grey: 95 % range of each point for independent rows."
     )
+    caption += _by_sd(run)
     figure = figures.calibration(pit, number(metrics.test.get("coverage_95"))) if sum(pit) else None
     return _picture("calibration", figure, caption, "Calibration curve and PIT histogram")
+
+
+def _by_sd(run: Run) -> str:
+    """A sentence on intervals of numbers by thirds of the predicted sd, where rows are known."""
+    rows = run.predictions
+    if rows is None or run.config.get("model.likelihood", "gaussian") not in NUMBERS:
+        return ""
+    if len(rows) < 30 or "low" in rows:  # few rows say nothing, and a transformed target is not normal
+        return ""
+    rows = rows.sort_values("sd")
+    inside = (rows["target"] - rows["mean"]).abs() <= 1.96 * rows["sd"]
+    small, middle, large = (percent(float(third.mean())) for third in np.array_split(inside.to_numpy(float), 3))
+    return (
+        f" Mean ± 1.96 sd holds {small} of the third of rows with the smallest sd, {middle} and {large} of the others."
+    )
 
 
 def _site_table(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:

@@ -127,7 +127,8 @@ class SGPRClient(SparseClient):
     def gradients(self, request: PooledPosterior) -> EvidenceGradient:
         """The part of the gradient that needs this site's rows."""
         whitener = self.whitener(request.values)
-        return EvidenceGradient(pack(weighted_gradient(self.model, *self.tensors, request.whitened(), whitener)))
+        gradient, noise = weighted_gradient(self.model, *self.tensors, request.whitened(), whitener)
+        return EvidenceGradient(pack(gradient), noise)
 
 
 class SVGPClient(SparseClient):

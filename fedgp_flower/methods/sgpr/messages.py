@@ -159,6 +159,7 @@ class EvidenceGradient:
     """
 
     gradient: Float[ndarray, " H"] = leaves("Σ ∂ E_q log N(y | wᵀv, λ) by each logarithm, in the order of their names")
+    noise: Float[ndarray, "2 V"] = leaves("Σ z t and Σ (z t)², t = E_q (y − wᵀv)²/λ − 1, z each input and its square")
 
     def num_parameters(self) -> int:
         """Hyperparameters."""
