@@ -2,8 +2,8 @@
 
 Every cell of a family in turn is the target; its rows beyond the cut are hidden, the other cells' curves are whole.
 `hierarchical-gp` with cells as sites: one shared curve and a deviation of each cell. y is the loss of capacity
-relative to nominal; 24 cells, every so many cycles; nominal coverage .95. With `--together 10` the first ten cells are
-targets of one run; `--first 24` leaves out the first 24 cells of the family.
+relative to nominal; 24 cells, every so many cycles; nominal coverage .95. With `--together 10` ten cells are targets
+of one run, with `--stride 2` every other one; `--first 24` leaves out the first 24 cells of the family.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def target_table(family: str, numbers: range, cut: float, every: int, first: int
         cell = np.where(target, "0 target ", "1 ") + frame["cell"]
         return frame.assign(cell=cell, split=np.where(hidden, "test", "train"))[["cycle", "cell", "y", "split"]]
 
-    called = "-".join(map(str, (first + numbers.start, first + numbers.stop)))
+    step = [] if numbers.step == 1 else [numbers.step]
+    called = "-".join(map(str, (first + numbers.start, first + numbers.stop, *step)))
     return kept_table(f"battery-{family}-{called}-{cut:g}-{every}", make)
 
 
@@ -78,12 +79,14 @@ def study(
     every: int = 5,
     first: int = 0,
     together: int = 1,
+    stride: int = 1,
 ) -> Iterator[Row]:
     """A row for each cut."""
     for cut in cuts:
         rows = []
         for start in range(0, targets, together):
-            table = target_table(family, range(start, start + together), cut, every, first)
+            numbers = range(start, start + together * stride, stride)
+            table = target_table(family, numbers, cut, every, first)
             run = fit({**KEYS, "dataset": table}, 0)
             cells = [site["coverage_95"] for site in run["per_site"] if site["num_examples"]]
             rows.append(
