@@ -16,13 +16,14 @@ from fedgp_flower.outcome import Progress, round_of, silent
 from fedgp_flower.run.summary import answer, arms, headline, target_of
 
 if TYPE_CHECKING:
+    from IPython import display
     from matplotlib import pyplot
 
     from fedgp_flower.run import dependence, figures, report
     from fedgp_flower.run.artefacts import Run
     from fedgp_flower.run.predict import Predictor
 else:  # pictures, templates and the state of pyplot, for notebooks alone
-    pyplot = Lazy("matplotlib.pyplot")
+    display, pyplot = Lazy("IPython.display"), Lazy("matplotlib.pyplot")
     dependence, figures, report = (Lazy(f"fedgp_flower.run.{name}") for name in ("dependence", "figures", "report"))
 
 
@@ -32,8 +33,6 @@ def progress_bar() -> Iterator[Progress]:
     if not Console().is_jupyter:
         yield silent
         return
-    from IPython import display  # noqa: PLC0415 - a notebook has it
-
     shown = display.display(display.HTML(""), display_id=True)
     bar = Markup('<progress value="{}" max="{}"></progress> {}')
     try:
