@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["pd", "special"]
+__all__ = ["cluster", "datasets", "pd", "special"]
 
 
 class Lazy(ModuleType):
@@ -22,6 +22,8 @@ class Lazy(ModuleType):
 if TYPE_CHECKING:
     import pandas as pd
     from scipy import special
+    from sklearn import cluster, datasets
 else:
     pd = Lazy("pandas")
     special = Lazy("scipy.special")
+    cluster, datasets = Lazy("sklearn.cluster"), Lazy("sklearn.datasets")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
 from fedgp_flower.data.tables import SUFFIXES, table_stem
-from fedgp_flower.lazy import pd
+from fedgp_flower.lazy import datasets, pd
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,11 @@ class Entry:
 
 
 def _diabetes(_seed: int) -> Made:
-    from sklearn.datasets import load_diabetes  # noqa: PLC0415 - slow to import, rarely needed
-
-    return load_diabetes(as_frame=True, scaled=False).frame, ()
+    return datasets.load_diabetes(as_frame=True, scaled=False).frame, ()
 
 
 def _breast_cancer(_seed: int) -> Made:
-    from sklearn.datasets import load_breast_cancer  # noqa: PLC0415 - slow to import, rarely needed
-
-    bunch = load_breast_cancer(as_frame=True)
+    bunch = datasets.load_breast_cancer(as_frame=True)
     diagnosis = [str(name) for name in bunch.target_names[bunch.target]]
     return bunch.frame.drop(columns="target").assign(diagnosis=diagnosis), ()
 

@@ -28,7 +28,7 @@ from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.holdout import keys_of
 from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
-from fedgp_flower.lazy import pd
+from fedgp_flower.lazy import datasets, pd
 from fedgp_flower.options import CLASSES
 from fedgp_flower.typing import Indices
 
@@ -243,12 +243,10 @@ def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
 
 
 def _openml(name: str) -> _Raw:
-    from sklearn.datasets import fetch_openml  # noqa: PLC0415 - slow to import, rarely needed
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several versions, scikit-learn takes the oldest active one and says so
-            bunch = fetch_openml(name=name.removeprefix(OPENML), as_frame=True, parser="auto")
+            bunch = datasets.fetch_openml(name=name.removeprefix(OPENML), as_frame=True, parser="auto")
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"

@@ -16,7 +16,7 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.synthetic import derived_seed, generator
 from fedgp_flower.errors import DataError
-from fedgp_flower.lazy import pd
+from fedgp_flower.lazy import cluster, pd
 from fedgp_flower.typing import Array, Indices
 
 BINS, CLASSES_PER_SITE, LEAST_DEALT = 10, 2, 10
@@ -162,11 +162,9 @@ def standard_columns(inputs: pd.DataFrame) -> Array:
 
 def _kmeans(inputs: Array, sites: int, seed: int) -> list[Indices]:
     """One cluster of the standardised inputs per site."""
-    from sklearn.cluster import KMeans  # noqa: PLC0415 - slow to import
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fewer distinct rows than sites: an empty site, refused by the caller
-        found = KMeans(sites, n_init=10, random_state=seed).fit_predict(inputs)
+        found = cluster.KMeans(sites, n_init=10, random_state=seed).fit_predict(inputs)
     return [np.flatnonzero(found == site) for site in range(sites)]
 
 

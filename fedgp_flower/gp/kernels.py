@@ -70,6 +70,7 @@ class L1(Kernel):
     """
 
     has_lengthscale = True
+    rough = True
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """Covariances [..., N, M], or the diagonal [..., N]; traced, by operations that have second derivatives."""

@@ -10,7 +10,7 @@ import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
-from fedgp_flower.gp.kernels import L1, is_amplitude, wire_name
+from fedgp_flower.gp.kernels import is_amplitude, wire_name
 
 Priors: TypeAlias = Mapping[str, tuple[float, float]]
 """Mean and standard deviation of each logarithm, by wire name."""
@@ -27,7 +27,7 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
     found = {"likelihood.log_noise": NOISE}
     for name, _ in kernel.named_parameters():
         owner = kernel.get_submodule(name.rpartition(".")[0])
-        rough = isinstance(getattr(owner, "base_kernel", owner), L1)
+        rough = getattr(getattr(owner, "base_kernel", owner), "rough", False)
         if "lengthscale" in name:
             prior = (math.log(num_inputs) + 1.0 if rough else 0.5 * math.log(num_inputs) + 0.3, 1.0)
         elif is_amplitude(name):
