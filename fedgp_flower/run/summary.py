@@ -195,7 +195,7 @@ def _judged(found: Difference) -> str:
 def _called(name: str, metrics: RunMetrics, difference: float) -> str:
     """A baseline in a sentence, with what the run gains over the mean, or how far what sees all rows is away."""
     if name in IN_ONE_PLACE:
-        model = "a GP" if name == "pooled" else name
+        model = "one model" if name == "pooled" else name
         away = "" if abs(difference) <= LEVEL else f" ({_short(abs(difference))} nats a row)"
         return f"{model} of all rows in one place{away}"
     if name not in PLAINEST:
@@ -271,7 +271,7 @@ def answer(run: Run) -> str:
     figure = figure_columns(run.metrics)[0]
     scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
     chosen = [arm for arm in scored if arm.name not in PLAINEST] or scored
-    called = {"local-only": "each site alone", "pooled": "a GP of all rows in one place"}
+    called = {"local-only": "each site alone", "pooled": "one model of all rows in one place"}
     called |= {"mean of the target": "their mean"}
     found = [f"{_plain(figure, arm)} for {called.get(arm.name, arm.name)}" for arm in chosen]
     beside = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
