@@ -90,3 +90,15 @@ def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path: Any) -> Non
     assert metrics.boosting["nll"] < metrics.pooled["nll"] < metrics.test["nll"]
     assert metrics.boosting["rmse"] == pytest.approx(0.1, abs=0.1)
     assert verdict(metrics).startswith("With a higher NLL than gradient boosting of all rows in one place (")
+
+
+def test_noise_that_varies_does_not_explain_what_the_mean_can() -> None:
+    """A fit that starts with all of q at the prior takes the function for noise and has R² near 0."""
+    draw = np.random.default_rng(1)
+    x = draw.uniform(-1.7, 1.7, 300)
+    bump, width = np.exp(-np.square((x + 0.4) / 0.35)), np.exp(-np.square(x / 0.7))
+    y = 1 - 3 * bump + (0.05 + 0.6 * width) * draw.standard_normal(300)
+    rows = SiteData(x[:240, None], y[:240], x[240:, None], y[240:], 0)
+    section = {"model.likelihood": "heteroscedastic", "model.num-inducing": 20, "baselines.max-evaluations": 50}
+    found = baselines.scores(rows, parse_config({"dataset": "sine", "method": "svgp", **section}), UNITS, 20).sums
+    assert found["squared-error"] < 0.5 * np.square(y[240:] - y[:240].mean()).sum()

@@ -57,6 +57,8 @@ def weak_prior(model: ExactGP | SparseGP) -> Tensor:
     return priors.log_prior(model.wire_parameters(), priors.hyperpriors(model.kernel, rows.shape[1]))
 
 
+SETTLING, CYCLES, A_CYCLE = 5, 20, 10
+"""Steps of q(v) alone, how often they come between those of all parameters, and how many of these."""
 PRIORS: dict[str, Callable[[Any], Tensor]] = {
     "none": lambda model: torch.zeros(()),
     "log-normal": log_prior,
@@ -187,6 +189,25 @@ def _sparse(
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
 
 
+def _settled(model: LatentGP, inputs: Tensor, targets: Tensor, q: WhitenedPosterior) -> WhitenedPosterior:
+    """Another q(v) after natural-gradient steps of ½: f follows the rows before noise explains them."""
+    with torch.no_grad():
+        cross, prior = model.project(inputs), model.kernel(inputs, diag=True)
+    eye = torch.eye(q.mean.shape[-1]).to(cross)
+    for _ in range(SETTLING):
+        mean, covariance = q.mean.requires_grad_(), q.covariance.requires_grad_()
+        fit = model.observed.expected(targets, *model.moments(cross, prior, q)[:2], model.hyper.detach()).sum()
+        slope, curvature = torch.autograd.grad(fit, (mean, covariance))
+        mean, precision, told = mean.detach(), torch.cholesky_inverse(q.root.detach()), -curvature - curvature.mT
+        moved = torch.lerp(precision, eye + told, 0.5)
+        factor, failed = torch.linalg.cholesky_ex(moved)
+        if failed.any():  # around outliers the density is not concave
+            break
+        shift = torch.lerp(precision @ mean[..., None], slope[..., None] + told @ mean[..., None], 0.5)
+        q = WhitenedPosterior(torch.cholesky_solve(shift, factor)[..., 0], torch.cholesky_inverse(factor))
+    return WhitenedPosterior(q.mean.detach(), q.covariance.detach())
+
+
 def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: Tensor) -> Scores:
     """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
     place = Placement.of(config)
@@ -198,8 +219,9 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         known = dict(zip(map(str, range(units.classes)), (held / held.sum()).tolist(), strict=True))
     latent = LatentGP(config.model, points).begin(known, (beside.sum() + 1) / count)
     model, size = place.module(latent), (*latent.constant.shape[:-1], len(points))
-    first = np.zeros(size), np.tile(np.eye(size[-1]), (*size[:-1], 1, 1))
-    mean, root = (place.tensor(part).requires_grad_() for part in first)
+    first = place.tensor(np.zeros(size)), place.tensor(np.tile(np.eye(size[-1]), (*size[:-1], 1, 1)))
+    q = WhitenedPosterior(*first)
+    mean, root = (torch.empty_like(part) for part in first)
 
     def posterior() -> WhitenedPosterior:
         return WhitenedPosterior(mean, root.tril() @ root.tril().mT)
@@ -213,6 +235,11 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
             divergence = divergence - shared_divergence(posterior(), torch.cholesky_inverse(root.tril()))
         return (fit - divergence + model.log_prior()) / len(targets)
 
-    _maximise(model, objective, rows, config.baselines.max_evaluations, mean, root)
-    centre, spread = model.latent(place.tensor(rows.x_test), posterior())
+    several = bool(model.observed.functions)  # the noise could explain what the mean has not learned yet
+    for most in (*[A_CYCLE] * CYCLES * several, config.baselines.max_evaluations):
+        q = _settled(model, inputs, targets, q) if several else q
+        mean, root = q.mean.requires_grad_(), q.root.detach().requires_grad_()
+        _maximise(model, objective, rows, most, mean, root)
+        q = WhitenedPosterior(mean.detach(), posterior().covariance.detach())
+    centre, spread = model.latent(place.tensor(rows.x_test), q)
     return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, model.hyper, units)
