@@ -53,11 +53,10 @@ def test_a_trend_is_no_limit(rate: float, far: bool) -> None:
 
 def drawn(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
     """A random precision with correlations of condition 30, and its covariance; scales from .03 to 3."""
-    basis = np.linalg.qr(generator.standard_normal((size, size)))[0]
-    shape = basis * np.logspace(0, -1.5, size) @ basis.T
+    basis, variances = np.linalg.qr(generator.standard_normal((size, size)))[0], np.logspace(0, -1.5, size)
+    shape = basis * variances @ basis.T
     scale = np.exp(generator.uniform(np.log(0.03), np.log(3), size)) / np.sqrt(np.diag(shape))
-    covariance = shape * scale[:, None] * scale
-    return np.linalg.inv(covariance), covariance
+    return basis / variances @ basis.T / scale[:, None] / scale, shape * scale[:, None] * scale
 
 
 def test_what_has_arrived_is_at_the_optimum() -> None:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy.integrate import quad
+from scipy.linalg import cho_factor, cho_solve
 from scipy.stats import multivariate_normal, nbinom, norm, poisson
 
 import fedgp_flower as fg
@@ -261,7 +262,7 @@ def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path):
     shown = run.summary()
     between, within = shown["estimate"].iloc[2:4]
     z, design = np.eye(4)[site], np.column_stack([np.ones_like(x), x])
-    inverse = np.linalg.inv(between**2 * z @ z.T + within**2 * np.eye(len(site)))
+    inverse = cho_solve(cho_factor(between**2 * z @ z.T + within**2 * np.eye(len(site))), np.eye(len(site)))
     middle = inverse @ design @ np.linalg.solve(design.T @ inverse @ design, design.T @ inverse)
     mean = between**2 * z.T @ (inverse - middle) @ y
     variance = between**2 - between**4 * np.diag(z.T @ (inverse - middle) @ z)

@@ -67,7 +67,7 @@ class SVGPOptions(SGPROptions):
         """Another likelihood than the Gaussian one, and whole batches."""
         core.require_whole_batches()
         if core.model.likelihood == "gaussian":
-            raise ConfigError("`method` = 'svgp' is for classes, counts and outliers; with Gaussian noise take 'sgpr'")
+            raise ConfigError("`method` = 'svgp' is for every other likelihood; with Gaussian noise take 'sgpr'")
 
 
 class PrivateSGPROptions(SGPROptions):
