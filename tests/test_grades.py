@@ -1,4 +1,4 @@
-"""Grades in an order: two grades are two classes, one site or ten, whole runs."""
+"""Grades in an order: two grades are two classes, whole runs."""
 
 import numpy as np
 import pandas as pd
@@ -74,18 +74,6 @@ def graded(rows=300):
 
 
 QUICK = {"model.num-inducing": 12, "baselines.pooled": False, "baselines.max-evaluations": 20, "evaluate-every": 0}
-
-
-def test_one_site_or_ten_have_the_same_posterior(tmp_path):
-    options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "ordinal", "sgpr.exchanges": 9}
-    options |= {"test-fraction": 0.0, "baselines.local-only": False, "min-sites": 1}
-    one, ten = (
-        fg.run(graded(), target="grade", sites=sites, options=options | {"name": str(sites)}).posterior.predict(
-            graded()
-        )
-        for sites in (1, 10)
-    )
-    np.testing.assert_allclose(ten, one, atol=1e-8)
 
 
 def test_grades_are_learned_under_masks(tmp_path):

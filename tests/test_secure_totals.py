@@ -256,22 +256,6 @@ def test_words_that_do_not_cancel_end_the_run():
         run(FaultyGrid(configured(**MASKED), 4, Fault("1", change, ("query.trials",))))
 
 
-@pytest.mark.parametrize(
-    ("method", "keys", "reason"),
-    [
-        ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
-        ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' weighs, compares"),
-        ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
-        ("fsgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
-        ("fgpr", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
-        ("fedmgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
-    ],
-)
-def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):
-    with pytest.raises(ConfigError, match=reason):
-        run(FaultyGrid(configured(**MASKED, method=method, **keys), 3))
-
-
 @pytest.mark.parametrize("method", ["pvi", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
     grid = FaultyGrid(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
