@@ -165,7 +165,7 @@ def test_coordinates_of_q_change_no_mean() -> None:
 def test_a_step_out_of_the_numbers_is_refused(value: float) -> None:
     state = fedmgp.begin(latents_at(grid(1), [1.0], 1e-8), LatentPosterior(np.zeros(16), np.eye(16)), gaussian=False)
     zeros = {name: np.zeros_like(array) for name, array in state.parameters.items()}
-    with pytest.raises(NumericsError, match="far too much"):
+    with pytest.raises(NumericsError, match="far too large"):
         fedmgp.step(state, {"a": {**zeros, SCALES: np.full((1, 1), value)}}, rule("mean"))
 
 
