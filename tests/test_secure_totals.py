@@ -261,8 +261,8 @@ def test_words_that_do_not_cancel_end_the_run():
 @pytest.mark.parametrize(
     ("method", "keys", "reason"),
     [
-        ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
-        ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' weighs, compares"),
+        ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "uses updates of single units"),
+        ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' uses updates"),
         ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
         ("fsgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
         ("fgpr", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
