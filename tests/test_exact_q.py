@@ -242,7 +242,7 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     a, b = merge(state, replies, moves=moves), merge(state, dict(reversed(replies.items())), moves=moves)
     assert a.bound == b.bound
     np.testing.assert_array_equal(a.posterior.mean, b.posterior.mean)
-    with pytest.raises(ProtocolError, match="no unit's statistics"):
+    with pytest.raises(ProtocolError, match="no unit sent usable statistics"):
         merge(state, replies, moves=moves, keep=())
     told = replies["0"][0]
     with pytest.raises(NumericsError, match="agreement"):
