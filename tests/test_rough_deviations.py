@@ -235,5 +235,5 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
 
 
 def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="needs one input, here are 2"):
+    with pytest.raises(RunError, match="needs one input, but there are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")
