@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, arrays, blamed, configured, each, lost, numbers, parameters, run
+from faults import Fault, FaultyGrid, arrays, blamed, configured, each, lost, parameters, run
 from structured_problems import plan_of
 
 from fedgp_flower.clients.state import ARRAYS
@@ -75,12 +75,11 @@ def mixed(path: Path, column: str, **changes: Any) -> dict[str, Any]:
     return tiny(**{**own, **changes})
 
 
-@pytest.mark.parametrize("weighted", [1, 5])
-def test_the_result_is_the_same_for_any_partition(tmp_path: Path, weighted: int) -> None:
+def test_the_result_is_the_same_for_any_partition(tmp_path: Path) -> None:
     """Draws are keyed by unit, so the sum of the sites' gradients is that of one site with all rows."""
     path = visits_csv(tmp_path)
     found = [
-        parameters(run(FaultyGrid(mixed(path, column, sfvi__importance_samples=weighted), sites)))
+        parameters(run(FaultyGrid(mixed(path, column, sfvi__importance_samples=5), sites)))
         for column, sites in (("one", 1), ("three", 3))
     ]
     for name, array in found[0].items():
@@ -119,9 +118,7 @@ def test_absent_sites_are_stood_in_for() -> None:
 
 HUGE = each(lambda array: array + 1e40)
 LIES: dict[str, tuple[str, Any, str]] = {
-    "nan": ("sfvi", each(lambda array: array * np.nan), "not finite"),
     "huge": ("sfvi", HUGE, "times the usual"),
-    "rows": ("sfvi", numbers(num_examples=10**9), "claims 1000000000 rows"),
     "far": ("sfvi-avg", each(lambda array: array + 2.0), "local steps move nothing by more than"),
 }
 
