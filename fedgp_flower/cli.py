@@ -320,9 +320,9 @@ def compare_runs(
 ) -> None:
     """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
     read = [api.load_run(path) for path in runs]
-    if reasons := summary.unlike(read):
+    if reasons := summary.incomparable(read):
         raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
-    for doubt in summary.doubtful(read):
+    for doubt in summary.comparison_warnings(read):
         terminal.show(f"careful: {doubt}")
     terminal.show(terminal.table(["", *(path.name for path in runs)], summary.side_by_side(read), numbers=True))
     if figure is not None:

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedgp_flower.config import AUTO, RunConfig
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer, Progress, Summary, figures_of
-from fedgp_flower.run.artefacts import RunFolder, RunMetrics, held, saved_posterior
+from fedgp_flower.run.artefacts import RunFolder, RunMetrics, locked, saved_posterior
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import Facts
 
@@ -48,7 +48,7 @@ def execute(
         progress(row, total)
 
     logger.setLevel(logging.INFO)
-    with held(folder.path):
+    with locked(folder.path):
         try:
             opened(folder.path)
             with folder.logging_to_file("fedgp"):
@@ -60,7 +60,7 @@ def execute(
                 strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
                 write_results(folder, config, strategy.outcome)
         except BaseException:  # raised again, Ctrl-C too: a run that has no round keeps no name from the next one
-            folder.give_name_free()
+            folder.mark_as_failed()
             raise
     return folder.path
 

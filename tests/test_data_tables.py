@@ -382,7 +382,7 @@ def test_many_inputs_and_a_model_no_better_than_the_mean_are_said_first(tmp_path
     with no_waiting():
         folder = server_app.execute(FaultyGrid(flat, csv_nodes(tmp_path, frames)), flat, lambda row, total: None)
     show_result(folder)
-    many, mean = "40 encoded inputs for 96 training rows are more than a third", " the mean of the target (R²"
+    many, mean = "40 encoded inputs are more than a third of the 96 training rows", " the mean of the target (R²"
     assert many in json.loads((folder / "metrics.json").read_text())["warnings"][0]
     assert many in (folder / "log.txt").read_text()
     terminal, page = capsys.readouterr().out, (folder / "report.html").read_text()

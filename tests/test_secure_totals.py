@@ -264,9 +264,9 @@ def test_words_that_do_not_cancel_end_the_run():
         ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
         ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' weighs, compares"),
         ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
-        ("fsgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
-        ("fgpr", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
-        ("fedmgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 draws other sites"),
+        ("fsgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 samples sites"),
+        ("fgpr", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 samples sites"),
+        ("fedmgp", {"averaging__fraction": 0.5}, r"`averaging.fraction` = 0.5 samples sites"),
     ],
 )
 def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):

@@ -42,9 +42,9 @@ def choose_columns(
 ) -> tuple[list[str], str]:
     """Feature columns and target; those set ``aside`` are neither unless the configuration names them."""
     if config.design is not None:
-        require_columns(pd.DataFrame(columns=list(names)), [*config.design.inputs, *config.set_aside], file)
+        require_columns(pd.DataFrame(columns=list(names)), [*config.design.inputs, *config.group_columns], file)
         return list(config.design.inputs), config.design.target
-    spare = {*aside, *config.aside}
+    spare = {*aside, *config.default_exclusions}
     usable = [name for name in names if name not in spare]
     goal = config.outcome or target or ("y" if "y" in names else usable[-1] if usable else "")
     given = [name.strip() for name in config.features.split(",") if name.strip()]
@@ -164,7 +164,7 @@ def checked(
     check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
     if beside:
         check_beside(frame[target], frame[config.beside], config.model.likelihood, file)
-    labels: dict[str, Kind] = dict.fromkeys(config.set_aside, "categorical")
+    labels: dict[str, Kind] = dict.fromkeys(config.group_columns, "categorical")
     groups = typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
     return frame.assign(**{str(name): groups[name] for name in groups})
 
@@ -180,7 +180,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
-    features = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
+    features = [str(name) for name in frame if name not in {target, config.beside, *config.group_columns}]
     if problems := identifier_problems(frame, features, config.max_levels):
         raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()

@@ -330,7 +330,7 @@ def real_site(
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
     whole, target = checked(raw, *columns, config, file), columns[1]
     frame = whole.reset_index(drop=True)
-    inputs = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
+    inputs = [str(name) for name in frame if name not in {target, config.beside, *config.group_columns}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))

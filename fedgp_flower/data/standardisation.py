@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.agreement import GONE, Column, SiteDescription, summed_arrays
+from fedgp_flower.agreement import MISSING, Column, SiteDescription, summed_arrays
 from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
@@ -69,7 +69,7 @@ def bare(description: SiteDescription) -> SiteDescription:
     for name, array in description.arrays.items():
         if name.startswith("levels."):
             arrays[name] = rows // array.size + (np.arange(array.size) < rows % array.size)
-        elif name != GONE:
+        elif name != MISSING:
             arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
     return SiteDescription(arrays, description.schema, rows)
 

@@ -72,7 +72,7 @@ def agreed(
         suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
         suspected += site.left_out.splitlines()
     try:
-        agreement = agree(described, **config.terms)
+        agreement = agree(described, **config.agreement_options)
     except DataError as error:
         return Checked({}, (*problems, *([str(error)] if described else [])))
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]

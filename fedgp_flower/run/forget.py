@@ -51,7 +51,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
         "baselines.pooled": False,  # it would learn from the rows of all sites, the forgotten one among them
     }
     folder = RunFolder.open(parse_config(flat))
-    folder.keep_history(data.history)
+    folder.set_history(data.history)
     folder.checkpoint(left)
     # Rows go on being dealt to as many sites as there were.
     nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]

@@ -165,7 +165,7 @@ def _relevance(run: Run) -> list[Panel]:
     found = relevances(run)
     if not found:
         return []
-    hidden = max(len(part.names) for part in found) - figures.MOST_INPUTS
+    hidden = max(len(part.names) for part in found) - figures.MAX_INPUTS
     how = found[0].how
     caption = (
         "How far one has to go along an input, in its standard deviations, before the outcome may be quite another one:"

@@ -52,9 +52,9 @@ def described(met: Agreement, site: str) -> Described:
     mean, scale = (np.append(met.arrays[f"input.{part}"], met.arrays[f"target.{part}"]) for part in ("mean", "scale"))
     sums = met.sums[site]
     squares = squares_about(rows, sums, mean) / scale**2
-    middles = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
-    spread = np.maximum(squares[:-1] / rows - middles**2, 0.0)
-    return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
+    means = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
+    spread = np.maximum(squares[:-1] / rows - means**2, 0.0)
+    return Described(rows, squares[:-1], float(squares[-1]), means, np.sqrt((rows - 1) * spread))
 
 
 def restored(snapshot: Snapshot) -> Agreement:
@@ -66,7 +66,7 @@ def restored(snapshot: Snapshot) -> Agreement:
 
 def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDescription]) -> Agreement:
     """What sites agree on from what each says of its columns; one that the others cannot agree with is dismissed."""
-    found = agree({site: told for site, told in described.items() if site in network.nodes}, **config.terms)
+    found = agree({site: told for site, told in described.items() if site in network.nodes}, **config.agreement_options)
     for site, reason in found.refused.items():
         network.dismiss(site, reason)
     network.require(config.min_sites)
@@ -107,7 +107,9 @@ def from_totals(network: Network, config: RunConfig, met: Agreement) -> Asking[A
     squares = _of_all(second, network, first.sites)
     parts = sums.sums, squares.residual * size, squares.squares * size**2
     arrays = summed_arrays(met.schema, parts, sums.missing, sums.levels, rows)
-    found = agree({"all sites": SiteDescription(arrays, met.schema, rows, dropped=int(sums.dropped))}, **config.terms)
+    found = agree(
+        {"all sites": SiteDescription(arrays, met.schema, rows, dropped=int(sums.dropped))}, **config.agreement_options
+    )
     here = {site: count for site, count in met.rows.items() if site in network.nodes}
     found = replace(found, rows=here, labels=met.labels, simulated=met.simulated, sums={})
     network.require(config.min_sites)

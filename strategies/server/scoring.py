@@ -152,7 +152,7 @@ class Scoring:
         found: dict[str, ScoreSums] = {}
         for site, answer in answers(replies).items():
             try:
-                found[site] = ScoreSums.told(answer.metrics)
+                found[site] = ScoreSums.from_metrics(answer.metrics)
             except ProtocolError as error:
                 self.session.network.fail(site, str(error))
         return found
