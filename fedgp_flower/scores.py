@@ -250,7 +250,7 @@ def _by_probability(probability: Array, outcome: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class TargetUnits:
-    """Units of the target: y = shift + scale · t for standardised t, or g⁻¹(shift + scale · t) with a transformation."""
+    """Units of the target: y = g⁻¹(shift + scale · t) for standardised t, with transformation g or the identity."""
 
     shift: float
     scale: float

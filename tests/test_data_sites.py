@@ -118,7 +118,7 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         assert real.train.equals(simulated.train)
         assert real.test.equals(simulated.test)
         assert (real.site, real.label, real.partitions) == (path.stem, "ward", 0)
-    with pytest.raises(DataError, match=r"site-00\.csv is there already"):
+    with pytest.raises(DataError, match=r"site-00\.csv exists already"):
         write_partition(keys, 5, tmp_path / "sites")
 
 
@@ -430,8 +430,8 @@ def test_splits_divide_the_rows(folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"n": 11, "test": [[1]]}, "made for 11 rows, and the table has 12"),
-        ({"n": 12, "test": [[1, 1]]}, "split 0 names a row twice"),
+        ({"n": 11, "test": [[1]]}, "splits of 11 rows, but the table has 12"),
+        ({"n": 12, "test": [[1, 1]]}, "split 0 is empty, repeats a row"),
         ({"n": 12, "test": [[1], [12]]}, "split 1 names"),
         ({"n": 12, "test": [[-1]]}, "split 0 names"),
         ({"n": 12, "test": [[]]}, "split 0 names"),

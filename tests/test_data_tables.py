@@ -74,7 +74,7 @@ CASES = {
     "line above the header": (f"Export of {SECRET}\n{lines()}", {}, ["more cells than the header", "line above"]),
     "open quotation mark": (lines((3, f'22,"{SECRET},1,4')), {}, ["quotation mark is opened and not closed"]),
     "total below the rows": (f"{lines()}Total,,{SECRET},1\n", {}, ["`age`: text in a numeric cell in row 13", "`job`"]),
-    "thousands": (lines(rows=[f'{i},ax,"{i},500",{i}' for i in range(1, 9)]), {}, ["`dose`", "stand for thousands"]),
+    "thousands": (lines(rows=[f'{i},ax,"{i},500",{i}' for i in range(1, 9)]), {}, ["`dose`", "separate thousands"]),
     "huge number": (lines((6, "25,ax,1e300,25")), {}, ["`dose`: number beyond 1e+100 in row 6"]),
     "unit": (lines(rows=[f"{i},ax,{i}.5 mg,{i}" for i in range(9)]), {}, ["`dose`", "a unit", "'-dose'"]),
     "dates": (lines(rows=[f"{i},ax,2023-01-{i},1" for i in range(10, 19)]), {}, ["`dose` holds dates", "`dates`"]),
@@ -255,9 +255,9 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
 
 
 def test_a_folder_is_no_table_and_levels_are_counted_over_all_rows(tmp_path):
-    with pytest.raises(DataError, match=r"a folder, not a table; name the tables in it"):
+    with pytest.raises(DataError, match=r"is a folder, not a table; name the tables in it"):
         read_table(tmp_path)
-    with pytest.raises(DataError, match=r"a folder, not a table"):
+    with pytest.raises(DataError, match=r"is a folder, not a table"):
         load_table(CoreConfig(dataset=str(tmp_path)))
     frame = pd.DataFrame({"id": [f"p{k}" for k in range(100)], "x": range(100), "y": range(100)})
     frame.to_csv(tmp_path / "a.csv", index=False)
@@ -274,8 +274,8 @@ def words(levels: int, rows: int) -> pd.DataFrame:
     [
         (2, 3, 50, ""),  # two levels are a class at the smallest site
         (3, 9, 50, ""),
-        (3, 8, 50, "`word` has 3 levels in 8 rows, as an identifier has"),
-        (34, 100, 10**9, "`word` has 34 levels in 100 rows, as an identifier has; leave it out (`features` = '-word')"),
+        (3, 8, 50, "`word` has 3 levels in 8 rows, like an identifier"),
+        (34, 100, 10**9, "`word` has 34 levels in 100 rows, like an identifier; leave it out (`features` = '-word')"),
         (33, 100, 50, ""),
         (51, 10_000, 50, "`word` has 51 levels in 10000 rows; at most 50 are allowed: leave it out"),
         (51, 10_000, 51, ""),

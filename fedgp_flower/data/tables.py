@@ -60,7 +60,7 @@ def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     """The file's columns; missing cells are NaN. ``as_written`` keeps cells of a CSV as text: ids keep zeros."""
     if path.is_dir():
-        raise DataError(f"{path}: a folder, not a table; name the tables in it, such as {path}/*.csv")
+        raise DataError(f"{path} is a folder, not a table; name the tables in it, such as {path}/*.csv")
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")
     if not path.name.endswith(SUFFIXES):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.sites import RawSite, count_sites, load_site, require_dealable, simulated_nodes
+from fedgp_flower.data.sites import RawSite, check_partition, count_sites, load_site, simulated_nodes
 from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.errors import DataError, PolicyError
 from fedgp_flower.privacy.policy import Rules
@@ -49,7 +49,7 @@ def require_usable(config: CoreConfig, sites: int) -> None:
         if problems := check(files, config).problems:
             raise DataError("\n".join(problems))
     else:
-        require_dealable(config, sites)
+        check_partition(config, sites)
 
 
 def agreed(
