@@ -1,4 +1,4 @@
-"""Deal the rows of a table to simulated sites; only ``natural`` leaves out rows, those of groups that are too small."""
+"""Partition the rows of a table over simulated sites; only ``natural`` omits rows, those of small groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fedgp_flower.lazy import cluster, pd
 from fedgp_flower.typing import Array, Indices
 
 BINS, CLASSES_PER_SITE, LEAST_DEALT = 10, 2, 10
-"""Quantile bins that a numeric column is cut into to be dealt by; classes of a site, as in the paper; rows of one."""
+"""Quantile bins of a numeric partition column; classes per site of ``pathological``; rows per site of ``dirichlet``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Rows of each site, ascending, and the site's human name."""
+    """Rows of each site, ascending, and the label of each site."""
 
     rows: tuple[Indices, ...]
     labels: tuple[str, ...]
@@ -34,16 +34,16 @@ class Deal:
 
 
 def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreConfig) -> Deal:
-    """Deal training rows, of typed inputs and a partition column, as ``config.partitioner`` says."""
+    """Partition training rows, of typed inputs and a partition column, by ``config.partitioner``."""
     called = f"`partitioner` = '{config.partitioner}' with {num_sites} sites"
     if not 1 <= num_sites <= len(inputs):
-        raise DataError(f"{called}: there are {len(inputs)} training rows to deal; take between 1 and that many sites")
+        raise DataError(f"{called}: there are {len(inputs)} training rows; take between 1 and {len(inputs)} sites")
     seed = derived_seed(config.seed, "partition", config.partitioner)
     order = generator(seed, "order").permutation(len(inputs))
     match config.partitioner:
         case "natural":
             return _natural(column, num_sites, config, called)
-        case "sizes":  # rising linearly, the largest ``partition.ratio`` times the smallest
+        case "sizes":  # sizes grow linearly; the largest is ``partition.ratio`` times the smallest
             weights = np.linspace(1.0, config.partition.ratio, num_sites)
             ends = np.round(np.cumsum(weights) / weights.sum() * len(inputs)).astype(np.int64)
             parts = np.split(order, ends[:-1])
@@ -59,7 +59,7 @@ def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreCo
 
 
 def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: int, config: CoreConfig) -> Deal:
-    """Deal whole groups at random: rows that share the values of all columns of a factor go to the same site."""
+    """Assign whole groups to sites at random: rows with the same level of a factor go to the same site."""
     codes = np.stack([frame.groupby(columns).ngroup().to_numpy() for columns in factors])
     starts = np.cumsum([0, *(codes.max(axis=1) + 1)])
     nodes = codes + starts[:-1, None]
@@ -68,7 +68,7 @@ def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: in
     count, parts = connected_components(edges, directed=False)
     if count < num_sites:
         named = ", ".join(f"`{':'.join(columns)}`" for columns in factors)
-        raise DataError(f"the groups of {named} cannot be dealt whole to {num_sites} sites; at most {count}")
+        raise DataError(f"the groups of {named} cannot be split over {num_sites} sites; at most {count}")
     order = generator(derived_seed(config.seed, "partition", config.partitioner), "order").permutation(count)
     site = np.empty(count, dtype=np.int64)
     for number, share in enumerate(np.array_split(order, num_sites)):
@@ -78,14 +78,14 @@ def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: in
 
 
 def row_labels(column: pd.Series) -> pd.Series:
-    """The value of the natural column as text, row by row."""
+    """Return the values of the partition column as text."""
     return number_labels(column) if kind_of(column) == "numeric" else column
 
 
 def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, called: str) -> list[Indices]:
-    """By a partitioner of Flower Datasets, over row numbers in random order and the classes of the rows."""
+    """Partition row numbers in random order by a partitioner of Flower Datasets."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a notebook may lack widgets, which are not used
+        warnings.simplefilter("ignore")  # warnings on missing notebook widgets
         from datasets import Dataset  # noqa: PLC0415 - a second to import, and real sites never partition
         from flwr_datasets import partitioner as flower  # noqa: PLC0415 - slow to import
 
@@ -104,9 +104,9 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
             each = CLASSES_PER_SITE
             advice = f"the partition column has {count} classes"
             if not each <= count < sites + each:
-                raise DataError(f"{called}, {each} classes per site, cannot deal every class to a site; {advice}")
+                raise DataError(f"{called}, {each} classes per site, cannot assign every class to a site; {advice}")
             advice += "; take fewer sites or fewer classes per site"
-            mode = "first-deterministic" if sites >= count else "deterministic"  # the paper's where it reaches all
+            mode = "first-deterministic" if sites >= count else "deterministic"  # the paper's, if it covers all classes
             chosen = flower.PathologicalPartitioner(sites, "class", each, mode, shuffle=False, seed=seed)
         case "iid":
             chosen = flower.IidPartitioner(sites)
@@ -117,7 +117,7 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
         case _:
             chosen = flower.ExponentialPartitioner(sites)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # one of them draws a progress bar
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # hides a progress bar
             warnings.simplefilter("ignore")
             chosen.dataset = Dataset.from_dict(values)
             parts = map(chosen.load_partition, range(sites))
@@ -127,7 +127,7 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
 
 
 def _classes(column: pd.Series) -> Indices:
-    """Class of every row: the level, the value where there are few, else the quantile bin of the partition column."""
+    """Return the class of every row: its level, or the quantile bin of a column with many numbers."""
     numeric = kind_of(column) == "numeric"
     values = column.to_numpy() if numeric else column.to_numpy(dtype=object).astype(str)
     distinct, codes = np.unique(values, return_inverse=True)
@@ -153,7 +153,7 @@ def _natural(column: pd.Series, sites: int, config: CoreConfig, called: str) -> 
 
 
 def standard_columns(inputs: pd.DataFrame) -> Array:
-    """Pooled rows with every column, and an indicator of every level, at mean 0 and spread 1; constant ones at 0."""
+    """Return pooled columns and level indicators, standardised; constant ones are 0."""
     wide: Array = pd.get_dummies(inputs, dtype=float).to_numpy(dtype=np.float64)
     varies = wide.max(axis=0) > wide.min(axis=0)
     scale: Array = np.where(varies, wide.std(axis=0), 1.0)
@@ -163,7 +163,7 @@ def standard_columns(inputs: pd.DataFrame) -> Array:
 def _kmeans(inputs: Array, sites: int, seed: int) -> list[Indices]:
     """One cluster of the standardised inputs per site."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fewer distinct rows than sites: an empty site, refused by the caller
+        warnings.simplefilter("ignore")  # with too few distinct rows a site is empty, which the caller rejects
         found = cluster.KMeans(sites, n_init=10, random_state=seed).fit_predict(inputs)
     return [np.flatnonzero(found == site) for site in range(sites)]
 

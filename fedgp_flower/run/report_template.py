@@ -60,14 +60,14 @@ TEMPLATE = """<!DOCTYPE html>
 <nav></nav>
 
 {% if predictions %}<h2>Predictions on held-out rows</h2>
-{% for panel in predictions %}{{ panel.drawn(plots) }}{% endfor %}{% endif %}
+{% for panel in predictions %}{{ panel.render(plots) }}{% endfor %}{% endif %}
 {% if notes %}<h2>Notes</h2><ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
-{% for panel in extra %}<h2>{{ panel.title }}</h2>{{ panel.drawn(plots) }}{% endfor %}
-{% if calibration %}<h2>Calibration</h2>{{ calibration.drawn(plots) }}{% endif %}
-{% if convergence %}<h2>Convergence</h2>{{ convergence.drawn(plots) }}{% endif %}
+{% for panel in extra %}<h2>{{ panel.title }}</h2>{{ panel.render(plots) }}{% endfor %}
+{% if calibration %}<h2>Calibration</h2>{{ calibration.render(plots) }}{% endif %}
+{% if convergence %}<h2>Convergence</h2>{{ convergence.render(plots) }}{% endif %}
 
 {% if site_table[1] %}<h2>Sites</h2>
-{% if sites %}{{ sites.drawn(plots) }}{% endif %}
+{% if sites %}{{ sites.render(plots) }}{% endif %}
 <details{% if site_table[1] | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
 <div class="wide">{{ table(*site_table) }}</div></details>{% endif %}
 
@@ -77,7 +77,7 @@ TEMPLATE = """<!DOCTYPE html>
 {% endif %}
 
 <h2>Communication and time</h2>
-{% if cost %}{{ cost.drawn(plots) }}{% endif %}
+{% if cost %}{{ cost.render(plots) }}{% endif %}
 <table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}
 </tbody></table>
 
