@@ -11,7 +11,7 @@ from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
-from strategies.server.course import tenths
+from strategies.server.course import log_units
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_locations, shape_of_inputs
@@ -35,7 +35,7 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def tolerances(self, state: AveragingState) -> NamedArrays:
         """Of the hyperparameters; inducing points may wander."""
-        return tenths({name: array for name, array in state.parameters.items() if name != LOCATIONS})
+        return log_units({name: array for name, array in state.parameters.items() if name != LOCATIONS})
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
@@ -64,7 +64,7 @@ class FGPR(FederatedStrategy[AveragingState]):
 
     def tolerances(self, state: AveragingState) -> NamedArrays:
         """Of the hyperparameters."""
-        return tenths(state.parameters)
+        return log_units(state.parameters)
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Steps on the evidence of each site."""

@@ -209,13 +209,13 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
     strategy = run(FaultyGrid(flat, 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
-    assert any("were empty. No message says whose" in line for line in strategy.outcome.metrics["warnings"])
+    assert any("were empty. Masks hide whose" in line for line in strategy.outcome.metrics["warnings"])
 
 
 def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
     lowered = lambda sums: replace(sums, gram=sums.gram - 1e6 * np.eye(len(sums.gram)))  # noqa: E731
     misbehaving(monkeypatch, "2", lowered, SGPRClient, "evidence_sums")
-    with pytest.raises(RunError, match=r"not a Gram matrix\. Under masks no site can be named"):
+    with pytest.raises(RunError, match=r"not a Gram matrix\. Under masks the site at fault cannot be identified"):
         run(FaultyGrid(configured(**MASKED), 4))
 
 
@@ -277,7 +277,7 @@ def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):
 @pytest.mark.parametrize("method", ["pvi", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
     grid = FaultyGrid(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
-    with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
+    with pytest.raises(ConfigError, match=f"{method}.*not only their sum|'{method}' sees the rows"):
         run(grid)
     assert {kind for _, kind, _ in grid.replies} <= {
         *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape")
@@ -357,7 +357,7 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     told = blamed(run(FaultyGrid(configured(min_sites=1), real_nodes)))
     for site in ("north", "west"):
         assert told[site]
-        assert all("under masks alone" in line for line in told[site])
+        assert all("only under masks" in line for line in told[site])
 
 
 @pytest.mark.parametrize(("size", "most"), [(1.0, False), (-1.0, True), (0.0, True)])

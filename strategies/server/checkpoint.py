@@ -64,7 +64,7 @@ def seconds_to_come(spent: Sequence[tuple[float, int, float]], waiting: float, e
 def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapshot:
     """State and preparation, and what was counted so far; the codec of messages writes the state too."""
     network, preparation, masking = algorithm.network, algorithm.preparation, algorithm.session.masking
-    network.forgive()
+    network.end_round()
     parts = {STATE: algorithm.current} | ({} if algorithm.course is None else {COURSE: algorithm.course})
     arrays = {f"{part}{name}": a for part, value in parts.items() for name, a in encode(value).items()}
     facts: Json = {} if masking is None else {"privacy": masking.facts()}

@@ -95,7 +95,7 @@ class Scoring:
             return [session.message(site, "evaluate", predicted.at(site)) for site in session.network.sites()]
         if isinstance(predicted.request, Mapping):
             session.require_clear(type(next(iter(predicted.request.values()))))
-        self.asked = session.put(self._question(total, predicted.request))
+        self.asked = session.prepare(self._question(total, predicted.request))
         return self.asked.messages
 
     def _question(self, total: type[ScoreSums], request: object) -> Several:

@@ -106,7 +106,10 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.timeout, self.planned_rounds = timeout, num_rounds
         result = Result()
         self.enrol(grid)
-        self.session.given = {"train": train_config or ConfigRecord(), "evaluate": evaluate_config or ConfigRecord()}
+        self.session.user_settings = {
+            "train": train_config or ConfigRecord(),
+            "evaluate": evaluate_config or ConfigRecord(),
+        }
         self.summary()
         if initial_arrays is not None and self.snapshot is None:
             self._take(initial_arrays)
@@ -178,12 +181,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
             self.begun = server_round
             session.begin_round()
         self._take(arrays)
-        session.given["train"] = config
-        session.packed, session.apart, session.training = None, len(arrays) > 0, True
+        session.user_settings["train"] = config
+        session.encoded_request, session.clippable, session.training = None, len(arrays) > 0, True
         self.running, self.asked = self.one_round(self.current, self.roster()), None
         self._advance(None)
         if isinstance(self.question, Each | Total):
-            self.asked = session.put(self.question)
+            self.asked = session.prepare(self.question)
         if len(arrays) and self.question is not None:
             require_clippable(type(self).__name__, self.asked, self.public(self.current))
         return [] if self.asked is None else self.asked.messages
@@ -193,7 +196,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Answer the first question with the replies, ask what else the round asks, and take its state."""
         if self.asked is not None:
-            self._advance(self.session.read(self.asked, self.network.judged(replies, self.asked.contract)))
+            self._advance(self.session.read(self.asked, self.network.valid(replies, self.asked.contract)))
         while self.question is not None:
             self._advance(self.session.ask(self.question))
         self.current, figures = self.complete
@@ -206,12 +209,14 @@ class FederatedStrategy(Algorithm[S], Strategy):
         """Ask every site, also one left out of training, to score its held-out rows."""
         self.enrol(grid)
         self._take(arrays)
-        self.session.given["evaluate"] = ConfigRecord({**self.session.given.get("evaluate", {}), **config})
+        self.session.user_settings["evaluate"] = ConfigRecord(
+            {**self.session.user_settings.get("evaluate", {}), **config}
+        )
         return self.scoring.ask(self.score_sums, self.session.run(self.predictive(self.current, self.roster())))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
-        found = self.scoring.take(self.network.judged(replies, self.scoring.expected))
+        found = self.scoring.take(self.network.valid(replies, self.scoring.expected))
         return None if found is None else MetricRecord({f"test_{name}": value for name, value in found["test"].items()})
 
     def require_training(self) -> None:
@@ -224,7 +229,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
     def _train_one_round(self, result: Result) -> None:
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
-        number, config = self.round + 1, ConfigRecord(dict(self.session.given["train"]))
+        number, config = self.round + 1, ConfigRecord(dict(self.session.user_settings["train"]))
         network, missed = self.network, Counter[str]()
         begun, earlier = time.monotonic(), network.traffic.exchanges
         while True:
@@ -237,7 +242,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             if not again:
                 break
             self.current = before
-            enrolment.reunite(network, self.preparation, again)
+            enrolment.await_sites(network, self.preparation, again)
         figures = floats(metrics)
         self.follow(figures)
         result.train_metrics_clientapp[number] = MetricRecord(dict(figures))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.deep_kernel.model import (
@@ -21,18 +20,16 @@ from fedgp_flower.methods.deep_kernel.model import (
     heads_of,
 )
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Confusion, Step, Stepped
+from fedgp_flower.scores import Prediction, Scores
+from fedgp_flower.shared_messages import Step, Stepped
 from fedgp_flower.typing import Array
 
 
 class DeepKernelClient(SiteClient):
     """A personal head needs the shared one and this site's rows: the site keeps nothing."""
 
-    @property
-    def options(self) -> DeepKernelOptions:
-        """The table ``deep.*``."""
-        return cast(DeepKernelOptions, self.config.options)
+    options: DeepKernelOptions
+    confusion = confusion
 
     def model(self, values: Mapping[str, ndarray] | None = None) -> DeepKernel:
         """The network at given weights, or as it starts."""
@@ -57,15 +54,6 @@ class DeepKernelClient(SiteClient):
         shared = DeepPosterior(self.model(request.values), mean, covariance, request.share)
         return Prediction(*shared.personal(*self.tensors).moments(inputs))
 
-    def score(self, request: HeadPosterior) -> Scores:
-        """Scores by the kind of the target."""
-        found = self.predict(request, self.rows.x_test)
-        return self._scored(found, self.rows.y_test)
-
-    def confusion(self, request: HeadPosterior) -> Confusion:
-        """Which class was taken for which; only where there are several."""
-        return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
-
     def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of this model of the rows alone."""
         del pooled
@@ -74,14 +62,7 @@ class DeepKernelClient(SiteClient):
         climbed(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
         with torch.no_grad():
             head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).posterior(1.0)
-        return self._scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
-
-    def _scored(self, found: Prediction, target: Array) -> Scores:
-        if found.mean.ndim == 2:
-            return class_scores(found.mean, target)
-        if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(found.mean, target)
-        return self.units.gaussian_scores(found, target)
+        return self.scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
 
 
 def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:

@@ -30,6 +30,5 @@ class DeepKernelOptions(MethodOptions):
             raise ConfigError(
                 f"{unread}: deep-kernel takes steps of Adam; see `deep.learning-rate`, `deep.local-steps`"
             )
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: deep-kernel works on the 'cpu' in 'float64'")
+        core.require_float64_on_cpu()
         core.require_whole_rosters("averaging.fraction", core.averaging.fraction)

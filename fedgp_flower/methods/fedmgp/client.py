@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -28,9 +27,10 @@ from fedgp_flower.typing import Array, Indices
 class FedMGPClient(SiteClient):
     """One unit: shared latent functions come from the server; smoothing, amplitudes and noise stay here."""
 
+    options: FedMGPOptions
+
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.options = cast(FedMGPOptions, setting.config.options)
         self.likelihood: str = setting.config.model.likelihood
         self.gaussian = self.likelihood == "gaussian"
 

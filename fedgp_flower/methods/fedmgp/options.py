@@ -53,8 +53,7 @@ class FedMGPOptions(MethodOptions):
     def _check_core(self, core: CoreConfig) -> None:
         if core.model.kernel != "rbf":
             raise ConfigError(f"`model.kernel` = {core.model.kernel!r}: a convolution in closed form needs 'rbf'")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: fedmgp computes on the CPU in float64")
+        core.require_float64_on_cpu()
         if not core.model.ard:
             raise ConfigError("`model.ard` = false: every latent function of fedmgp has a lengthscale for each input")
         if not core.standardise:

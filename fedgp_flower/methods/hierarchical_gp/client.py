@@ -35,6 +35,8 @@ MOST_ROWS = 400
 class HierarchicalClient(SiteClient):
     """Sums of the site's rows with the deviation integrated out, and predictions with it."""
 
+    options: HierarchicalOptions
+
     def expansion(self, request: Parameters) -> ExpansionShare:
         """P, p and c of the site's rows, and their derivatives by θ."""
         share = self.deviation(request.values).derivatives(GlobalPosterior.of(request.values))
@@ -63,15 +65,9 @@ class HierarchicalClient(SiteClient):
 
     # What the handlers work with.
 
-    @property
-    def rough(self) -> bool:
-        """Whether the site is a unit along one input."""
-        assert isinstance(self.config.options, HierarchicalOptions)
-        return self.config.options.rough
-
     def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | RoughDeviation:
         """The rows of the site at a θ."""
-        if self.rough:
+        if self.options.rough:
             return self.unit(values)
         model = shaped_gp(self.config.model, self.setting.constants[SHARED])
         model.load_theta(values)
@@ -87,4 +83,4 @@ class HierarchicalClient(SiteClient):
 
     def placed(self, inputs: Array) -> Tensor:
         """Inputs [N, D]; of units as shares [N] of the range of the pseudo-inputs."""
-        return rough.placed(inputs, self.setting.constants[SHARED]) if self.rough else torch.from_numpy(inputs)
+        return rough.placed(inputs, self.setting.constants[SHARED]) if self.options.rough else torch.from_numpy(inputs)

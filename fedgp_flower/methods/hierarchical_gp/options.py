@@ -33,5 +33,4 @@ class HierarchicalOptions(MethodOptions):
             )
         if unread := core.optimizer.unread():
             raise ConfigError(f"{unread}: hierarchical-gp takes Newton steps on all rows and reads none of them")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: hierarchical-gp computes on the CPU in float64")
+        core.require_float64_on_cpu()

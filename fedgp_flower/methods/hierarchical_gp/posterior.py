@@ -29,7 +29,5 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """Prediction at a site; its rows are enough, also those of a site that took no part."""
-    if run.saved is None:
-        return None
     client, arrays = at_site(HierarchicalClient, run, config, site, state)
     return predictor(client, HierarchicalView(arrays, arrays.get("factors")))

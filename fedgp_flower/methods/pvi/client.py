@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -58,10 +58,7 @@ def agreed(client: type[C], handler: Callable[[C, Q], A]) -> Callable[[SiteClien
 class PVIClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
-    @property
-    def options(self) -> PVIOptions:
-        """The table ``pvi.*``."""
-        return cast(PVIOptions, self.config.options)
+    options: PVIOptions
 
     @cached_property
     def model(self) -> SparseModel:

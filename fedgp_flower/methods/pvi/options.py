@@ -160,10 +160,7 @@ class PVIOptions(MethodOptions):
                 f"{unread}: of `optimizer` pvi reads `batch-size` alone; steps and rate of a visit are `pvi.steps` and"
                 " `pvi.learning-rate`"
             )
-        if core.precision != "float64":
-            raise ConfigError(f"`precision`: {update} works in 'float64'")
-        if core.device == "cuda":
-            raise ConfigError(f"`device`: {update} works on the 'cpu'")
+        core.require_float64_on_cpu()
 
     def _check_sums(self, core: CoreConfig, update: str) -> None:
         usual = PVIOptions()

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
@@ -33,13 +33,14 @@ from fedgp_flower.methods.pvi_weights.model import (
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Confusion
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.typing import Array
 
 
 class GLMClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
+
+    options: GLMOptions
 
     @cached_property
     def linear(self) -> LinearRows:
@@ -66,32 +67,27 @@ class GLMClient(SiteClient):
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores by the likelihood."""
-        return self._scored(LinearPosterior(self.config.model, request.gaussian), self.rows)
+        return self.scored_by(LinearPosterior(self.config.model, request.gaussian), self.rows)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model of these rows alone."""
         del pooled
-        prior = prior_of(cast(GLMOptions, self.config.options), data.x.shape[1]).gaussian
+        prior = prior_of(self.options, data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
-        return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
+        return self.scored_by(LinearPosterior(self.config.model, prior * done.factor), data)
 
-    def _scored(self, posterior: LinearPosterior, data: SiteData) -> Scores:
+    def scored_by(self, posterior: LinearPosterior, data: SiteData) -> Scores:
         """Scores of held-out rows from the moments of f."""
         if self.config.model.likelihood == "poisson":
             return count_scores(*posterior.latent(data.x_test), data.y_test)
-        mean, variance = posterior.observation(data.x_test)
-        if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(mean, data.y_test)
-        return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
+        return self.scored(Prediction(*posterior.observation(data.x_test)), data.y_test)
 
 
 class BNNClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
-    @property
-    def options(self) -> BNNOptions:
-        """The table ``bnn.*``."""
-        return cast(BNNOptions, self.config.options)
+    options: BNNOptions
+    confusion = confusion
 
     @cached_property
     def network(self) -> WeightSpaceNetwork:
@@ -114,23 +110,14 @@ class BNNClient(SiteClient):
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of the indicators of classes."""
-        mean = self._probabilities(request.gaussian, inputs)
-        return Prediction(mean, mean * (1 - mean))
-
-    def score(self, request: NaturalParameters) -> Scores:
-        """Scores of the classes' probabilities."""
-        return self._scored(request.gaussian, self.rows)
-
-    def confusion(self, request: NaturalParameters) -> Confusion:
-        """Which class was taken for which; only where there are several."""
-        return Confusion.of(self._probabilities(request.gaussian, self.rows.x_test), self.rows.y_test)
+        return self._indicators(request.gaussian, inputs)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same network of these rows alone."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
-        return self._scored(q, data)
+        return self.scored(self._indicators(q, data.x_test), data.y_test)
 
     def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, float, Trace]:
         shared = cast(PVIOptions, self.config.shared)
@@ -142,14 +129,10 @@ class BNNClient(SiteClient):
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
         return refined(self.network, data_of(data), context, start, settings, source)
 
-    def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
+    def _indicators(self, q: Gaussian, inputs: Array) -> Prediction:
         binary = self.config.model.likelihood == "bernoulli"
-        return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
-
-    def _scored(self, q: Gaussian, data: SiteData) -> Scores:
-        probability = self._probabilities(q, data.x_test)
-        score = bernoulli_scores if probability.ndim == 1 else class_scores
-        return score(probability, data.y_test)
+        mean = NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
+        return Prediction(mean, mean * (1 - mean))
 
 
 def data_of(rows: SiteData) -> Data:

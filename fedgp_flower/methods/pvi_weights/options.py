@@ -34,8 +34,7 @@ class WeightsOptions(MethodOptions):
         """No key that a method without a Gaussian process does not read."""
         if unread := core.optimizer.unread():
             raise ConfigError(f"{unread}: `method` = {core.method!r} does not read it; see `{self.table}.*`")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError(f"`device`, `precision`: {core.method!r} works on the 'cpu' in 'float64'")
+        core.require_float64_on_cpu()
 
 
 class GLMOptions(WeightsOptions):

@@ -6,13 +6,12 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -35,13 +34,15 @@ from fedgp_flower.methods.sfvi.learner import (
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, StructuredModel, configured
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Confusion, Parameters
+from fedgp_flower.scores import Prediction, Scores
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 
 class SFVIClient(SiteClient):
     """q(Z_Lk | Z_G) of this site, fitted around the q(Z_G) and θ that the server sends."""
+
+    options: SFVIOptions
 
     def gradient(self, request: GradientRequest) -> GradientShare:
         """SFVI: the gradient by θ and η_G, and a step on η_Lk (paper, Algorithm 1)."""
@@ -77,9 +78,7 @@ class SFVIClient(SiteClient):
         """Scores by the kind of the target."""
         return self.scores(*self.posterior(request.values), self.rows)
 
-    def confusion(self, request: Parameters) -> Confusion:
-        """Which class was taken for which; only models of classes are asked."""
-        return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
+    confusion = confusion
 
     def shown(self, request: Parameters) -> NamedArrays:
         """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
@@ -89,11 +88,6 @@ class SFVIClient(SiteClient):
         return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
 
     # What the handlers work with.
-
-    @property
-    def options(self) -> SFVIOptions:
-        """The table ``sfvi.*``."""
-        return cast(SFVIOptions, self.config.options)
 
     @cached_property
     def memory(self) -> SiteMemory:
@@ -163,18 +157,11 @@ class SFVIClient(SiteClient):
     def scores(
         self, learner: Learner, q_global: GlobalPosterior, q_local: LocalPosterior | None, data: SiteData
     ) -> Scores:
-        """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
-        rows, target = rows_of(self.preparation, data.x_test, self.options), data.y_test
-        likelihood = self.config.model.likelihood
-        found = learner.predict(q_global, q_local, rows, link=likelihood == "poisson")
-        mean, variance = found.mean, found.variance
-        if likelihood == "poisson":
-            return count_scores(mean, variance, target)
-        if mean.ndim == 2:
-            return class_scores(mean, target)
-        if likelihood == "bernoulli":
-            return bernoulli_scores(mean, target)
-        return self.units.gaussian_scores(found, target)
+        """Scores of held-out rows; of counts by the moments of the linear predictor."""
+        counts = self.config.model.likelihood == "poisson"
+        rows = rows_of(self.preparation, data.x_test, self.options)
+        found = learner.predict(q_global, q_local, rows, link=counts)
+        return count_scores(found.mean, found.variance, data.y_test) if counts else self.scored(found, data.y_test)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""

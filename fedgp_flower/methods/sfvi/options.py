@@ -74,8 +74,7 @@ class SFVIOptions(MethodOptions):
         if unread := core.optimizer.unread():
             keys = "`sfvi.learning-rate` and `sfvi.local-steps`"
             raise ConfigError(f"{unread}: sfvi takes steps of Adam on all rows of a site; see {keys}")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
+        core.require_float64_on_cpu()
         averages = self.averages or self.warm_start_rounds
         if core.privacy.secure_aggregation and averages and self.structure == "full":
             raise ConfigError(
