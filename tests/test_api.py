@@ -86,7 +86,7 @@ def test_a_notebook_shows_the_answer_and_draws_on_axes(run):
     np.testing.assert_allclose(drawn[1], run.posterior.predict(pd.DataFrame({"x": drawn[0]}))["mean"], atol=1e-9)
     assert {observed.figure.number, ax.figure.number} <= set(pyplot.get_fignums())  # a notebook shows them
     pyplot.close("all")
-    with pytest.raises(RunError, match="no effect of `z` can be drawn; there are x"):
+    with pytest.raises(RunError, match="the effect of `z` cannot be plotted; possible are x"):
         run.posterior.plot("z")
 
 

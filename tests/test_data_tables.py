@@ -72,7 +72,7 @@ CASES = {
     "index column": (lines(header=",job,dose,y"), {}, ["column 1 has no name", "`features`"]),
     "unknown separator": (lines().replace(",", "~"), {"target": "y"}, ["missing column `y`", "cells are separated by"]),
     "line above the header": (f"Export of {SECRET}\n{lines()}", {}, ["more cells than the header", "line above"]),
-    "open quotation mark": (lines((3, f'22,"{SECRET},1,4')), {}, ["quotation mark is opened and not closed"]),
+    "open quotation mark": (lines((3, f'22,"{SECRET},1,4')), {}, ["quotation mark is not closed"]),
     "total below the rows": (f"{lines()}Total,,{SECRET},1\n", {}, ["`age`: text in a numeric cell in row 13", "`job`"]),
     "thousands": (lines(rows=[f'{i},ax,"{i},500",{i}' for i in range(1, 9)]), {}, ["`dose`", "separate thousands"]),
     "huge number": (lines((6, "25,ax,1e300,25")), {}, ["`dose`: number beyond 1e+100 in row 6"]),
@@ -81,7 +81,7 @@ CASES = {
     "day or month": (
         lines(rows=[f"{i},ax,0{i}/02/2023,1" for i in range(1, 9)]),
         {"dates": "days"},
-        ["in `dose` day and month could be exchanged"],
+        ["in `dose` day and month could be swapped"],
     ),
     "counts below zero": (lines((2, "21,ax,1,-1")), {"model": {"likelihood": "poisson"}}, ["counts", "in row 2"]),
     "many classes": (

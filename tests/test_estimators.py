@@ -90,7 +90,7 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
     ):
         with pytest.raises(NotImplementedError, match=r"keeps no row.*qUpperConfidenceBound"):
             look()
-    with pytest.raises(NotImplementedError, match="Conditioning on 2 rows is what a new run does"):
+    with pytest.raises(NotImplementedError, match="Conditioning on 2 rows needs a new run"):
         model.condition_on_observations(points, points[:, :1])
 
 

@@ -1,4 +1,4 @@
-"""The page of a report as a Jinja2 template (a FAB carries only Python and text, so it lives in a string)."""
+"""The Jinja2 template of a report, as a string because a FAB contains only Python and text."""
 
 STYLE = """
 :root { --ink: #1d2329; --soft: #5b6670; --line: #dfe3e7; --accent: #1f5f99; --paper: #fff; --bad: #8c1d18; }
@@ -56,7 +56,7 @@ TEMPLATE = """<!DOCTYPE html>
 <p class="note">{{ note }}</p>
 {% endif %}
 {% if beside[1] %}<div class="wide">{{ table(*beside) }}</div>
-<p class="note">Federated minus the other: below zero, federated is better.</p>{% endif %}
+<p class="note">NLL of the federated run minus that of the baseline: federated is better below zero.</p>{% endif %}
 <nav></nav>
 
 {% if predictions %}<h2>Predictions on held-out rows</h2>
