@@ -19,7 +19,7 @@ from fedgp_flower.lazy import Lazy
 if TYPE_CHECKING:
     from fedgp_flower import agreement
     from fedgp_flower.data import catalogue, tables
-    from fedgp_flower.data import sites as deal
+    from fedgp_flower.data import sites as site_tables
     from fedgp_flower.deploy import demo, processes, submission
     from fedgp_flower.options import FlatConfig, Value
     from fedgp_flower.privacy import audit
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedgp_flower.run import user_config as user
 else:
     agreement, audit = Lazy("fedgp_flower.agreement"), Lazy("fedgp_flower.privacy.audit")
-    catalogue, tables, deal = (Lazy(f"fedgp_flower.data.{name}") for name in ("catalogue", "tables", "sites"))
+    catalogue, tables, site_tables = (Lazy(f"fedgp_flower.data.{name}") for name in ("catalogue", "tables", "sites"))
     demo, processes, submission = (Lazy(f"fedgp_flower.deploy.{name}") for name in ("demo", "processes", "submission"))
     identities, engine = Lazy("fedgp_flower.privacy.keys"), Lazy("fedgp_flower.run.in_process")
     user = Lazy("fedgp_flower.run.user_config")
@@ -368,7 +368,7 @@ def partition(
 ) -> None:
     """Split a data set over sites and write a CSV for each, for real SuperNodes."""
     config = registry.parse_config(user.parse_assignments(assignments or []) | {"dataset": dataset})
-    for path in deal.write_partition(config, sites, output_dir):
+    for path in site_tables.write_partition(config, sites, output_dir):
         terminal.show(str(path))
 
 

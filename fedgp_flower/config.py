@@ -21,7 +21,7 @@ from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
-    BESIDE,
+    SECOND_COLUMN,
     USUAL_KERNEL,
     AveragingSection,
     Count,
@@ -250,12 +250,12 @@ class CoreConfig(Section):
     @property
     def outcome(self) -> str:
         """The target column; empty if ``target`` is."""
-        return self.target.partition(",")[0].strip() if self.beside or self.order else self.target
+        return self.target.partition(",")[0].strip() if self.second_target or self.order else self.target
 
     @property
-    def beside(self) -> str:
+    def second_target(self) -> str:
         """Second target column that the likelihood reads, such as the exposure; empty without one."""
-        return self.target.partition(",")[2].strip() if self.model.likelihood in BESIDE else ""
+        return self.target.partition(",")[2].strip() if self.model.likelihood in SECOND_COLUMN else ""
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -287,7 +287,7 @@ class CoreConfig(Section):
     def default_exclusions(self) -> set[str]:
         """Columns that are inputs only if `features` names them: of sites, of `holdout`, beside the target."""
         site = self.partition.column if self.partitioner == "natural" else ""
-        return {site, self.holdout.partition(":")[2], self.beside} - {""}
+        return {site, self.holdout.partition(":")[2], self.second_target} - {""}
 
     @property
     def agreement_options(self) -> Json:
@@ -332,9 +332,9 @@ class CoreConfig(Section):
             raise ConfigError(
                 f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} has {able}; take 'svgp'"
             )
-        if self.beside and not {*BESIDE} <= options.likelihoods:
+        if self.second_target and not {*SECOND_COLUMN} <= options.likelihoods:
             raise ConfigError(
-                f"`target` = {self.target!r} names the {BESIDE[likelihood]} after the comma, which `method` ="
+                f"`target` = {self.target!r} names the {SECOND_COLUMN[likelihood]} after the comma, which `method` ="
                 f" {self.method!r} does not read; take 'svgp'"
             )
 
@@ -453,12 +453,10 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
-    if core.model.likelihood == "gaussian":
-        model = core.model.model_copy(update={"likelihood": chosen.usual_likelihood})
-        core = core.model_copy(update={"model": model})
-    from_method: dict[str, Value] = {}
+    likelihood = core.model.likelihood if core.model.likelihood != "gaussian" else chosen.usual_likelihood
+    from_method: dict[str, Value] = {"likelihood": likelihood}
     if core.model.kernel == USUAL_KERNEL:
-        from_method["kernel"] = chosen.kernel_for(core.model.likelihood)
+        from_method["kernel"] = chosen.kernel_for(likelihood)
     if not core.model.num_inducing:
         megabytes = core.model.max_megabytes or chosen.usual_megabytes
         from_method |= {"num_inducing": chosen.usual_inducing, "max_megabytes": megabytes}

@@ -80,7 +80,7 @@ def kernel_tree(expression: str) -> ast.expr:
     raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
 
 
-BESIDE = {
+SECOND_COLUMN = {
     "poisson": "exposure",
     "negative-binomial": "exposure",
     "binomial": "trials",

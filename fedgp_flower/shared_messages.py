@@ -132,9 +132,9 @@ class Shape:
 
     histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
-    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, as follows from `query.describe`")
-    beside: Float[ndarray, ""] = leaves("sum of the column beside the target, such as exposure; without one the rows")
-    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
+    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, which follows from `query.describe`")
+    beside: Float[ndarray, ""] = leaves("sum of the second target column, such as exposure; without one, rows")
+    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, which follow from the configuration")
 
     def coarse(self, least: int) -> Shape:
         """Merge histogram cells with fewer than ``least`` rows."""
@@ -253,7 +253,7 @@ class ColumnSquares:
 class Points:
     """Number of inducing points of the pooled baseline."""
 
-    count: int = leaves("that the run ended with; 0 where it has none")
+    count: int = leaves("number of inducing points of the run; 0 without any")
 
 
 @message()
@@ -268,8 +268,8 @@ class Step:
     """Request to take local steps from these parameters."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
-    learning_rate: float = leaves("of this round")
-    reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
+    learning_rate: float = leaves("learning rate of this round")
+    reach: float = leaves("largest change by an honest site's steps", default=MOVE)
 
 
 @message("train", counts="values")
@@ -309,7 +309,7 @@ class ScoreSums:
     """Scores of held-out rows, see :mod:`fedgp_flower.scores`. Scores of other kinds of task are zero."""
 
     regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
-    classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
+    classification: Float[ndarray, " 4"] = leaves("rows, correct rows, NLL, Brier score")
     times: Float[ndarray, " 9"] = leaves(
         "rows, events, NLL, Brier score, pairs in the predicted order, pairs, rows inside intervals"
     )
@@ -393,7 +393,7 @@ class Edges:
 class TimeCounts:
     """Numbers of training rows and of events by follow-up time."""
 
-    counts: Float[ndarray, "B 2"] = leaves("rows whose time is in a bin, and those whose event was seen")
+    counts: Float[ndarray, "B 2"] = leaves("rows and observed events by bin of time")
 
     def coarse(self, least: int) -> TimeCounts:
         """Merge cells with fewer than ``least`` rows."""
@@ -436,7 +436,7 @@ class LocalScoreSums(ScoreSums):
 class ComparedScoreSums(LocalScoreSums):
     """Local scores with counts of sites, for runs under masks, where the server sees no site's scores."""
 
-    sites: Float[ndarray, " 2"] = leaves("1 where rows are held out, and 1 if that GP predicts them much better")
+    sites: Float[ndarray, " 2"] = leaves("1 if rows are held out, and 1 if that GP predicts them much better")
 
 
 @message("query.pooled", public=True)
@@ -453,7 +453,7 @@ class BoostedScoreSums(ScoreSums):
 class Confusion:
     """Confusion matrix: held-out rows by observed class and most probable class."""
 
-    counts: Float[ndarray, "C C"] = leaves("held-out rows by class and likeliest class")
+    counts: Float[ndarray, "C C"] = leaves("held-out rows by observed and most probable class")
 
     @staticmethod
     def of(probabilities: Array, label: Array) -> Confusion:
@@ -487,7 +487,7 @@ class HeldOutRows:
 class Moments:
     """Sufficient statistics of linear regression; X̃ = (1, X), P = 1 + D, standardised like y."""
 
-    gram: Float[ndarray, "P P"] = leaves("X̃ᵀX̃, X̃ the standardised inputs beside a column of ones", symmetric=True)
+    gram: Float[ndarray, "P P"] = leaves("X̃ᵀX̃, X̃ the standardised inputs with a column of ones", symmetric=True)
     products: Float[ndarray, " P"] = leaves("X̃ᵀy")
     square: Float[ndarray, ""] = leaves("yᵀy")
 
@@ -525,7 +525,7 @@ class LinearPredictor:
     centre: Float[ndarray, " D"] = leaves("means of the training inputs")
     weights: Float[ndarray, " D"] = leaves("regression weights; zero for the mean of the target")
     intercept: float = leaves("prediction at the centre")
-    variance: float = leaves("of a new row at the centre")
+    variance: float = leaves("variance of a new row at the centre")
     spread: Float[ndarray, "D D"] | None = leaves("S, with SᵀS the covariance of the weights", default=None)
     classes: Float[ndarray, "R P"] | None = leaves("intercept and weights of each class but the first", default=None)
 

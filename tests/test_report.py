@@ -14,7 +14,7 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.dependence import Effect, relevances
 from fedgp_flower.run.figures import relevance
 from fedgp_flower.run.report import Panel, write_page
-from fedgp_flower.run.summary import beside
+from fedgp_flower.run.summary import baseline_differences
 from strategies.server.questions import lengthscale_facts
 
 pytestmark = pytest.mark.drawn
@@ -125,7 +125,7 @@ NLL = [1.0, 1.1, 1.2]
 def test_the_verdict_follows_the_numbers(line_run, mine, local, words):
     metrics = judged(line_run, mine, local, [10] * len(mine))
     assert summary.verdict(metrics).startswith(words)
-    assert len(beside(metrics)[1]) == (local is not None)
+    assert len(baseline_differences(metrics)[1]) == (local is not None)
 
 
 def test_the_first_sentence_is_the_error_beside_the_others(line_run):

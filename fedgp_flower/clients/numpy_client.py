@@ -34,7 +34,7 @@ from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
-from fedgp_flower.options import BESIDE, MethodOptions
+from fedgp_flower.options import SECOND_COLUMN, MethodOptions
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import (
     Prediction,
@@ -425,7 +425,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
     elif likelihood == "poisson":
         scores = count_scores(mean, variance, y)
-    elif BESIDE.get(likelihood) == "event":
+    elif SECOND_COLUMN.get(likelihood) == "event":
         hyper = torch.tensor([math.log(request.variance) / 2], dtype=torch.float64)
         scores = build_point_likelihood(likelihood).scores(mean, 0 * mean, y, hyper, client.units)
     else:

@@ -17,7 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import BESIDE, CLASSES, MOST_CLASSES
+from fedgp_flower.options import CLASSES, MOST_CLASSES, SECOND_COLUMN
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -231,7 +231,7 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
     wrong = (values < 0) | (values != np.round(values))
     if likelihood in COUNTS and wrong.any():
         raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
-    if BESIDE.get(likelihood) == "event" and (values <= 0).any():
+    if SECOND_COLUMN.get(likelihood) == "event" and (values <= 0).any():
         raise DataError(f"{name}: expected times above zero; another number {_at(values <= 0)}")
     if transform in TRANSFORMS and Transform(transform).positive and (values <= 0).any():
         raise DataError(
@@ -257,16 +257,16 @@ def check_grades(target: pd.Series, order: Sequence[str], name: str) -> None:
         )
 
 
-def check_beside(target: pd.Series, beside: pd.Series, likelihood: str, file: str) -> None:
+def check_second_target(target: pd.Series, second: pd.Series, likelihood: str, file: str) -> None:
     """Raise DataError if the second target column has values that the likelihood does not allow."""
-    y, other = (column.to_numpy(dtype=np.float64) for column in (target, beside))
+    y, other = (column.to_numpy(dtype=np.float64) for column in (target, second))
     expected, wrong = {
         "exposure": ("numbers above zero, the exposure of each count", other <= 0),
         "trials": ("whole numbers, at least as large as the target", (other < np.maximum(y, 1)) | (other % 1 != 0)),
         "event": ("1 where the event was seen and 0 where the time is censored", ~np.isin(other, (0, 1))),
-    }[BESIDE[likelihood]]
+    }[SECOND_COLUMN[likelihood]]
     if wrong.any():
-        raise DataError(f"{file}: column `{beside.name}`: expected {expected}; another {_at(wrong)}")
+        raise DataError(f"{file}: column `{second.name}`: expected {expected}; another {_at(wrong)}")
 
 
 def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> dict[str, str]:

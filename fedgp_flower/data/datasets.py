@@ -17,7 +17,7 @@ from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_
 from fedgp_flower.data.cells import (
     Mask,
     cells_of,
-    check_beside,
+    check_second_target,
     check_target,
     codes_in,
     date_problems,
@@ -53,7 +53,7 @@ def choose_columns(
     if unknown := [name for name in without if name not in names]:
         raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
     features = wanted or [name for name in usable if name not in (goal, *without)]
-    if named := [name for name in (goal, config.beside) if name in features]:
+    if named := [name for name in (goal, config.second_target) if name in features]:
         raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
@@ -139,8 +139,8 @@ def checked(
     kinds: Mapping[str, Kind] | None = None,
 ) -> pd.DataFrame:
     """Return typed features and target without rows that ``missing`` drops; ``kinds`` fixes kinds of features."""
-    beside = [config.beside] if config.beside else []
-    require_columns(raw, [*features, target, *beside], file)
+    second = [config.second_target] if config.second_target else []
+    require_columns(raw, [*features, target, *second], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
@@ -148,13 +148,13 @@ def checked(
     named_levels = [] if config.design is None else config.design.categories
     classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
     classes |= {target: "categorical"} if config.model.likelihood in CLASSES else {}
-    classes |= dict.fromkeys(beside, "numeric")
-    found = [*read, *beside] if target in dated else [*read, *beside, target]
+    classes |= dict.fromkeys(second, "numeric")
+    found = [*read, *second] if target in dated else [*read, *second, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
         ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
-    frame = frame.dropna(subset=None if config.missing == "drop" else [target, *beside])
+    frame = frame.dropna(subset=None if config.missing == "drop" else [target, *second])
     if frame.empty:
         remedy = "fill them, set `missing` to 'impute', or name other `features`"
         raise DataError(f"{file}: every row has a missing `{target}` or another missing cell; {remedy}")
@@ -162,8 +162,8 @@ def checked(
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
     check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
-    if beside:
-        check_beside(frame[target], frame[config.beside], config.model.likelihood, file)
+    if second:
+        check_second_target(frame[target], frame[config.second_target], config.model.likelihood, file)
     labels: dict[str, Kind] = dict.fromkeys(config.group_columns, "categorical")
     groups = typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
     return frame.assign(**{str(name): groups[name] for name in groups})
@@ -180,7 +180,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
-    features = [str(name) for name in frame if name not in {target, config.beside, *config.group_columns}]
+    features = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     if problems := identifier_problems(frame, features, config.max_levels):
         raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()

@@ -19,12 +19,12 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import cluster, pd
 from fedgp_flower.typing import Array, Indices
 
-BINS, CLASSES_PER_SITE, LEAST_DEALT = 10, 2, 10
+BINS, CLASSES_PER_SITE, LEAST_ROWS = 10, 2, 10
 """Quantile bins of a numeric partition column; classes per site of ``pathological``; rows per site of ``dirichlet``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Partition:
     """Rows of each site, ascending, and the label of each site."""
 
     rows: tuple[Indices, ...]
@@ -33,7 +33,7 @@ class Deal:
     """Natural groups with too few rows."""
 
 
-def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreConfig) -> Deal:
+def partition_rows(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreConfig) -> Partition:
     """Partition training rows, of typed inputs and a partition column, by ``config.partitioner``."""
     called = f"`partitioner` = '{config.partitioner}' with {num_sites} sites"
     if not 1 <= num_sites <= len(inputs):
@@ -55,10 +55,10 @@ def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreCo
             parts = _flower(column, order, num_sites, config, called)
     if min(part.size for part in parts) == 0 or sum(part.size for part in parts) != len(inputs):
         raise DataError(f"{called} leaves a site without rows; take fewer sites")
-    return Deal(tuple(np.sort(part) for part in parts), tuple(str(site) for site in range(num_sites)))
+    return Partition(tuple(np.sort(part) for part in parts), tuple(str(site) for site in range(num_sites)))
 
 
-def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: int, config: CoreConfig) -> Deal:
+def partition_groups(frame: pd.DataFrame, factors: Sequence[list[str]], sites: int, config: CoreConfig) -> Partition:
     """Assign whole groups to sites at random: rows with the same level of a factor go to the same site."""
     codes = np.stack([frame.groupby(columns).ngroup().to_numpy() for columns in factors])
     starts = np.cumsum([0, *(codes.max(axis=1) + 1)])
@@ -66,15 +66,15 @@ def deal_groups(frame: pd.DataFrame, factors: Sequence[list[str]], num_sites: in
     ones = np.ones((len(nodes) - 1) * nodes.shape[1])
     edges = coo_array((ones, (nodes[:-1].ravel(), nodes[1:].ravel())), shape=(starts[-1], starts[-1]))
     count, parts = connected_components(edges, directed=False)
-    if count < num_sites:
+    if count < sites:
         named = ", ".join(f"`{':'.join(columns)}`" for columns in factors)
-        raise DataError(f"the groups of {named} cannot be split over {num_sites} sites; at most {count}")
+        raise DataError(f"the groups of {named} cannot be split over {sites} sites; at most {count}")
     order = generator(derived_seed(config.seed, "partition", config.partitioner), "order").permutation(count)
     site = np.empty(count, dtype=np.int64)
-    for number, share in enumerate(np.array_split(order, num_sites)):
+    for number, share in enumerate(np.array_split(order, sites)):
         site[share] = number
     here = site[parts[nodes[0]]]
-    return Deal(tuple(np.flatnonzero(here == s) for s in range(num_sites)), tuple(map(str, range(num_sites))))
+    return Partition(tuple(np.flatnonzero(here == s) for s in range(sites)), tuple(map(str, range(sites))))
 
 
 def row_labels(column: pd.Series) -> pd.Series:
@@ -96,7 +96,7 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
         count = int(values["class"].max()) + 1
     match config.partitioner:
         case "dirichlet":
-            least = options.min_rows or LEAST_DEALT
+            least = options.min_rows or LEAST_ROWS
             advice = f"raise `partition.alpha`, lower `partition.min-rows` (now {least}) or take fewer sites"
             limits = {"alpha": options.alpha, "min_partition_size": least}
             chosen = flower.DirichletPartitioner(sites, "class", **limits, shuffle=False, seed=seed)
@@ -137,7 +137,7 @@ def _classes(column: pd.Series) -> Indices:
     return codes.astype(np.int64)
 
 
-def _natural(column: pd.Series, sites: int, config: CoreConfig, called: str) -> Deal:
+def _natural(column: pd.Series, sites: int, config: CoreConfig, called: str) -> Partition:
     least = max(config.partition.min_rows, 1)
     values = column.to_numpy(dtype=object) if kind_of(column) == "categorical" else column.to_numpy()
     _, first, codes, sizes = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
@@ -149,7 +149,7 @@ def _natural(column: pd.Series, sites: int, config: CoreConfig, called: str) -> 
         )
     labels, small = row_labels(column), np.flatnonzero(sizes < least)
     kept, left_out = (tuple(map(str, labels.iloc[first[groups]])) for groups in (large, small))
-    return Deal(tuple(np.flatnonzero(codes == group) for group in large), kept, left_out)
+    return Partition(tuple(np.flatnonzero(codes == group) for group in large), kept, left_out)
 
 
 def standard_columns(inputs: pd.DataFrame) -> Array:

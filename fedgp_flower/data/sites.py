@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -195,42 +195,33 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         return real_site(config, (str(site), table_stem(paths[site]), partitions), _tables(paths[site]))
     with _LOCK:
         table = load_table(config)
-        dealt = _dealt(table, config, partitions)
+        partition = _partition(table, config, partitions)
     train, test = _rows(table, config)
-    rows = train[dealt.rows[site]]
+    rows = train[partition.rows[site]]
     if config.split >= 0 or config.holdout == "site":
-        held_out = _share(config, table, test, dealt, site)
+        held_out = _share(config, table, test, partition, site)
     else:
         keys = None if table.keys is None else table.keys.iloc[rows]
         rows, held_out = (rows[part] for part in divided(rows.size, keys, config, str(site)))
-    both = [table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out)]
-    here = np.concatenate([rows, held_out])
-    codes = {name: mask for name, mask in table.codes.items() if mask[here].any()}
-    node = (str(site), dealt.labels[site], partitions)
-    suspected = suspicions(pd.concat(both), table.target, codes, _untransformed_gaussian(config))
-    where = f"site {dealt.labels[site]} of {table.file}"
-    dropped = table.dropped if site == 0 else 0
-    left_out = "\n".join(_left_out(table, config, dealt)) if site == 0 else ""
-    site_rows = _site(node, both, table.target, table.features, dropped, suspected, where)
-    return replace(site_rows, dealt=True, beside=config.beside, left_out=left_out)
+    if not rows.size:
+        raise DataError(f"site {partition.labels[site]} of {table.file}: 0 training rows; at least 1 is needed")
+    site_rows = np.concatenate([rows, held_out])
+    codes = {name: mask for name, mask in table.codes.items() if mask[site_rows].any()}
+    return RawSite(
+        *(str(site), partition.labels[site], partitions),
+        *(table.frame.iloc[rows].reset_index(drop=True), table.frame.iloc[held_out].reset_index(drop=True)),
+        features=table.features,
+        target=table.target,
+        dropped=table.dropped if site == 0 else 0,
+        left_out="\n".join(_left_out(table, config, partition)) if site == 0 else "",
+        suspected=suspicions(table.frame.iloc[site_rows], table.target, codes, _untransformed_gaussian(config)),
+        dealt=True,
+        beside=config.second_target,
+    )
 
 
 def _untransformed_gaussian(config: CoreConfig) -> bool:
     return config.model.likelihood == "gaussian" and config.transform.target == "none"
-
-
-def _site(
-    node: tuple[str, str, int],
-    both: Sequence[pd.DataFrame],
-    target: str,
-    features: Sequence[str],
-    dropped: int,
-    suspected: str,
-    where: str,
-) -> RawSite:
-    if not len(both[0]):
-        raise DataError(f"{where}: 0 training rows; at least 1 is needed")
-    return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected=suspected)
 
 
 def _rows(table: Table, config: CoreConfig) -> tuple[Indices, Indices]:
@@ -241,23 +232,23 @@ def _rows(table: Table, config: CoreConfig) -> tuple[Indices, Indices]:
     return np.setdiff1d(np.arange(len(table.frame)), test), test
 
 
-def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
+def _share(config: CoreConfig, table: Table, test: Indices, partition: partitioning.Partition, site: int) -> Indices:
     """Return a site's part of the common test rows: those of its natural group, else an equal share."""
     if config.partitioner == "natural" and config.holdout != "site":
-        return test[(partitioning.row_labels(table.column).iloc[test] == dealt.labels[site]).to_numpy()]
+        return test[(partitioning.row_labels(table.column).iloc[test] == partition.labels[site]).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(test.size)
-    return np.sort(test[np.array_split(order, len(dealt.rows))[site]])
+    return np.sort(test[np.array_split(order, len(partition.rows))[site]])
 
 
-def _left_out(table: Table, config: CoreConfig, dealt: partitioning.Deal) -> list[str]:
+def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
     """Return lines on the natural groups that are excluded from training and not scored."""
     if config.partitioner != "natural":
         return []
     groups = partitioning.row_labels(table.column).iloc[_rows(table, config)[1]]
     if config.holdout == "site":
         return [f"sites that take no part; their rows are held out: {', '.join(sorted(set(map(str, groups))))}"]
-    unseen = sorted(set(map(str, groups)) - {*dealt.labels, *dealt.left_out})
-    excluded = {"fewer training rows than `partition.min-rows`": dealt.left_out, "no training rows": unseen}
+    unseen = sorted(set(map(str, groups)) - {*partition.labels, *partition.left_out})
+    excluded = {"fewer training rows than `partition.min-rows`": partition.left_out, "no training rows": unseen}
     return [
         f"groups that are left out and not scored, {len(names)} with {why}: {part}"
         for why, names in excluded.items()
@@ -273,21 +264,21 @@ def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> R
 def check_partition(config: CoreConfig, partitions: int) -> None:
     """Raise DataError if the data set cannot be partitioned, before any site loads it."""
     with _LOCK:
-        _dealt(load_table(config), config, partitions)
+        _partition(load_table(config), config, partitions)
 
 
 @lru_cache(maxsize=2)
-def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
+def _partition(table: Table, config: CoreConfig, partitions: int) -> partitioning.Partition:
     """Partition the table; cached, because a process of a simulation serves many sites."""
     train, _ = _rows(table, config)
     terms = () if config.design is None else config.design.random
     factors = [[name for name in term.group if name not in config.sites_named] for term in terms]
     if any(factors) and config.partitioner == "iid":
-        return partitioning.deal_groups(table.frame.iloc[train], list(filter(None, factors)), partitions, config)
+        return partitioning.partition_groups(table.frame.iloc[train], list(filter(None, factors)), partitions, config)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
     inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for partitioners that use distances
     try:
-        return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
+        return partitioning.partition_rows(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
     except DataError as error:
         raise DataError(f"{table.file}: {error}") from None
 
@@ -321,14 +312,14 @@ def real_site(
     """
     site, label, partitions = node
     if config.holdout == "site":
-        raise DataError("`holdout` = 'site' holds out natural groups of a single table; with several, omit a site's")
+        raise DataError("`holdout` = 'site' needs a single table; with one per site, leave out the held-out sites")
     if config.design is not None and SITE in config.design.inputs:  # the site as a fixed effect
         tables = [(name, table if SITE in table else table.assign(**{SITE: label or site})) for name, table in tables]
     file, raw = tables[0]
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
     whole, target = checked(raw, *columns, config, file), columns[1]
     frame = whole.reset_index(drop=True)
-    inputs = [str(name) for name in frame if name not in {target, config.beside, *config.group_columns}]
+    inputs = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
@@ -338,7 +329,9 @@ def real_site(
         both = [frame.iloc[part].reset_index(drop=True) for part in divided(len(frame), keys, config, name)]
     if problems := identifier_problems(frame, inputs, config.max_levels):
         raise DataError(f"{file}: {'. '.join(problems)}")
+    if not len(both[0]):
+        raise DataError(f"{file}: 0 training rows; at least 1 is needed")
     rows = pd.concat(both)
     suspected = suspicions(rows, target, codes_in(rows), _untransformed_gaussian(config))
-    site_rows = _site((site, label or site, partitions), both, target, inputs, dropped, suspected, file)
-    return replace(site_rows, beside=config.beside)
+    node, features = (site, label or site, partitions), tuple(inputs)
+    return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, beside=config.second_target)

@@ -26,9 +26,9 @@ WORDS: Mapping[str, str] = {
     "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
     " rows; of each numeric column the sum, its rounding residual and the sum of squares about the mean; which columns"
     " may hold a code for missing cells, and in how many; how many rows repeat; whether the target is skewed; under"
-    " masks names, kinds and levels of columns and the number of rows alone",
+    " masks only names, kinds and levels of columns and the number of rows",
     "evaluate": "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside"
-    " intervals, a histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted"
+    " intervals, a histogram of 20 bins; for classes the correct rows, the Brier score and sums in 10 bins of predicted"
     " probability",
 }
 """Answers that are not declared messages."""

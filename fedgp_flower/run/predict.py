@@ -32,7 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
-from fedgp_flower.options import BESIDE, NUMBERS, Value
+from fedgp_flower.options import NUMBERS, SECOND_COLUMN, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
@@ -227,7 +227,7 @@ class Predictor:
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
         values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES, lambda: (mean, sd)))
         table = pd.DataFrame(dict(zip(names, values, strict=True)))
-        if BESIDE.get(self.saved.likelihood) != "event":
+        if SECOND_COLUMN.get(self.saved.likelihood) != "event":
             return table
         return table.drop(columns=["mean", "sd"]).assign(**self.survival(encoded, times))
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
-from fedgp_flower.options import BESIDE, NUMBERS
+from fedgp_flower.options import NUMBERS, SECOND_COLUMN
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
@@ -29,7 +29,7 @@ from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
     arms,
-    beside,
+    baseline_differences,
     cell,
     data_name,
     expected_coverage,
@@ -122,7 +122,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
             headline=headline(metrics),
             note=_headline_note(metrics, units),
-            beside=beside(metrics),
+            differences=baseline_differences(metrics),
             predictions=list(_predictions(run, predictor, target)),
             calibration=_calibration(run),
             convergence=_picture(
@@ -152,7 +152,7 @@ def _dependence(run: Run) -> list[Panel]:
     )
     target, levels = target_of(run), predictor.preparation.target.levels
     words = {"exposure": "rate of ", "trials": "probability of ", "event": "characteristic time of "}
-    kind = words.get(BESIDE.get(predictor.saved.likelihood, ""), "")
+    kind = words.get(SECOND_COLUMN.get(predictor.saved.likelihood, ""), "")
     outcome = f"probability of {levels[-1]}" if levels else f"{kind}{target}"
     if predictor.saved.likelihood == "ordinal":
         outcome = f"mean of {target}"
@@ -247,7 +247,7 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
-    if run.saved is not None and BESIDE.get(run.saved.likelihood) == "event":
+    if run.saved is not None and SECOND_COLUMN.get(run.saved.likelihood) == "event":
         yield from _survival(run, predictor, target)
         return
     if len(names) == 1 and predictor is not None:

@@ -55,7 +55,7 @@ TEMPLATE = """<!DOCTYPE html>
 <div class="wide first">{{ table(*headline) }}</div>
 <p class="note">{{ note }}</p>
 {% endif %}
-{% if beside[1] %}<div class="wide">{{ table(*beside) }}</div>
+{% if differences[1] %}<div class="wide">{{ table(*differences) }}</div>
 <p class="note">NLL of the federated run minus that of the baseline: federated is better below zero.</p>{% endif %}
 <nav></nav>
 

@@ -197,7 +197,7 @@ def _describe_baseline(name: str, metrics: RunMetrics, difference: float) -> str
     return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
-def beside(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
+def baseline_differences(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     """Return titles and a row for every baseline: the NLL difference, and its interval if sites have scores."""
     rows = []
     for name, baseline in baselines(metrics).items():

@@ -18,7 +18,7 @@ from rich.table import Table
 from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of, time_left
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening, quoted
+from fedgp_flower.run.summary import arms, baseline_differences, data_name, headline, notes, opening, quoted
 from fedgp_flower.typing import Facts
 
 
@@ -92,7 +92,7 @@ def show_result(folder: Path) -> None:
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
     if arms(metrics)[0].rows:
         console.print(table(*headline(metrics), title=title, numbers=True))
-    titles, differences = beside(metrics)
+    titles, differences = baseline_differences(metrics)
     if differences:
         console.print(table(titles, differences, numbers=True))
     if effects := quoted(metrics):
