@@ -286,10 +286,8 @@ def agree(
 
     Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
     √(p(1−p)). With ``missing`` = impute or indicator, means replace missing cells. Levels of the target follow
-    ``order``; without one, they are sorted, numerically if they are numbers.
-
-    Raises:
-        DataError: if no site is left, a column has too many levels or no filled cell, or the target is constant.
+    ``order``; without one, they are sorted, numerically if they are numbers. Raise DataError if no site is left, a
+    column has too many levels or no filled cell, or the target is constant.
     """
     sites, refused = _matching_sites(descriptions, max_levels, two=likelihood not in SEVERAL)
     *features, target = next(iter(sites.values()))
@@ -303,8 +301,8 @@ def agree(
     if pooled_target.constant:
         what, end = ("class", "classification needs two") if classes else ("number", "there is nothing to learn")
         raise DataError(f"target `{target}` is the same {what} at every site; {end}")
-    parts = [[getattr(pooled, part) for pooled in pooled_features] for part in ("mean", "scale")]
-    mean, scale = (np.concatenate([np.empty(0), *part]) for part in parts)
+    pairs = [(pooled.mean, pooled.scale) for pooled in pooled_features] or [(np.empty(0), np.empty(0))]
+    mean, scale = map(np.concatenate, zip(*pairs, strict=True))
     centre, spread = float(pooled_target.mean[0]), float(pooled_target.scale[0])
     if likelihood == "categorical" and len(classes) > MOST_CLASSES:
         raise DataError(

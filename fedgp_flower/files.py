@@ -67,7 +67,7 @@ def read_arrays(path: Path) -> NamedArrays:
     content = read_bytes(path)
     try:
         arrays: NamedArrays = load(content)
-    except Exception as error:  # safetensors raises its own type, KeyError or ValueError
+    except Exception as error:  # safetensors raises SafetensorError, KeyError or ValueError
         raise DamagedError(f"{path} is not a readable safetensors file: {error}") from None
     return arrays
 

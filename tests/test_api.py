@@ -264,7 +264,7 @@ def test_classes_are_no_single_mixture_but_f_is(tmp_path):
     torch.testing.assert_close(
         posterior.distribution(frame).mean, torch.stack([model(inputs).mean for model, _ in draws]).mean(0)
     )
-    with pytest.raises(RunError, match=r"draws .*`to_gpytorch_draws\(\)`"):
+    with pytest.raises(RunError, match=r"mixture of 100 models.*`to_gpytorch_draws\(\)`"):
         posterior.to_gpytorch()
     with pytest.raises(RunError, match="not normal"):
         posterior.distribution(frame, noise=True)

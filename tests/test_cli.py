@@ -137,7 +137,7 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(fedgp, tmp_path, monkeypatch)
 def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('method = "fgpr"\nname = "a"\n[model]\nkernel = "matern32"\nnoise = 0.3\n')
-    completed, _ = cli._completed(["model.noise=0.2", "name=b"], file, {"name": "c"}, 2)
+    completed = cli._run_config(["model.noise=0.2", "name=b"], file, {"name": "c"})
     expected = {"method": "fgpr", "name": "c", "model.kernel": "matern32", "model.noise": 0.2}
     assert {key: completed[key] for key in expected} == expected
 

@@ -120,7 +120,7 @@ def test_a_faulty_file_is_refused_with_its_name_and_without_its_cells(case, tmp_
 
 UNREADABLE = {
     "absent.csv": (None, "no such file"),
-    "notes.txt": (b"a,y\n1,2\n", "not a table"),
+    "notes.txt": (b"a,y\n1,2\n", "unknown file type"),
     "torn.csv.gz": (gzip.compress(lines().encode())[:-20], "cannot be read"),
     "torn.parquet": (b"PAR1 and no more", "cannot be read"),
     "latin.csv": ("größe,y\n1,2\n".encode("latin-1"), "not UTF-8 text; save the file as CSV in UTF-8"),

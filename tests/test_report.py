@@ -153,7 +153,7 @@ def test_the_first_sentence_is_the_error_beside_the_others(line_run):
         (False, {"forecast_rise": 3.4, "latest_gain_per_row": 0.5}, ""),  # .0094 nats a row
         (False, {"forecast_rise": 36.6}, "may gain 0.1 nats a row"),
         (False, {"latest_gain_per_row": 0.02}, "may gain 0.02 nats a row"),
-        (False, {}, "before it had converged: raise"),
+        (False, {}, "before it had converged: allow"),
     ],
 )
 def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, converged, facts, said):
@@ -208,7 +208,7 @@ def test_arms_scored_on_different_rows_are_flagged(tmp_path):
     content = read_json(run / "metrics.json")
     content["local_only"]["per_site"].pop()
     write_json(run / "metrics.json", content)
-    assert "different numbers of rows" in write_page(read_run(run)).read_text()
+    assert "different numbers of held-out rows" in write_page(read_run(run)).read_text()
 
 
 def test_the_curve_draws_mean_and_the_95_percent_band():

@@ -306,7 +306,7 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
 def real_site(
     config: CoreConfig, node: tuple[str, str, int], tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
-    """Return a site with its own tables, named for errors: training rows and, in a second table, held-out rows.
+    """Return a site with tables, named for errors: training rows and, in a second table, held-out rows.
 
     ``node`` is its id, its label and the number of simulated sites.
     """
