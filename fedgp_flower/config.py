@@ -54,8 +54,8 @@ class PartitionSection(Section):
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
     min_rows: Count = 0
-    """Natural groups with fewer training rows are left out, named and not scored. ``dirichlet`` deals until every site
-    has as many, 10 where this is 0."""
+    """Natural groups with fewer training rows are left out, named and not scored. ``dirichlet`` draws until every site
+    has as many; 0 means 10 there."""
 
 
 class TransformSection(Section):
@@ -70,11 +70,11 @@ class BaselineSection(Section):
     """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
 
     linear: bool = True
-    """Also the mean of the target, and linear or logistic regression, from sums."""
+    """Mean of the target, and linear or logistic regression, from sums."""
     local_only: bool = True
-    """Also a GP of each site's rows."""
+    """A GP of each site's rows."""
     pooled: bool = True
-    """Simulation only: also a GP of all rows (exact up to 3000 rows, else with as many inducing points as the run) and
+    """Simulation only: a GP of all rows (exact up to 3000 rows, else with as many inducing points as the run) and
     gradient boosting."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
@@ -84,8 +84,8 @@ class RoundSection(Section):
     """Treatment of rounds that a site missed."""
 
     incomplete: Literal["accept", "repeat"] = "accept"
-    """A round that a site failed counts without it; or all sites repeat it, until that site is back or has missed the
-    round ``max-failures`` times. Not for asynchronous schedules."""
+    """A round with a failed site: continue without that site, or repeat the round until the site is back or has failed
+    ``max-failures`` times. Not for asynchronous schedules."""
 
 
 _RANGES = TypeAdapter(dict[str, tuple[float, float]])
@@ -95,12 +95,12 @@ class PrivacySection(Section):
     """Protection of the sites' rows from the server."""
 
     secure_aggregation: Annotated[bool, BASIC] = False
-    """Masks: the server sees sums over sites, and no site's part. Methods that ask single sites are refused. See
+    """Masks: the server sees only sums over sites. Methods that ask single sites are refused. See
     ``docs/privacy.md``."""
     min_sites: Annotated[int, Field(ge=3)] = 3
     """Fewest sites in a sum under masks; a site may insist on more."""
     epsilon: Annotated[NonNegative, BASIC] = 0.0
-    """Differential privacy: ε of all that training tells of one row, by noise in the sums (``sgpr-private``); 0: none.
+    """Differential privacy: ε of training for each row, by noise in the sums (``sgpr-private``); 0: none.
     See ``docs/privacy.md``."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """δ beside ``epsilon``."""
@@ -131,7 +131,7 @@ class CoreConfig(Section):
     """The keys that all methods share."""
 
     method: Annotated[str, BASIC] = AUTO
-    """What is run; `fedgp methods` lists them. ``auto``: ``sgpr`` for a Gaussian likelihood, ``svgp`` for others,
+    """Method of `fedgp methods`. ``auto``: ``sgpr`` for a Gaussian likelihood, ``svgp`` for others,
     ``mixed-model`` with a ``formula``."""
     dataset: Annotated[str, BASIC] = "diabetes"
     """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
@@ -144,37 +144,37 @@ class CoreConfig(Section):
     (``cases,person_years``), the trials of ``binomial`` (``cured,treated``), whether the event was seen, 1 or 0
     (``days,died``), the order of grades (``pain,none<mild<severe``)."""
     features: Annotated[str, BASIC] = ""
-    """Feature columns with commas between them, or each with a minus those to leave out; empty: all but the target."""
+    """Feature columns, comma-separated, or with a minus each those to leave out; empty: all but the target."""
     formula: Annotated[str, BASIC] = ""
     """A mixed model in lme4's notation, ``wheeze ~ smoke * age + (1 + age | child)``. See ``docs/mixed-models.md``."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
     """Share of its rows that a site holds out; 0: nothing is scored."""
     holdout: Annotated[str, BASIC] = "random"
-    """Which rows these are: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
+    """Held-out rows: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
     simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
-    """Missing cells: an error; their rows are left out; the mean over all sites stands for them; the same with a
-    further input that says where. Rows without a target are left out unless it is ``error``."""
+    """Missing cells: an error, drop the row, impute the mean over all sites, or impute and add an indicator as input.
+    Rows without a target are dropped unless it is ``error``."""
     dates: Annotated[Literal["error", "days", "season", "days-and-season"], BASIC] = "error"
-    """Columns of dates: an error; days since 1 January 2000; sine and cosine of the day of the year; or all three."""
+    """Columns of dates: an error, days since 1 January 2000, sine and cosine of the day of the year, or all three."""
     standardise: bool = True
     """Scale inputs and target by means and standard deviations of all sites."""
     partitioner: Annotated[Partitioner, BASIC] = "iid"
-    """How rows are dealt to simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
+    """How rows are split over simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
     ``exponential``, ``sizes``); unevenly by a column (``dirichlet``, ``pathological``); by a column that names the site
-    (``natural``); by where inputs lie (``kmeans``, ``blocks``)."""
+    (``natural``); by regions of the inputs (``kmeans``, ``blocks``)."""
     num_server_rounds: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
     """Most rounds; -1 leaves it to the method: 2000 for ``sfvi``, 100 otherwise. A run ends when it has converged."""
     seed: Annotated[Count, BASIC] = 0
-    """Everything random follows from it."""
+    """Seed of all random numbers."""
     output_dir: Annotated[str, BASIC] = "results"
     """Folder that the run's folder goes into."""
     name: Annotated[str, BASIC] = ""
     """Name of the run's folder; empty: method-dataset-time."""
     resume: Annotated[bool, BASIC] = False
-    """Go on with the run called `name` from its last complete round."""
+    """Resume the run called `name` from its last complete round."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where sites compute."""
     precision: Literal["float64", "float32"] = "float64"
@@ -186,7 +186,7 @@ class CoreConfig(Section):
     sites: Count = 0
     """Sites that the server waits for; 0: all simulated sites, or ``min-sites`` real ones."""
     min_sites: Annotated[PositiveInt, BASIC] = 2
-    """Usable sites below which the run stops."""
+    """Fewest usable sites; with fewer the run stops."""
     wait_seconds: Positive = 120.0
     """Seconds to wait for sites before the start."""
     round_timeout: Positive = 3600.0

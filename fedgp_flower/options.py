@@ -128,10 +128,10 @@ class ModelSection(Section):
         ],
         BASIC,
     ] = "gaussian"
-    """What the target is: a number with normal noise; two classes; counts; a number with outliers; a number
+    """Kind of target: a number with normal noise; two classes; counts; a number with outliers; a number
     whose noise varies with the inputs (``heteroscedastic``); 2 to 20 classes;
-    counts that vary more than ``poisson`` says; successes among trials; times to an event, some censored, that are
-    Weibull (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
+    overdispersed counts; successes among trials; times to an event, some censored, that are
+    Weibull (``time-to-event``), log-logistic or log-normal; ordered grades (``ordinal``)."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and period of ``periodic``, in standardised units."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
@@ -154,13 +154,13 @@ class OptimizerSection(Section):
     name: Literal["sgd", "adam", "lbfgs"] = "adam"
     """Optimiser of the local steps."""
     learning_rate: Positive = 0.1
-    """Its learning rate in the first round."""
+    """Learning rate in the first round."""
     decay: Fraction = 1.0
     """Factor of the learning rate from round to round."""
     steps: PositiveInt = 3
     """Local steps of a site in a round."""
     batch_size: Count = 0
-    """Rows of a mini-batch; 0 takes all rows."""
+    """Rows of a mini-batch; 0: all rows."""
 
     def unread(self, *read: str) -> str:
         """Return the keys outside the fields ``read`` that differ from their default, for an error."""
@@ -176,7 +176,7 @@ class AveragingSection(Section):
     fraction: Fraction = 1.0
     """Share of the sites that take part in a round."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
-    """Flower's rule that combines parameters; the last two withstand a few sites that lie."""
+    """Flower's rule that combines parameters; the last two are robust to a few dishonest sites."""
     server_learning_rate: ClassVar[float] = 0.1
     """Of ``fedadam`` and ``fedyogi``: Flower's default."""
 
