@@ -69,7 +69,7 @@ def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | 
     rows = load_site(strategy.config, context.node_config).encode(prepared)
     data = UnitData.build(rows.x, rows.y, latents.inducing)
     kept = memory(grid, strategy, site)
-    phi = None if kept is None else kept.agreed(data, strategy.current.known(site))
+    phi = None if kept is None else kept.accepted(data, strategy.current.known(site))
     return phi, data, rows
 
 

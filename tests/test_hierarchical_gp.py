@@ -133,7 +133,7 @@ def test_a_run_converges_and_says_so(calm: tuple[Any, Recorder]) -> None:
     ("change", "reason"),
     [
         (lambda own: {**own, "precision": -own["precision"]}, "not positive semi-definite"),
-        (lambda own: {**own, "count": own["count"] + 1}, "introduced itself with"),
+        (lambda own: {**own, "count": own["count"] + 1}, "rows from a site with"),
         (lambda own: {**own, "shift": own["shift"][1:]}, "shape"),
         (lambda own: {**own, "precision": 1e9 * own["precision"]}, "its precision is"),
     ],
