@@ -134,7 +134,7 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, method: st
     assert {"calibration.png", "confusion-of-classes.png"} <= {path.name for path in (folder / "plots").iterdir()}
     table = one_class_each()[lambda frame: frame["silo"] == 1]
     assert read.posterior is None  # of the heads of new sites nothing is known: all classes would be as likely
-    with pytest.raises(RunError, match="a last layer of its own"):
+    with pytest.raises(RunError, match="keeps its own last layer"):
         Predictor.of_run(folder)
     assert len(Predictor.of_all(folder)) == 3
     chance = Predictor.at_site(folder, "1").predict(table).to_numpy()
