@@ -75,11 +75,11 @@ def public(run: Weights, state: PVIState) -> NamedArrays:
 
 
 def final(run: Weights, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
-    """Return the free energy."""
-    del run, roster
+    """Return the free energy and, for several classes, the confusion matrix."""
+    facts = yield from FederatedStrategy.final(run, state, roster)
     q = posterior(state)[WEIGHTS]
     kl = {"kl_weights": float(q.kl(state.prior[WEIGHTS].gaussian))}
-    return (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
+    return facts | (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
 
 
 class PVIGLM(FederatedStrategy[PVIState]):

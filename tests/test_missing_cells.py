@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,6 @@ def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> 
     np.testing.assert_array_equal(table.frame["age"].iloc[test], whole["age"][whole["split"] == "test"])
     assert table.column.iloc[train].tolist() == whole["clinic"][whole["split"] == "train"].tolist()
     assert [site.dropped for site in load_all_sites(config, 2)] == [table.dropped, 0]
-
-
-def test_a_site_that_counts_more_missing_cells_than_rows_is_refused(tmp_path: Path) -> None:
-    sites = real_sites(tmp_path, "impute", [30, 61])
-    described = {str(k): site.describe() for k, site in enumerate(sites)}
-    wrong = {**described["1"].arrays, "features.missing": np.array([400, 0])}
-    described["1"] = replace(described["1"], arrays=wrong)
-    assert "counts more than the" in agree(described, missing="impute").refused["1"]
 
 
 def finished(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> Path:

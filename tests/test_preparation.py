@@ -137,6 +137,7 @@ def test_sites_that_differ_from_most_are_refused_by_column():
         ({"features.residual": np.array([1e-9])}, "", "more than rounding"),
         ({"levels.job": np.array([1, 1, 1])}, "", "add up"),
         ({"extra": np.zeros(1)}, "", "extra"),
+        ({"features.missing": np.array([400])}, "", "counts more than the"),
         ({}, "{", ""),
         ({}, '{"features": [], "target": {"name": "y"}}', ""),
         ({}, '{"features": [{"name": "y", "kind": "numeric"}], "target": {"name": "y", "kind": "numeric"}}', ""),

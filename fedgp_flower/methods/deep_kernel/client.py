@@ -1,4 +1,4 @@
-"""The site's half of a deep-kernel Gaussian process: steps on the evidence of its rows, sums, personal prediction."""
+"""The client of a deep-kernel GP: steps on the evidence of its rows, sums, and personal predictions."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from fedgp_flower.typing import Array
 
 
 class DeepKernelClient(SiteClient):
-    """A personal head needs the shared one and this site's rows: the site keeps nothing."""
+    """A stateless client: its personal head follows from the shared one and its rows."""
 
     options: DeepKernelOptions
     confusion = confusion
 
     def model(self, values: Mapping[str, ndarray] | None = None) -> DeepKernel:
-        """The network at given weights, or as it starts."""
+        """The network at given or initial weights."""
         start = DeepKernel(self.options, self.config.model, self.rows.x.shape[1], self.config.seed)
         return start if values is None else start.load(values)
 
     def train(self, request: Step) -> Stepped:
         """Local steps on the log evidence of this site's rows, by row."""
         model, steps = self.model(request.values), self.options.local_steps
-        value = climbed(model, self.rows.x, self.rows.y, steps=steps, learning_rate=request.learning_rate)
+        value = adam_steps(model, self.rows.x, self.rows.y, steps=steps, learning_rate=request.learning_rate)
         return Stepped.of(request, model.to_arrays(), value)
 
     def heads(self, request: HeadRequest) -> Heads:
-        """What this site's rows say of the shared head."""
+        """Sums of this site's rows for the shared head."""
         with torch.no_grad():
             sums = self.model(request.values).sums(*self.tensors)
             return heads_of([sums.without_personal(float(share)) for share in request.shares])
@@ -55,18 +55,18 @@ class DeepKernelClient(SiteClient):
         return Prediction(*shared.personal(*self.tensors).moments(inputs))
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of this model of the rows alone."""
+        """Scores of this model fitted to the site's rows."""
         del pooled
         x, y = data.x, data.y
         model, steps = self.model(), self.options.local_steps * self.config.num_server_rounds
-        climbed(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
+        adam_steps(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
         with torch.no_grad():
             head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).posterior(1.0)
         return self.scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
 
 
-def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:
-    """Steps of Adam on the evidence per row, and its value; none where all targets are one number."""
+def adam_steps(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:
+    """Take steps of Adam on the evidence per row and return its value; no steps if all targets are equal."""
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
 
     def objective() -> torch.Tensor:

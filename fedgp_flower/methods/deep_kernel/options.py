@@ -1,4 +1,4 @@
-"""The table ``deep.*``. Reading a configuration loads no PyTorch, so options stand apart from messages."""
+"""The table ``deep.*``, in a module that does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeepKernelOptions(MethodOptions):
     """Learning rate of Adam."""
 
     def check(self, core: CoreConfig) -> None:
-        """No key that is not read."""
+        """Raise ConfigError for keys that are ignored."""
         if unread := core.optimizer.unread():
             raise ConfigError(
                 f"{unread}: deep-kernel takes steps of Adam; see `deep.learning-rate`, `deep.local-steps`"

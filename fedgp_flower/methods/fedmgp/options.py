@@ -11,7 +11,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, MethodOptions, PositiveInt
 
 START_RATIO = 3.0
-"""Lengthscale of every further latent function over the one before, at the start: alike, they would stay so."""
+"""Initial ratio of successive lengthscales; equal ones would stay equal."""
 NATURAL_STEP = 0.03
 """Step size ρ of the local steps of ``fedmgp`` on q(u), for Gaussian noise."""
 
@@ -63,8 +63,8 @@ class FedMGPOptions(MethodOptions):
         core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
         if core.privacy.secure_aggregation and self.aggregation != "mean":
             raise ConfigError(
-                f"`fedmgp.aggregation` = {self.aggregation!r} weighs, compares or remembers single units, and totals"
-                " under masks show none; set it to 'mean', or `privacy.secure-aggregation` to false"
+                f"`fedmgp.aggregation` = {self.aggregation!r} uses updates of single units, but masks show only"
+                " totals; set it to 'mean', or `privacy.secure-aggregation` to false"
             )
 
 
@@ -82,5 +82,5 @@ class FedMGPExactOptions(FedMGPOptions):
         if self.aggregation not in ("mean", "agreement"):
             raise ConfigError(
                 f"`fedmgp.aggregation` = {self.aggregation!r} needs `method` = 'fedmgp': statistics of units differ in"
-                " scale and coverage, so exact rounds know only 'mean' and 'agreement'"
+                " scale and coverage, so exact rounds support only 'mean' and 'agreement'"
             )

@@ -1,4 +1,4 @@
-"""The sites' halves of PVI over weights: of a generalised linear model and of a network."""
+"""Clients of PVI over weights: of a generalised linear model and of a network."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from fedgp_flower.typing import Array
 
 
 class GLMClient(SiteClient):
-    """Everything the site needs comes with the message; it keeps nothing."""
+    """Client of a generalised linear model; it is stateless."""
 
     options: GLMOptions
 
     @cached_property
     def linear(self) -> LinearRows:
-        """The site's rows, with a constant."""
+        """The site's rows with an intercept."""
         return glm_rows(self.config.model, self.rows.x, self.rows.y)
 
     def train(self, request: Visit) -> Refined:
@@ -70,7 +70,7 @@ class GLMClient(SiteClient):
         return self.scored_by(LinearPosterior(self.config.model, request.gaussian), self.rows)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of the same model of these rows alone."""
+        """Scores of the same model fitted to these rows."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
@@ -84,18 +84,18 @@ class GLMClient(SiteClient):
 
 
 class BNNClient(SiteClient):
-    """Everything the site needs comes with the message; it keeps nothing."""
+    """Client of a Bayesian neural network; it is stateless."""
 
     options: BNNOptions
     confusion = confusion
 
     @cached_property
     def network(self) -> WeightSpaceNetwork:
-        """The lengths of the layers."""
+        """The network of the configuration."""
         return WeightSpaceNetwork(self.rows.x.shape[1], self.options.hidden, self.options.classes)
 
     def train(self, request: Visit) -> Refined:
-        """One local update, from the means that were sent and a tight start (Ashman et al. 2022, Section 5.3)."""
+        """One local update, from the current means and small variances (Ashman et al. 2022, Section 5.3)."""
         assert request.posterior is not None
         context = request.context[WEIGHTS].gaussian
         q, objective, trace = self._update(self.rows, context, request.posterior.gaussian)
@@ -103,7 +103,7 @@ class BNNClient(SiteClient):
         return Refined(objective / self.num_examples, trace.evaluations, weights=factor)
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
-        """This site's term of the global free energy, estimated from the draws of a prediction."""
+        """This site's term of the global free energy, a Monte Carlo estimate."""
         rows, source = data_of(self.rows), random_source(self.config.seed, "fit", self.site.site)
         values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
@@ -113,7 +113,7 @@ class BNNClient(SiteClient):
         return self._indicators(request.gaussian, inputs)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of the same network of these rows alone."""
+        """Scores of the same network fitted to these rows."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
@@ -123,7 +123,7 @@ class BNNClient(SiteClient):
         shared = cast(PVIOptions, self.config.shared)
         settings = VisitSettings(visits * (shared.steps or STEPS), shared.learning_rate or LEARNING_RATE)
         mean, variance = q.moments()
-        if not mean.any():  # the prior: nobody has trained yet
+        if not mean.any():  # the prior, before any training
             mean = self.network.initial(random_source(self.config.seed, "weights"))
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
@@ -136,5 +136,5 @@ class BNNClient(SiteClient):
 
 
 def data_of(rows: SiteData) -> Data:
-    """Training rows, the target the number of a class."""
+    """Training rows as tensors; the target is the index of a class."""
     return Data(torch.from_numpy(rows.x), torch.from_numpy(rows.y))
