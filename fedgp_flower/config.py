@@ -313,6 +313,11 @@ class CoreConfig(Section):
         if self.optimizer.batch_size:
             raise ConfigError(f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows; set it to 0")
 
+    def require_float64_on_cpu(self) -> None:
+        """Raise ConfigError for another device or precision."""
+        if self.device == "cuda" or self.precision != "float64":
+            raise ConfigError(f"`device`, `precision`: `method` = {self.method!r} computes on the 'cpu' in 'float64'")
+
     def require_gaussian(self) -> None:
         """Raise ConfigError for another likelihood than the Gaussian one."""
         likelihood = f"`model.likelihood` = {self.model.likelihood!r}"

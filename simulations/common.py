@@ -275,6 +275,16 @@ IMAGES: Keys = {
 """Keys of a run on a table of images."""
 
 
+def tuned(x: Array, y: Array, likelihood: str, grid: Mapping[str, Sequence[float]], seed: int = 0) -> Any:
+    """Boosting of rows at the setting of a grid with the lowest loss out of its folds."""
+    from sklearn.model_selection import ParameterGrid
+
+    from fedgp_flower.clients.boosting import boosted
+
+    found = (boosted(x, y, likelihood, seed, **setting) for setting in ParameterGrid(dict(grid)))
+    return min(found, key=lambda own: own.loss)
+
+
 def sites_of(keys: Keys, sites: int) -> tuple[dict[str, Any], float]:
     """The standardised rows of simulated sites as they agree on them, by site, and the scale of the target."""
     from fedgp_flower.agreement import agree

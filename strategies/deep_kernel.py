@@ -1,4 +1,4 @@
-"""A GP on learned features: the network by federated averaging, as Achituve et al. (2021), the heads by exact sums."""
+"""A GP on learned features: a network by federated averaging (Achituve et al. 2021), exact heads from sums."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from strategies.server.questions import Asking, Figures, Predicted, Roster, Summ
 from strategies.server.strategy import FederatedStrategy
 
 SHARES = (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
-"""Shares ρ of the prior variance that personal heads may have: the evidence of all rows chooses."""
+"""Candidate shares ρ of the prior variance for personal heads; the evidence of all rows selects one."""
 EQUATION = (
     "φ(x) = (1, network(x)), x standardised by input.mean and input.scale; f_c(x) = φ(x)ᵀ (w_c + v_c) with w_c ~"
-    " N(heads.mean[c], heads.covariance[c]) and, at a site that nobody has seen, v_c ~ N(0, ρ I). Classes: P(y = c) ="
+    " N(heads.mean[c], heads.covariance[c]) and, at a new site, v_c ~ N(0, ρ I). Classes: P(y = c) ="
     " E softmax(f)_c. Numbers: y ~ N(f, exp(observed.log_noise)), standardised by target.mean and target.scale."
 )
 
 
 def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> tuple[HeadPosterior, list[float]]:
-    """The head at the ρ of the largest evidence of all rows, and the log evidence at each ρ."""
+    """Return the head at the ρ with the largest evidence of all rows, and the log evidence at each ρ."""
     each = sums_of(totals)
     evidence = [float(sums.log_evidence(1 - share)) for sums, share in zip(each, shares, strict=True)]
     best = int(np.argmax(evidence))
@@ -42,20 +42,20 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
     options: DeepKernelOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
-        """A network drawn from the seed."""
+        """Return a network drawn from the seed."""
         del roster
         yield from ()
         start = DeepKernel(self.options, self.config.model, self.preparation.num_inputs, self.config.seed)
         return first_state(start.to_arrays())
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
-        """Steps of Adam, whose learning rate does not decay."""
+        """Average after local steps of Adam with a constant learning rate."""
         keys = {"learning-rate": self.options.learning_rate, "steps": self.options.local_steps}
         local = OptimizerSection.model_validate(keys)
         return (yield from averaged(state, roster, self.config, local))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """The heads of all rows, from one exchange of sums."""
+        """Return the heads of all rows, from one total."""
         values = dict(state.parameters)
         summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.everyone)
         if summed.total is None:

@@ -1,8 +1,9 @@
 """FedMGP by pseudo-gradients: Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024), for any likelihood.
 
-θ = {S, q(u)} is shared. In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges
-these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. For Gaussian noise q(u) is a precision λ
-and a shift h, whose average over units is a step on the pooled bound, as that of means and Cholesky factors is not.
+θ = {S, q(u)} is shared. In a round, sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server
+merges these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. For Gaussian noise q(u) has natural
+parameters, a precision λ and a shift h: their average over units is a step on the pooled bound, unlike that of means
+and Cholesky factors.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ from strategies.server.strategy import FederatedStrategy
 logger = logging.getLogger("fedgp")
 
 FINAL_RATE = 0.005
-"""Learning rate of the last local steps over that of the first; it falls by the same factor every round."""
+"""Last learning rate of local steps over the first; it falls by the same factor in every round."""
 WATCHED = math.log(0.1) / math.log(FINAL_RATE)
-"""Share of the rounds after which the learning rate is a tenth of the first: short steps raise the objective little."""
+"""Share of the rounds after which the learning rate is a tenth of the first and the objective hardly rises."""
 
 
 @message()
 class PseudoState:
-    """θ, and when units answered."""
+    """θ, and the latest round of each unit."""
 
     parameters: Mapping[str, AnyShape]
     inducing: Float[ndarray, "J D"]
     jitter: float
     reports: Mapping[str, int]
-    """Round in which a unit last answered."""
+    """The latest round in which a unit answered."""
     counted: tuple[str, ...] = ()
 
     def known(self, site: str) -> Known:
-        """When the unit last answered; its parameters stay as they are. The units of a sum are all sent the same."""
+        """Return the unit's latest round, without a move; under masks the same for all units."""
         round_of_report = self.reports.get(EVERYONE) or self.reports.get(site, 0)
         return Known(round_of_report, Move(np.zeros_like(self.parameters[SCALES])))
 
     def view(self, site: str) -> View:
-        """Latent functions and q(u) at θ."""
+        """Return latent functions and q(u) at θ."""
         return View(*shared.from_parameters(self.parameters, self.inducing, self.jitter), self.known(site))
 
 
 def begin(latents: LatentFunctions, q: LatentPosterior, *, gaussian: bool) -> PseudoState:
-    """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions."""
+    """Return θ at latent functions of unit amplitude; a joint q(u) becomes the nearest product over functions."""
     parameters = {SCALES: np.log(latents.scales)}
     natural = shared.to_natural(q, len(latents.scales))
     if gaussian:
@@ -71,13 +72,13 @@ def begin(latents: LatentFunctions, q: LatentPosterior, *, gaussian: bool) -> Ps
 
 
 def learning_rate(config: RunConfig, server_round: int, rounds: int) -> float:
-    """Of the local steps: from ``optimizer.learning-rate`` to :data:`FINAL_RATE` of it over so many rounds."""
+    """Return the rate of local steps; it falls to :data:`FINAL_RATE` of ``optimizer.learning-rate`` over ``rounds``."""
     first = config.optimizer.learning_rate * config.optimizer.decay ** (server_round - 1)
     return float(first * FINAL_RATE ** min((server_round - 1) / max(rounds - 1, 1), 1.0))
 
 
 def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGPOptions) -> PseudoState:
-    """θ ← θ − Δ with the merged pseudo-gradient; refused where it leaves the numbers that a model can have."""
+    """θ ← θ − Δ with the merged pseudo-gradient; raise NumericsError if the result is not finite and positive."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if PRECISION in state.parameters:
             delta, counted = merge_natural(options, state.parameters, updates)
@@ -88,8 +89,8 @@ def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGP
         usable = [*theta.values(), latents.scales, q.covariance]
         if not (all(np.isfinite(array).all() for array in usable) and np.all(latents.scales > 0)):
             raise NumericsError(
-                "the merged pseudo-gradient leads to parameters that are not finite: a unit sent far too much. Set "
-                "`fedmgp.aggregation` to a rule that bounds every unit, as 'norm-clipped'"
+                "the merged pseudo-gradient leads to parameters that are not finite: a unit sent far too large values."
+                " Set `fedmgp.aggregation` to a rule that bounds each unit, such as 'norm-clipped'"
             )
     return replace(state, parameters=theta, counted=counted)
 
@@ -105,19 +106,19 @@ class FedMGP(FederatedStrategy[PseudoState]):
     adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
-        """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
+        """Return pseudo-inputs from histograms, lengthscales from their spacing, and q(u) of one unit."""
         latents, q = yield from first_look(self.config, roster)
         return begin(latents, q, gaussian=self.config.model.likelihood == "gaussian")
 
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
-        """A round of Algorithm 2, with max(⌈ρM⌉, 1) units; under masks with the mean of Δ_m, as if from one unit."""
+        """A round of Algorithm 2 with max(⌈ρM⌉, 1) units; under masks the mean of Δ_m counts as one unit."""
         options, config = self.options, self.config
         chosen, least = sampled(roster, config.averaging.fraction, config.seed), least_sites(options)
         if len(chosen) < least:
             raise RunError(
                 f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
-                f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
-                "`averaging.fraction`, or take another rule"
+                f"{least} units in a round (2f + 3), but only {len(chosen)} are available. Lower `fedmgp.malicious`, "
+                "raise `averaging.fraction`, or choose another rule"
             )
         rate, share = learning_rate(config, roster.round, self.horizon()), 1 / len(self.preparation.rows)
         requests = {

@@ -1,9 +1,9 @@
-"""FedMGP with exact q(g): sums in, the best pooled bound out, no learning rate; for a Gaussian likelihood.
+"""FedMGP with exact q(g) from sums, without a learning rate; for a Gaussian likelihood.
 
-Beyond the paper (Chung and Al Kontar, Technometrics 66, 2024), on its model. In a round every unit improves φ_m with q
-fixed, and answers with statistics at every trial move of the lengthscales. The server takes the move with the best
-pooled bound; the first move keeps the lengthscales, so with all units present the bound never falls. An absent unit
-counts by its last statistics, carried to the lengthscales of now; under masks only the sum over units is known.
+The model is that of Chung and Al Kontar, Technometrics 66 (2024); the algorithm is not in the paper. In a round each
+unit improves φ_m at fixed q and sends statistics at each trial move of the lengthscales. The server accepts the move
+with the best pooled bound; the first move keeps the lengthscales, so with all units present the bound never falls. An
+absent unit counts with its last statistics, transformed to the current lengthscales; under masks with none.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from strategies.server.strategy import FederatedStrategy
 logger = logging.getLogger("fedgp")
 
 QUORUM = 0.5
-"""Under ``agreement`` a trial move must help more than this share of the units."""
+"""Under ``agreement`` a trial move must raise the bound of more than this share of the units."""
 UNSMOOTHED_ROUNDS = 10
-"""First rounds in which units do not smooth yet, for several latent functions or inputs; at most half of all."""
+"""First rounds without smoothing, for several latent functions or inputs; at most half of all."""
 HOLDS: tuple[shared.Hold, shared.Hold] = ("gain", "width")
 _STEP_START, _STEP_MIN, _STEP_MAX, _STEP_GROW = 0.3, 0.02, 0.7, 1.5
 _STRETCH_MIN, _STRETCH_MAX = 1.5, 16.0
@@ -46,70 +46,70 @@ Replies: TypeAlias = Mapping[str, Sequence[UnitStatistics]]
 
 @message()
 class Report:
-    """A unit's last statistics that count: at the accepted move, and the latents they are whitened with."""
+    """A unit's last statistics, at the accepted move, and the latents that whiten them."""
 
     statistics: UnitStatistics
     latents: LatentFunctions
     move: Move
     round: int
-    """A unit that remembers another one starts afresh."""
+    """A unit whose memory is of another round starts again."""
 
 
 @message()
 class ExactState:
-    """Latents, q(u), the search steps, and the last report of every unit."""
+    """Latents, q(u), the search steps, and the last report of each unit."""
 
     latents: LatentFunctions
     posterior: LatentPosterior
     bound: float | None
-    """Pooled, of the units that count; None before the first round."""
+    """The pooled bound of the units that count; None before the first round."""
     steps: Float[ndarray, "2 I D"]
-    """Trial changes of log S, with the units' gains kept and with the widths of their outputs kept."""
+    """Trial changes of log S at constant gains of the units, and at constant widths of their outputs."""
     stretch: float = 2.0
     unsmoothed: int = 0
-    """Rounds to come in which units do not smooth."""
+    """Remaining rounds without smoothing."""
     round: int = 0
-    """Rounds that changed something: whose turn it is to be moved."""
+    """Rounds that changed the state; lengthscales take turns by this count."""
     reports: Mapping[str, Report] = field(default_factory=dict)
     counted: tuple[str, ...] = ()
 
     def known(self, site: str) -> Known:
-        """The unit's last report; the units of a sum are all sent the same."""
+        """Return the unit's last report; under masks the same for all units."""
         report = self.reports.get(EVERYONE) or self.reports.get(site)
         return Known(0, Move(np.zeros_like(self.steps[0]))) if report is None else Known(report.round, report.move)
 
     def view(self, site: str) -> View:
-        """What a unit is sent."""
+        """Return the message from which a unit predicts."""
         return View(self.latents, self.posterior, self.known(site))
 
 
 def advance(
     state: ExactState, replies: Replies, moves: Sequence[Move], server_round: int, rows: Mapping[str, int] | None
 ) -> tuple[ExactState, tuple[str, ...]]:
-    """The next state, and the sites that count; with ``rows`` only those that share g with most others do."""
+    """Return the next state and the sites that count; with ``rows`` only sites that share g with most others count."""
     keep = None if rows is None else agreeing(state, replies, rows)
     try:
         if keep is None or keep:
             quorum = 0.0 if rows is None else QUORUM
             new = merge(state, replies, moves=moves, keep=keep, quorum=quorum, server_round=server_round)
         else:
-            logger.warning("no units agree on g yet; the round changes nothing but what is known of each")
+            logger.warning("no units agree on g yet; the round only updates the reports of units")
             new = replace(state, reports=_reported(state, replies, state.latents, moves, 0, server_round))
     except (NumericsError, ProtocolError) as error:
-        logger.warning("the round changes nothing: %s", error)
+        logger.warning("the round is skipped: %s", error)
         return state, ()
     return new, tuple(sorted(new.reports) if keep is None else keep)
 
 
 def agreeing(state: ExactState, replies: Replies, rows: Mapping[str, int]) -> tuple[str, ...]:
-    """Sites that share g with most of all who ever reported, by their last reports; nobody where one alone did."""
+    """Return the sites that share g with most sites, by their last reports; none if only one site reported."""
     usable = {site: each[0] for site, each in replies.items()}
     usable |= {site: carried(report, state.latents) for site, report in state.reports.items() if site not in replies}
     return sharing(usable) if len(usable) > 1 or len(rows) == 1 else ()
 
 
 def trial_moves(state: ExactState) -> tuple[Move, ...]:
-    """Stay, extrapolate, and one lengthscale up or down with gains kept and, once units smooth, with widths kept."""
+    """Return the trial moves: stay, extrapolate, one lengthscale up or down at constant gains or widths."""
     still = np.zeros_like(state.steps[0])
     turn = np.unravel_index(state.round % still.size, still.shape)
     moves = [Move(still), Move(still, state.stretch)]
@@ -130,16 +130,16 @@ def merge(
     quorum: float = 0.0,
     server_round: int = 0,
 ) -> ExactState:
-    """Take the trial move with the best pooled bound over all units, absent ones with their last, rotated statistics.
+    """Accept the trial move with the best pooled bound over all units; absent units count with their last statistics.
 
     The first move must keep the lengthscales. With ``keep`` only these sites count. With a ``quorum`` a move must raise
-    the terms of the bound of more than this share of the sites that count and are present, so that fewer cannot steer
-    the lengthscales by what they claim at a trial. A step that won grows; both shrink where staying won.
+    the bound of more than this share of the present sites that count, so that fewer cannot steer the lengthscales by
+    false statistics. An accepted step grows; if the first move wins, both steps shrink.
     """
     present = sorted(s for s in replies if keep is None or s in keep)
     absent = sorted(s for s in state.reports if s not in replies and (keep is None or s in keep))
     if not present and not absent:
-        raise ProtocolError("no unit's statistics can be counted; expected at least one trusted site")
+        raise ProtocolError("no unit sent usable statistics; expected at least one trusted site")
     trials = [replace(state.latents, scales=state.latents.scales * np.exp(m.offset)) for m in moves]
     totals = [
         add([*(replies[s][c] for s in present), *(carried(state.reports[s], trial) for s in absent)])
@@ -175,17 +175,17 @@ def merge(
 def _reported(
     state: ExactState, replies: Replies, trial: LatentFunctions, moves: Sequence[Move], c: int, server_round: int
 ) -> Mapping[str, Report]:
-    return {**state.reports, **{s: Report(told[c], trial, moves[c], server_round) for s, told in replies.items()}}
+    return {**state.reports, **{s: Report(each[c], trial, moves[c], server_round) for s, each in replies.items()}}
 
 
 def carried(report: Report, trial: LatentFunctions) -> UnitStatistics:
-    """An absent unit's statistics in the coordinates of a trial: its view of the values g(W) is kept."""
+    """Return an absent unit's statistics in the coordinates of a trial; its posterior of g(W) does not change."""
     turned = report.statistics.rotated(report.latents.whitening(), trial.whitening())
     return turned.rescaled(trial.amplitudes / report.latents.amplitudes)
 
 
 class FedMGPExact(FederatedStrategy[ExactState]):
-    """Exact rounds from the first to the last; for a Gaussian likelihood and whole batches."""
+    """Exact rounds for a Gaussian likelihood and full batches."""
 
     method = "fedmgp-exact"
     options_class = FedMGPExactOptions
@@ -195,20 +195,20 @@ class FedMGPExact(FederatedStrategy[ExactState]):
     adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 
     def initialise(self, roster: Roster) -> Asking[ExactState]:
-        """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) of one unit."""
+        """Return pseudo-inputs from histograms, lengthscales from their spacing, and q(u) of one unit."""
         latents, q = yield from first_look(self.config, roster)
         steps = np.full((2, *latents.scales.shape), _STEP_START)
         unsmoothed = min(UNSMOOTHED_ROUNDS, self.config.num_server_rounds // 2) if latents.scales.size > 1 else 0
         return ExactState(latents, q, None, steps, unsmoothed=unsmoothed)
 
     def watching(self) -> bool:
-        """Once units smooth."""
+        """Whether units smooth, after :data:`UNSMOOTHED_ROUNDS`."""
         return not self.current.unsmoothed
 
     def one_round(self, state: ExactState, roster: Roster) -> Asking[tuple[ExactState, Figures]]:
-        """With max(⌈ρM⌉, 1) units: M-steps, statistics at trial moves, the move with the best pooled bound.
+        """Ask max(⌈ρM⌉, 1) units for M-steps and statistics at trial moves, and accept the best move.
 
-        A site whose statistics no rows can produce is refused, and loses its earlier report too.
+        A site is refused, and its earlier report dropped, if no rows can produce its statistics.
         """
         rows, moves = self.preparation.rows, trial_moves(state)
         chosen = sampled(roster, self.config.averaging.fraction, self.config.seed)
@@ -224,15 +224,15 @@ class FedMGPExact(FederatedStrategy[ExactState]):
             requests = {site: TrialMoves(state.view(site), moves, not state.unsmoothed) for site in chosen}
             answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests, sizes=lengths)
             for site, answer in answers.items():
-                told = answer.each()
-                if consistent(told, moves, state.posterior, rows[site]):
-                    replies[site] = told
+                statistics = answer.each()
+                if consistent(statistics, moves, state.posterior, rows[site]):
+                    replies[site] = statistics
                 else:
                     yield Refuse(site, "statistics that no rows can produce")
-            believed = {s: report for s, report in state.reports.items() if s in replies or s not in answers}
-            state = replace(state, reports=believed)
-        judged = rows if self.options.aggregation == "agreement" else None
-        state, counted = advance(state, replies, moves, roster.round, judged)
+            accepted = {s: report for s, report in state.reports.items() if s in replies or s not in answers}
+            state = replace(state, reports=accepted)
+        compared = rows if self.options.aggregation == "agreement" else None
+        state, counted = advance(state, replies, moves, roster.round, compared)
         state = replace(state, counted=sites if EVERYONE in counted else counted)
         total = sum(rows[site] for site in state.counted)
         if not total or state.bound is None:
@@ -240,9 +240,9 @@ class FedMGPExact(FederatedStrategy[ExactState]):
         return state, {"bound": state.bound, "objective": state.bound / total}
 
     def public(self, state: ExactState) -> NamedArrays:
-        """Latent functions and q(u)."""
+        """Return latent functions and q(u)."""
         return {name: array for name, array in encode(state).items() if name.startswith(("latents.", "posterior."))}
 
     def adopt(self, state: ExactState, arrays: NamedArrays) -> ExactState:
-        """Other latent functions and q(u); reports stay what they are."""
+        """Return the state with other latent functions and q(u); reports do not change."""
         return decode(ExactState, {**encode(state), **arrays})

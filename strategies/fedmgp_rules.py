@@ -1,8 +1,8 @@
 """Rules that merge the pseudo-gradients of several units into one.
 
-To add a rule, write a function ``(updates, options) -> update`` from a row per unit and its row in :data:`RULES`. Where
-q(u) is in natural parameters, a Δ_m that no rows can produce is left out, and rules that are not the mean compare units
-in coordinates in which q(u) is N(0, I).
+To add a rule, write a function ``(updates, options) -> update`` of one row per unit and add it to :data:`RULES`. For
+q(u) in natural parameters, a Δ_m that no rows can produce is left out, and all rules except the mean compare units in
+coordinates in which q(u) is N(0, I).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import semidefinite, sharing
 from fedgp_flower.typing import Array, NamedArrays
 
-LEAST_TOLD = 0.1
-"""A unit that says less of u than this share of what the median unit says has no vote in the other rules."""
+LEAST_INFORMATION = 0.1
+"""Units with less than this share of the median unit's information on u are left out of robust rules."""
 LEAST_VOTES = 3
-"""What Krum needs at least."""
+"""Minimum number of units for Krum."""
 
 Rule: TypeAlias = Callable[[Array, FedMGPOptions], Array]
 
@@ -38,7 +38,7 @@ def mean(updates: Array, options: FedMGPOptions) -> Array:
 
 
 def norm_clipped(updates: Array, options: FedMGPOptions) -> Array:
-    """Σ_k min(1, c/‖Δ_k‖) Δ_k / K: no unit moves the result further than c/K, with c the median of the norms."""
+    """Σ_k min(1, c/‖Δ_k‖) Δ_k / K: a unit moves the result by at most c/K, with c the median norm."""
     norms = np.linalg.norm(updates, axis=1)
     shortened = np.minimum(1.0, np.median(norms) / np.maximum(norms, np.finfo(float).tiny))
     return mean(shortened[:, None] * updates, options)
@@ -56,10 +56,10 @@ def trimmed_mean(updates: Array, options: FedMGPOptions) -> Array:
 
 
 def krum(updates: Array, options: FedMGPOptions) -> Array:
-    """The mean of the ``select`` updates nearest to their K − f − 2 closest others (Blanchard et al. 2017)."""
+    """Return the mean of the ``select`` updates nearest to their K − f − 2 neighbours (Blanchard et al. 2017)."""
     if len(updates) < least_sites(options):
         raise ConfigError(
-            f"Krum withstands f = {options.malicious} bad units among {least_sites(options)} or more (2f + 3); "
+            f"Krum with f = {options.malicious} malicious units needs at least {least_sites(options)} units (2f + 3); "
             f"{len(updates)} replied. Lower `fedmgp.malicious` or wait for more units."
         )
     records = [RecordDict({"update": ArrayRecord({"update": FlowerArray(row)})}) for row in updates]
@@ -77,12 +77,12 @@ RULES: Mapping[str, Rule] = {
 
 
 def least_sites(options: FedMGPOptions) -> int:
-    """Fewest units a rule can work with: Krum chooses among 2f + 3 or more."""
+    """Return the minimum number of units of the configured rule: 2f + 3 for Krum."""
     return 2 * options.malicious + 3 if options.aggregation == "krum" else 1
 
 
 def merged(rule: Rule, options: FedMGPOptions, updates: Sequence[Mapping[str, Array]]) -> NamedArrays:
-    """Named updates of several units, merged by a rule."""
+    """Merge the named updates of several units by a rule."""
     names = sorted(updates[0])
     rows = np.stack([np.concatenate([np.ravel(update[name]) for name in names]) for update in updates])
     ends = np.cumsum([np.size(updates[0][name]) for name in names])[:-1]
@@ -90,50 +90,47 @@ def merged(rule: Rule, options: FedMGPOptions, updates: Sequence[Mapping[str, Ar
     return {name: part.reshape(np.shape(updates[0][name])) for name, part in parts}
 
 
-# Natural parameters.
-
-
 def merge_natural(
     options: FedMGPOptions, theta: Mapping[str, Array], updates: Mapping[str, NamedArrays]
 ) -> tuple[NamedArrays, tuple[str, ...]]:
-    """Merge Δ of θ = {log S, λ, h} of units whose G_m are positive semi-definite; also the units that counted."""
-    moved = 1 - (1 - NATURAL_STEP) ** options.local_steps  # how far E local steps of size ρ went
-    said = {site: statistics_of(theta, update, moved, 1 / len(updates)) for site, update in updates.items()}
-    told = {
+    """Merge Δ of θ = {log S, λ, h} of units with positive semi-definite G_m; also return the units that count."""
+    moved = 1 - (1 - NATURAL_STEP) ** options.local_steps  # total step of E local steps of size ρ
+    statistics = {site: statistics_of(theta, update, moved, 1 / len(updates)) for site, update in updates.items()}
+    usable = {
         site: update
         for site, update in updates.items()
-        if np.isfinite(update[SCALES]).all() and all(map(semidefinite, said[site]))
+        if np.isfinite(update[SCALES]).all() and all(map(semidefinite, statistics[site]))
     }
-    if not told:
-        raise NumericsError("no unit sent what rows can produce")
+    if not usable:
+        raise NumericsError("no unit sent an update that rows can produce")
     if options.aggregation == "agreement":
-        kept = sharing({site: said[site][0] for site in told})
+        kept = sharing({site: statistics[site][0] for site in usable})
         if not kept:
             raise NumericsError("no units agree on g yet")
-        silent = {  # what a unit without rows sends: λ → I, h → 0
-            SCALES: np.mean([told[site][SCALES] for site in kept], axis=0),
+        empty = {  # the update of a unit without rows: λ → I, h → 0
+            SCALES: np.mean([usable[site][SCALES] for site in kept], axis=0),
             PRECISION: moved * (theta[PRECISION] - np.eye(theta[PRECISION].shape[1])),
             SHIFT: moved * theta[SHIFT],
         }
-        return merged(mean, options, [told[site] if site in kept else silent for site in told]), kept
+        return merged(mean, options, [usable[site] if site in kept else empty for site in usable]), kept
     if options.aggregation == "mean":
-        return merged(mean, options, list(told.values())), tuple(told)
+        return merged(mean, options, list(usable.values())), tuple(usable)
     frame = Frame(
         np.asarray(np.linalg.cholesky(theta[PRECISION]), np.float64), from_natural(theta[PRECISION], theta[SHIFT])[0]
     )
-    told = telling(frame, told, moved)
-    fewer = max(0, options.malicious - (len(updates) - len(told)))  # bad units to withstand among those left
+    usable = informative(frame, usable, moved)
+    fewer = max(0, options.malicious - (len(updates) - len(usable)))  # malicious units among those left
     left = options.model_copy(update={"malicious": fewer})
-    seen = merged(RULES[options.aggregation], left, [frame.seen(update) for update in told.values()])
-    return frame.back({**seen, PRECISION: within_averages(seen[PRECISION], 1 - moved)}), tuple(told)
+    whitened = merged(RULES[options.aggregation], left, [frame.whiten(update) for update in usable.values()])
+    return frame.unwhiten({**whitened, PRECISION: within_averages(whitened[PRECISION], 1 - moved)}), tuple(usable)
 
 
 def statistics_of(
     theta: Mapping[str, Array], update: Mapping[str, Array], moved: float, share: float
 ) -> list[UnitStatistics]:
-    """G_m and b_m of each latent function, means over the local steps, from Δ_m.
+    """Return G_m and b_m of each latent function, averaged over the local steps, from Δ_m.
 
-    With c = 1 − (1 − ρ)^E the steps led to λ_m = (1 − c) λ + c (I + G_m/p_m) and h_m = (1 − c) h + c b_m/p_m.
+    With c = 1 − (1 − ρ)^E the steps lead to λ_m = (1 − c) λ + c (I + G_m/p_m) and h_m = (1 − c) h + c b_m/p_m.
     """
     parts = zip(*(theta[name] - update[name] / moved for name in (PRECISION, SHIFT)), strict=True)
     return [UnitStatistics(share * (G - np.eye(len(b))), share * b, 0.0, np.zeros(1)) for G, b in parts]
@@ -141,7 +138,7 @@ def statistics_of(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Coordinates v = Cᵀ(u − m) with C Cᵀ = λ, in which q(u) is N(0, I): entries of λ and h differ by orders.
+    """Coordinates v = Cᵀ(u − m) with C Cᵀ = λ, in which q(u) is N(0, I) and entries have comparable sizes.
 
     A unit moves λ to C⁻¹λ_mC⁻ᵀ and the mean by C⁻¹(h_m − λ_m m), which vanishes on average at the optimum.
     """
@@ -149,33 +146,33 @@ class Frame:
     factor: Array  # [I, J, J]
     mean: Array  # [I, J]
 
-    def seen(self, update: Mapping[str, Array]) -> NamedArrays:
-        """Δ_m in these coordinates."""
+    def whiten(self, update: Mapping[str, Array]) -> NamedArrays:
+        """Return Δ_m in these coordinates."""
         precision, shift = update[PRECISION], update[SHIFT] - np.einsum("iab,ib->ia", update[PRECISION], self.mean)
         left = np.linalg.solve(self.factor, precision).transpose(0, 2, 1)
-        turned = np.linalg.solve(self.factor, left), np.linalg.solve(self.factor, shift[..., None])[..., 0]
-        return {SCALES: update[SCALES], PRECISION: turned[0], SHIFT: turned[1]}
+        right = np.linalg.solve(self.factor, shift[..., None])[..., 0]
+        return {SCALES: update[SCALES], PRECISION: np.linalg.solve(self.factor, left), SHIFT: right}
 
-    def back(self, update: Mapping[str, Array]) -> NamedArrays:
-        """What was seen, in the coordinates of u."""
+    def unwhiten(self, update: Mapping[str, Array]) -> NamedArrays:
+        """Return an update of these coordinates in the coordinates of u."""
         precision = self.factor @ update[PRECISION] @ self.factor.transpose(0, 2, 1)
         shift = np.einsum("iab,ib->ia", self.factor, update[SHIFT]) + np.einsum("iab,ib->ia", precision, self.mean)
         return {SCALES: update[SCALES], PRECISION: precision, SHIFT: shift}
 
 
-def telling(frame: Frame, updates: Mapping[str, NamedArrays], moved: float) -> dict[str, NamedArrays]:
-    """Updates with tr C⁻¹G_mC⁻ᵀ of each latent a share of the median at least: in a median, pure noise has no vote."""
+def informative(frame: Frame, updates: Mapping[str, NamedArrays], moved: float) -> dict[str, NamedArrays]:
+    """Return updates whose tr C⁻¹G_mC⁻ᵀ is at least :data:`LEAST_INFORMATION` of the median for each latent."""
     size = frame.factor.shape[1]
-    nothing = np.square(np.linalg.solve(frame.factor, np.eye(size))).sum((1, 2))  # tr C⁻¹C⁻ᵀ
-    traces = [np.trace(frame.seen(update)[PRECISION], axis1=1, axis2=2) for update in updates.values()]
-    known = size - np.array(traces) / moved - nothing
-    enough = (known >= LEAST_TOLD * np.median(known, axis=0)).all(axis=1)
-    told = {site: update for (site, update), good in zip(updates.items(), enough, strict=True) if good}
-    return told if len(told) >= LEAST_VOTES else dict(updates)
+    prior = np.square(np.linalg.solve(frame.factor, np.eye(size))).sum((1, 2))  # tr C⁻¹C⁻ᵀ
+    traces = [np.trace(frame.whiten(update)[PRECISION], axis1=1, axis2=2) for update in updates.values()]
+    information = size - np.array(traces) / moved - prior
+    enough = (information >= LEAST_INFORMATION * np.median(information, axis=0)).all(axis=1)
+    kept = {site: update for (site, update), good in zip(updates.items(), enough, strict=True) if good}
+    return kept if len(kept) >= LEAST_VOTES else dict(updates)
 
 
 def within_averages(update: Array, least: float) -> Array:
-    """Δ with eigenvalues of I − Δ, λ in coordinates of q(u), raised to ``least``, below which no average is."""
+    """Return Δ with the eigenvalues of I − Δ (λ whitened by q(u)) raised to ``least``, the minimum of any average."""
     eye = np.eye(update.shape[1])
     values, vectors = np.linalg.eigh(eye - 0.5 * (update + update.transpose(0, 2, 1)))
     return np.asarray(eye - (vectors * np.maximum(values, least)[:, None]) @ vectors.transpose(0, 2, 1))

@@ -1,6 +1,6 @@
-"""What the Strategies of FedMGP share: where a run starts, and what it leaves.
+"""The common parts of both Strategies of FedMGP: start values, predictions and warnings.
 
-Units are smoothed, scaled views of shared latent functions g; what a unit alone knows, φ_m, never leaves it. Functions
+Units are smoothed, scaled views of shared latent functions g; a unit's own parameters φ_m never leave it. Functions
 whose first argument is a Strategy are methods of both.
 """
 
@@ -33,41 +33,38 @@ from strategies.server.strategy import FederatedStrategy
 logger = logging.getLogger("fedgp")
 
 EVERYONE = ""
-"""Stands for the units of a sum; no site has this id."""
+"""Id of the total of all units; no site has this id."""
 LEADS = 20
-"""Units that are asked for a first look at g, those with most rows: pairs of them are compared."""
+"""Number of units, those with most rows, that send first statistics; pairs of them are compared."""
 LEAST_SIDE = 3
-"""Fewest points of a grid along an input."""
+"""Minimum number of grid points along an input."""
 MARGIN = 0.025
-"""How far the grid goes beyond the inputs at each end, as a share of their range."""
+"""Extension of the grid beyond the inputs at each end, as a share of their range."""
 COLLAPSED = 0.95
-"""Held-out error, in root mean squares of the targets, from which on g explains next to nothing."""
+"""Held-out RMSE, over the root mean square of the targets, at which g explains almost nothing."""
 
 
 class SharedState(Protocol):
-    """What the states of both Strategies have."""
+    """The interface of both states."""
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """Units that the last round counted."""
+        """Units in the last round's result."""
 
     def known(self, site: str) -> Known:
-        """What the server knows of a unit's memory."""
+        """Return what the server knows of a unit's memory."""
 
     def view(self, site: str) -> View:
-        """What a unit is sent: with what it alone knows, all that predicts."""
+        """Return the message from which a unit predicts, with its own parameters."""
 
 
 def sizes(latents: LatentFunctions) -> dict[str, int]:
-    """Lengths that statistics must have: I latent functions, L whitened values."""
+    """Return the lengths of statistics: I latent functions, L whitened values."""
     return {"I": len(latents.amplitudes), "L": latents.size}
 
 
-# Where a run starts.
-
-
 def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
-    """W [J, D] from pooled histograms of the inputs: a grid of three points or more along each, or scattered ones."""
+    """Return W [J, D] from pooled histograms: a grid of at least three points along each input, or scattered points."""
     shape, count = (yield from shape_of_inputs(roster)), config.model.num_inducing
     histogram = shape.histogram
     if histogram[:, [0, -1]].any():
@@ -78,7 +75,7 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
     side = round(count ** (1 / len(histogram)))
     side -= side ** len(histogram) > count
     if side < LEAST_SIDE:
-        logger.info("%d pseudo-inputs make no grid over %d inputs; they are scattered", count, len(histogram))
+        logger.info("%d pseudo-inputs are too few for a grid over %d inputs; they are scattered", count, len(histogram))
         return initial_locations(shape, config.model, config.seed)
     axes = []
     for counts in histogram:
@@ -90,36 +87,34 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
 
 
 def first_look(config: RunConfig, roster: Roster) -> Asking[tuple[LatentFunctions, LatentPosterior]]:
-    """Lengthscales from the spacing of the pseudo-inputs; q(u) of the unit that shares g with most others.
+    """Return latents with lengthscales from the spacing of pseudo-inputs, and q(u) of the unit most similar to others.
 
-    To find this unit takes statistics of single units. Of totals alone, the first eigenvector of Σ m mᵀ is the
-    direction d that most units share: a unit knows g up to a sign, which this sum does not see. Each unit then answers
-    for y or −y, as its m points along d or away from it, and q(u) is that of the mean of these statistics.
+    This unit is found from statistics of single units. Under masks, the first eigenvector d of Σ m mᵀ is the direction
+    that most units share; the sum does not depend on the sign of g, which a unit cannot identify. Each unit then
+    answers for y or −y, depending on the sign of mᵀd, and q(u) follows from the mean of these statistics.
     """
     inducing = yield from first_inducing(config, roster)
     latents = latents_at(inducing, cast(FedMGPOptions, config.options).multiples, config.model.jitter)
-    lengths, nobody = sizes(latents), RunError("no unit sent statistics to start from; see the failures above")
+    lengths, no_answer = sizes(latents), RunError("no unit sent statistics to start from; see the failures above")
     if not roster.totals_only:
         asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
         requests = dict.fromkeys(asked, FirstLook(latents))
         answers: Mapping[str, FirstStatistics] = yield Each(FirstStatistics, requests, retries=1, sizes=lengths)
         if not answers:
-            raise nobody
+            raise no_answer
         starts = {site: answer.statistics for site, answer in answers.items()}
         return latents, posterior(starts[best_lead(starts)])
     pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)
     if pointed.total is None:
-        raise nobody
+        raise no_answer
     direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
     direction = direction * math.copysign(1.0, direction[np.abs(direction).argmax()])
     summed: Summed[FirstStatistics] = yield Total(FirstStatistics, FirstLook(latents, direction), sizes=lengths)
     if summed.total is None:
-        raise nobody
+        raise no_answer
     total, units = summed.total.statistics, len(summed.sites) - summed.silent
     return latents, posterior(replace(total, precision=total.precision / units, shift=total.shift / units))
 
-
-# What a run leaves.
 
 EQUATION = (
     "g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) with values a_i L_i u_i at the pseudo-inputs W, where "
@@ -140,7 +135,7 @@ MEANINGS = {
 
 
 def scaled_targets(strategy: FederatedStrategy[Any], preparation: Agreement) -> Agreement:
-    """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
+    """Divide targets by their root mean square without centring: units scale g and would scale an offset too."""
     arrays = preparation.arrays
     if strategy.config.model.likelihood not in ("gaussian", "student-t"):
         return preparation
@@ -149,13 +144,13 @@ def scaled_targets(strategy: FederatedStrategy[Any], preparation: Agreement) -> 
 
 
 def pseudo_inputs(strategy: FederatedStrategy[Any], state: SharedState) -> NamedArrays:
-    """Pseudo-inputs, for the pooled baseline; a run whose sites are real has none."""
+    """Return the pseudo-inputs for the pooled baseline of a simulation, or nothing."""
     wanted = strategy.preparation.simulated and strategy.config.baselines.pooled
     return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
 
 def predicted(strategy: FederatedStrategy[Any], state: SharedState, roster: Roster) -> Asking[Predicted]:
-    """Each unit's view, and the posterior of g; it predicts no unit, which takes what the unit alone knows."""
+    """Return each unit's view and the posterior of g, which predicts a unit only with the unit's own parameters."""
     yield from ()
     view, prepared = state.view(EVERYONE), strategy.preparation
     request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.everyone}
@@ -165,18 +160,18 @@ def predicted(strategy: FederatedStrategy[Any], state: SharedState, roster: Rost
     arrays |= {"latents.mean": mean, "latents.covariance": covariance}
     arrays = {name: arrays[name] for name in MEANINGS}
     coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
-    told: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
+    known_of: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
     for site in prepared.rows:
         known = state.known(site)
-        told[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
-    model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": told}
+        known_of[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
+    model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": known_of}
     saved = outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
     scales = (np.sqrt(view.latents.scales) * prepared.arrays["input.scale"]).tolist()
     return Predicted(request, saved, {"lengthscales": scales, "counted": list(state.counted)})
 
 
 def collapse(strategy: FederatedStrategy[Any]) -> list[str]:
-    """That the model collapsed: held-out errors are as large as the signal, or exceed those of local-only."""
+    """Return a warning if held-out errors are as large as the signal or larger than those of local models."""
     found, alone = strategy.evaluation, strategy.scoring.local_only
     if found is None or "rmse" not in found["test"]:
         return []

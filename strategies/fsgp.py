@@ -1,8 +1,8 @@
-"""FSGP: federated averaging of a sparse GP, with an exact posterior of all rows from sums. FGPR: of an exact GP.
+"""FSGP: federated averaging of a sparse GP, then the exact posterior from sums. FGPR: averaging of an exact GP.
 
-Guo et al., *Federated sparse Gaussian processes* (2022), Algorithms 1-2. Sampled sites take a few steps on their bound
-per row from w = {β, Z}, and the server averages. After training, sums over sites give the optimal q(u) of all rows at
-w (Eqs. 14-15). FGPR, after Yue and Kontar, *Federated Gaussian process* (2021), shares hyperparameters alone.
+Guo et al., *Federated sparse Gaussian processes* (2022), Algorithms 1-2. Sampled sites take a few steps from w = {β, Z}
+on their bound per row, and the server averages. After training, sums over sites give the optimal q(u) of all rows at
+w (Eqs. 14-15). FGPR, after Yue and Kontar, *Federated Gaussian process* (2021), shares only hyperparameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
-from strategies.server.course import tenths
+from strategies.server.course import log_units
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_locations, shape_of_inputs
@@ -28,14 +28,14 @@ class FSGP(FederatedStrategy[AveragingState]):
     options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
-        """Inducing points from federated statistics, hyperparameters as configured; no moments."""
+        """Return inducing points from pooled histograms, and hyperparameters as configured."""
         shape = yield from shape_of_inputs(roster)
         locations = initial_locations(shape, self.config.model, self.config.seed)
         return first_state({LOCATIONS: locations, **shape.start})
 
     def tolerances(self, state: AveragingState) -> NamedArrays:
-        """Of the hyperparameters; inducing points may wander."""
-        return tenths({name: array for name, array in state.parameters.items() if name != LOCATIONS})
+        """Return units of the hyperparameters; inducing points need not converge."""
+        return log_units({name: array for name, array in state.parameters.items() if name != LOCATIONS})
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
@@ -43,14 +43,14 @@ class FSGP(FederatedStrategy[AveragingState]):
         return state, figures and {**figures, "noise": noise_of(state.parameters)}
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """Parameters and the exact posterior at them, from one query for sums; who contradicts the others is named."""
+        """Return the exact posterior at the parameters from one total; name sites that contradict the others."""
         totals = yield from pooled(state.parameters, self.config.model, roster.everyone)
         found = posterior_at(state.parameters, totals)
         return Predicted(found, saved(found, self.config.model), facts(state.parameters, totals))
 
 
 class FGPR(FederatedStrategy[AveragingState]):
-    """Hyperparameters of the kernel and the noise are global; rows, and so predictions, belong to a site."""
+    """Federated averaging of kernel hyperparameters and noise; each site predicts from its own rows."""
 
     method = "fgpr"
     options_class = AveragedOptions
@@ -59,18 +59,18 @@ class FGPR(FederatedStrategy[AveragingState]):
     options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
-        """Hyperparameters start where the configuration says."""
+        """Return the configured hyperparameters."""
         return first_state((yield from shape_of_inputs(roster)).start)
 
     def tolerances(self, state: AveragingState) -> NamedArrays:
-        """Of the hyperparameters."""
-        return tenths(state.parameters)
+        """Return units of the hyperparameters."""
+        return log_units(state.parameters)
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
-        """Steps on the evidence of each site."""
+        """Average after local steps on the evidence of each site."""
         return (yield from averaged(state, roster, self.config, self.config.optimizer))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """The hyperparameters are all a site needs besides its rows."""
+        """Return the hyperparameters."""
         yield from ()
         return Predicted(Parameters(state.parameters))

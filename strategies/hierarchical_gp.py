@@ -259,7 +259,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         if not self.options.rough:
             model = smooth.shaped_gp(section, points)
             return (yield from one_round(state, roster, partial(smooth.inducing_factor, model)))
-        inducing = rough.placed(points, points)
+        inducing = rough.rescale(points, points)
 
         def factor_at(values: Mapping[str, ndarray]) -> torch.Tensor:
             return rough.inducing_factor(inducing, section.jitter, torch.tensor(values["theta.lengthscale"]))

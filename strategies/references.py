@@ -1,6 +1,6 @@
-"""The two baselines as methods: ``local-only``, where nothing is shared, and ``pooled``, where all is.
+"""The two baselines as methods: ``local-only`` shares nothing, ``pooled`` shares all rows.
 
-Nothing is learned in rounds: the fits happen where the rows are, when the held-out rows are scored.
+Rounds do nothing: the models are fitted where the rows are, when held-out rows are scored.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ from strategies.server.strategy import FederatedStrategy
 
 @message()
 class NoState:
-    """Nothing is learned before the closing evaluation."""
+    """The empty state."""
 
 
 def one_round(method: Algorithm[NoState], state: NoState, roster: Roster) -> Asking[tuple[NoState, Figures]]:
-    """Nothing."""
+    """Do nothing."""
     yield from ()
     return state, {}
 
 
-def predictive(method: Algorithm[NoState], state: NoState, roster: Roster) -> Asking[Predicted]:
-    """Nothing is shared."""
-    yield from ()
-    return Predicted(Nothing())
-
-
 class LocalOnly(FederatedStrategy[NoState]):
-    """No rounds: every site fits a GP of its rows and scores its held-out rows."""
+    """Each site fits a GP of its rows and scores its held-out rows."""
 
     method = "local-only"
     state_class = NoState
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = LocalScoreSums
-    one_round, predictive = one_round, predictive
+    one_round = one_round
+
+    def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
+        """Return an empty request."""
+        yield from ()
+        return Predicted(Nothing())
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
-        """Nothing."""
+        """Return the empty state."""
         yield from ()
         return NoState()
 
 
 class Pooled(FederatedStrategy[NoState]):
-    """Simulation only: one process sees the rows of all sites."""
+    """A GP of the rows of all sites; only in a simulation."""
 
     method = "pooled"
     state_class = NoState
@@ -57,17 +56,17 @@ class Pooled(FederatedStrategy[NoState]):
     one_round = one_round
 
     def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
-        """As many inducing points as configured."""
+        """Return a request for the configured number of inducing points."""
         yield from ()
         return Predicted(Points(0))
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
-        """Nothing, where the rows of all sites may be seen."""
+        """Return the empty state; raise if the rows of all sites must not be seen."""
         yield from ()
         if self.session.masking is not None:
             raise ConfigError(
                 "`method` = 'pooled' sees the rows of all sites; set `privacy.secure-aggregation` to false"
             )
         if not self.preparation.simulated:
-            raise RunError("`method` = 'pooled' needs simulated sites: real sites do not give their rows away")
+            raise RunError("`method` = 'pooled' needs simulated sites: real sites do not share their rows")
         return NoState()

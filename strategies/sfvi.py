@@ -32,7 +32,7 @@ from fedgp_flower.methods.sfvi.structured import configured
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import MOVE, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.server.course import tenths
+from strategies.server.course import log_units
 from strategies.server.questions import (
     Asking,
     Each,
@@ -252,7 +252,7 @@ def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
     """
     if strategy.options.row.mean_field:
         return {}
-    found, q = tenths(state.parameters), GlobalPosterior.of(state.parameters)
+    found, q = log_units(state.parameters), GlobalPosterior.of(state.parameters)
     found |= {"q.mean": q.factor().norm(dim=1).numpy(), "q.log_scale": np.full(len(q.mean), 0.5**0.5)}
     return found | ({} if q.lower is None else {"q.lower": np.ones(len(q.lower))})
 

@@ -6,8 +6,9 @@ sums of small cells of rows, with the values of each input that many rows have.
 
 A round is a gradient and a step, two exchanges. The steps are those of BFGS. Its first curvature is the sum of what
 sites know of their own rows, and the server alone scales kernel and noise. Rounds go on while a step promises a gain.
-Then sums at a thousand points are asked for, and at twice as many while that pays, with a step at each where that pays
-as well. The server keeps the fewest points that explain as much.
+Then sums at a thousand points are asked for. Training goes on there where twice as many may follow, since few points
+see little of a rough function. The number doubles while that pays, with a step where that pays as well. The server
+keeps the fewest points that explain as much.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ USUAL = 60
 """Exchanges where the configuration leaves them to the method, those at more inducing points among them."""
 TOO_LITTLE = 0.001
 """Training ends where a step promises less than this, in nats a row, unless the number of exchanges is set."""
-FIRST_SIZE = 1000
-"""Inducing points that are asked for after training."""
+FIRST_SIZE = 1024
+"""Inducing points that are asked for after training at few; doubled twice they fill the usual message."""
 A_SIZE, ROUNDS = 3, 1
-"""Exchanges for each number of inducing points after training, and rounds among them."""
+"""Exchanges for each number of inducing points after that, and rounds among them."""
 WORK = 3
 """Work of a round: sums, and a gradient that takes as long as two sums."""
 CHANCE, TELLING = 1e-3, 0.02
@@ -136,6 +137,11 @@ class SGPRState:
         """The evidence in nats a row at the first m inducing points for every m [M]."""
         assert self.totals is not None
         return evidence(self.totals).curve / self.rows
+
+    @property
+    def training(self) -> bool:
+        """Whether training goes on: at few inducing points, and at the first size where twice as many may follow."""
+        return not self.asked or self.asked == FIRST_SIZE <= self.most // 2
 
     @property
     def next_size(self) -> int:
@@ -323,7 +329,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
         state = replace(state, curvature=bfgs(state.curvature, place - state.place, state.gradient - gradient))
     state = replace(state, gradient=gradient, place=place, noise=state.weight * summed.total.noise)
     flat = TOLERANCE * max(1.0, abs(state.height) / state.rows)
-    worth = enlarging.PAYS if state.asked else problem.worth
+    worth = problem.worth if state.training else enlarging.PAYS
     return replace(state, converged=state.promise() < max(worth, flat))
 
 
@@ -379,11 +385,16 @@ def sizes_from(first: int, most: int) -> list[int]:
     return found
 
 
+def exchanges_left(problem: Problem, state: SGPRState) -> int:
+    """At this number of points."""
+    if state.training:
+        return problem.exchanges + A_SIZE * bool(state.asked) - state.exchanges
+    return A_ROUND * (ROUNDS - state.rounds)
+
+
 def settled(problem: Problem, state: SGPRState) -> bool:
     """Whether the ascent rests at this number of points, or another round would take more than is allowed."""
-    if state.asked:
-        return state.converged or state.rounds >= ROUNDS
-    return state.converged or state.exchanges + A_ROUND > problem.exchanges
+    return state.converged or exchanges_left(problem, state) < A_ROUND
 
 
 def finished(problem: Problem, state: SGPRState) -> bool:
@@ -462,7 +473,7 @@ class SGPR(FederatedStrategy[SGPRState]):
 
     def exchanges_to_come(self, state: SGPRState) -> list[tuple[int, float]]:
         """As many as are left, or fewer where the gains tell when the ascent rests, and those for more points."""
-        left = A_ROUND * (ROUNDS - state.rounds) if state.asked else self.problem.exchanges - state.exchanges
+        most = left = exchanges_left(self.problem, state)
         rounds = None if state.asked else rounds_to_come(state.gains, 1, self.problem.worth)
         if settled(self.problem, state):
             left = 0
@@ -470,6 +481,8 @@ class SGPR(FederatedStrategy[SGPRState]):
             left = min(left, A_ROUND * max(rounds, pooled_bound.SMOOTHED - len(state.gains)))
         sizes = sizes_from(state.next_size, state.most) if state.rows else []
         rounds_at = [(A_SIZE, (1 + ROUNDS * WORK) / A_SIZE * size**2) for size in sizes]
+        if sizes and sizes[0] == FIRST_SIZE <= state.most // 2:
+            rounds_at[0] = (A_SIZE + most - left, rounds_at[0][1])
         return [(left, self.work(state, state)), *rounds_at]
 
     def work(self, before: SGPRState, after: SGPRState) -> float:
@@ -483,10 +496,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}
         details["noise_sd_standardised"] = math.sqrt(pooled_bound.noise_of(found.values))
         if state.asked and state.totals is not None:
-            curve = state.curve
-            marks = np.unique(np.geomspace(1, len(curve), 24).astype(int))
-            shown = np.column_stack([marks, curve[marks - 1]]).tolist()
-            details |= {"doubling_promises": enlarging.promised(curve), "evidence_by_points": shown}
+            details["doubling_promises"] = enlarging.promised(state.curve)
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:

@@ -61,6 +61,7 @@ def test_errors_name_key_value_and_what_is_allowed(flat, words):
 
 PRIVATE = {"privacy.epsilon": 1.0, "privacy.ranges": '{"x": [-1, 7], "y": [-2, 2]}', "baselines.linear": False}
 PRIVATE |= {"baselines.local-only": False, "baselines.pooled": False}
+MASKED = {"privacy.secure-aggregation": True}
 TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
     "fedmgp-exact": [
         ({"fedmgp.aggregation": "median"}, "needs `method` = 'fedmgp'"),
@@ -69,11 +70,15 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"model.likelihood": "poisson"}, "gaussian"),
         ({"precision": "float32"}, "precision"),
         ({"model.num-inducing": 1}, "num-inducing"),
+        (MASKED | {"fedmgp.aggregation": "agreement"}, "uses updates of single units"),
     ],
     "fedmgp": [
         ({"fedmgp.aggregation": "agreement", "fedmgp.latents": 2}, "one latent function"),
         ({"optimizer.name": "sgd"}, "adam"),
+        (MASKED | {"fedmgp.aggregation": "median"}, "'median' uses updates"),
+        (MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 draws other sites"),
     ],
+    "sfvi-avg": [(MASKED | {"sfvi.structure": "full"}, "full covariances is not a sum")],
     "pvi": [
         ({"pvi.local-update": "adam", "pvi.deletion": False}, "deletion"),
         ({"pvi.local-update": "adam", "pvi.preset": "bcm-split", "pvi.factor": "cpo"}, "pvi.preset"),
@@ -81,17 +86,17 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"pvi.local-update": "analytic", "model.likelihood": "student-t"}, "natural-gradient"),
         ({"pvi.local-update": "lbfgs", "optimizer.batch-size": 8}, "batch-size"),
         ({"pvi.local-update": "adam", "precision": "float32"}, "precision"),
-        ({"pvi.local-update": "adam", "pvi.damping": 0.5, "pvi.inducing": "fixed"}, "nothing to damp"),
+        ({"pvi.local-update": "adam", "pvi.damping": 0.5, "pvi.inducing": "fixed"}, "has no effect"),
         ({"pvi.local-update": "adam", "optimizer.steps": 20}, "pvi.steps"),
         ({"pvi.local-update": "adam", "optimizer.learning-rate": 0.01}, "pvi.learning-rate"),
-        ({"pvi.factor": "cpo"}, "`pvi.factor`: `pvi.local-update` = 'sums' does not"),
-        ({"optimizer.steps": 7}, "`optimizer.steps`: `pvi.local-update` = 'sums' takes no local steps"),
-        ({"privacy.secure-aggregation": True}, "take method 'sgpr', whose posterior is the same"),
+        ({"pvi.factor": "cpo"}, "`pvi.factor`: `pvi.local-update` = 'sums' ignores"),
+        ({"optimizer.steps": 7}, "`optimizer.steps`: `pvi.local-update` = 'sums' has no local steps"),
+        (MASKED, "take method 'sgpr', which gets the same"),
         ({"model.likelihood": "bernoulli", "pvi.schedule": "asynchronous"}, "`pvi.local-update` = 'sums' needs"),
         (PRIVATE, "adds no noise"),
     ],
     "pvi-bnn": [
-        ({"pvi.preset": "global-vi"}, "which pvi-bnn has not"),
+        ({"pvi.preset": "global-vi"}, "which pvi-bnn does not have"),
         ({"optimizer.steps": 7}, "`optimizer.steps`"),
         ({"model.likelihood": "poisson"}, "has bernoulli, categorical"),
     ],
@@ -125,6 +130,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"model.likelihood": "poisson"}, "`method` = 'sgpr' needs 'gaussian'; take 'svgp'"),
     ],
     "svgp": [({}, "with Gaussian noise take 'sgpr'")],
+    "fsgp": [(MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 draws other sites")],
 }
 """Method → keys that make no sense together with it, and what is said of them."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
-from strategies.server.course import LEAST, MOST, NEAR, STEADY, Course, limits
+from strategies.server.course import MAX_BATCHES, MAX_PHI, MIN_BATCHES, NEAR, Course, limits
 
 RUNS, ROUNDS = 100, 1200
 
@@ -20,7 +20,7 @@ def test_the_limit_is_that_of_the_regression_on_the_batch_before() -> None:
     limit, error = limits(batches)
     for k, series in enumerate(batches.T):
         (slope, start), residual, *_ = np.polyfit(series[:-1], series[1:], 1, full=True)
-        raised = min(max(slope + (1 + 3 * slope) / 14, 0.0), STEADY)
+        raised = min(max(slope + (1 + 3 * slope) / 14, 0.0), MAX_PHI)
         ends = series[1:].mean(), series[:-1].mean()
         assert start == pytest.approx(ends[0] - slope * ends[1])
         assert limit[k] == pytest.approx(ends[0] + raised / (1 - raised) * (ends[0] - ends[1]))
@@ -36,8 +36,8 @@ def test_batches_are_means_of_equal_numbers_of_rounds() -> None:
     np.testing.assert_allclose(course.answer, values[52:104, 1].mean())
     again = decode(Course, encode(course))
     np.testing.assert_array_equal(again.after(1.0, np.ones(1)).batches, course.after(1.0, np.ones(1)).batches)
-    assert replace(again, batches=again.batches[: LEAST - 1]).distances(np.ones(1)) is None
-    assert MOST == 2 * LEAST
+    assert replace(again, batches=again.batches[: MIN_BATCHES - 1]).distances(np.ones(1)) is None
+    assert MAX_BATCHES == 2 * MIN_BATCHES
 
 
 @pytest.mark.parametrize(("rate", "far"), [(0.0, False), (1e-3, True), (1.0, True)])

@@ -1,5 +1,7 @@
 """More inducing points after training: their order, how many pay, and whole runs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,15 @@ def test_the_room_is_the_methods_unless_points_are_set():
 
 KEYS = {"method": "sgpr", "sgpr__exchanges": 8, "num_server_rounds": 20, "model__num_inducing": 6, "evaluate_every": 0}
 LARGE = KEYS | {"model__max_megabytes": 1}
+
+
+def test_training_goes_on_at_the_first_size_where_twice_as_many_may_follow():
+    first, none = sgpr.FIRST_SIZE, np.empty((0, 0))
+    state = sgpr.SGPRState({}, none, none, most=2 * first, asked=first, rounds=3, exchanges=52)
+    settled = lambda **now: sgpr.settled(sgpr.Problem(ModelSection(), exchanges=51), replace(state, **now))  # noqa: E731
+    assert (settled(), settled(exchanges=53), settled(converged=True)) == (False, True, True)  # 51, and 3 for the size
+    assert (settled(asked=2 * first), settled(asked=2 * first, rounds=0)) == (True, False)
+    assert settled(most=2 * first - 1)
 
 
 def nodes(tmp_path):

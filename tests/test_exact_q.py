@@ -22,7 +22,7 @@ from fedgp_flower.methods.fedmgp.latents import (
     pooled_bound,
     posterior,
 )
-from fedgp_flower.methods.fedmgp.model import MultiOutputGP, fit_pooled
+from fedgp_flower.methods.fedmgp.model import fit_pooled
 from fedgp_flower.methods.fedmgp.trust import START_NOISE, best_lead, consistent, possible_start
 from fedgp_flower.methods.fedmgp.unit import (
     UnitData,
@@ -99,18 +99,6 @@ def random_unit(num_latents: int, dims: int, seed: int = 0):  # type: ignore[no-
 
 def expected_fit(latents: LatentFunctions, q: LatentPosterior, data: UnitData, phi: UnitParameters) -> float:
     return statistics(data, latents, phi).expected(q)
-
-
-@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_statistics_give_the_expected_log_likelihood_of_the_model(num_latents: int, dims: int) -> None:
-    """Against the torch model's marginals and the density written out, with a joint q(u)."""
-    latents, q, data, phi, x = random_unit(num_latents, dims)
-    mean, variance = predict(x, latents, q, phi)
-    by_hand = -0.5 * (np.log(2 * math.pi * phi.noise) + ((data.y - mean) ** 2 + variance) / phi.noise).sum()
-    assert expected_fit(latents, q, data, phi) == pytest.approx(by_hand, rel=1e-10)
-    model = MultiOutputGP.of(latents, q, phi)
-    value = float(model.expected_log_likelihood(torch.from_numpy(x), torch.from_numpy(data.y)).sum().detach())
-    assert value == pytest.approx(by_hand, rel=1e-8)
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
@@ -254,7 +242,7 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     a, b = merge(state, replies, moves=moves), merge(state, dict(reversed(replies.items())), moves=moves)
     assert a.bound == b.bound
     np.testing.assert_array_equal(a.posterior.mean, b.posterior.mean)
-    with pytest.raises(ProtocolError, match="no unit's statistics"):
+    with pytest.raises(ProtocolError, match="no unit sent usable statistics"):
         merge(state, replies, moves=moves, keep=())
     told = replies["0"][0]
     with pytest.raises(NumericsError, match="agreement"):
@@ -337,7 +325,7 @@ def test_answers_that_no_rows_give_at_a_trial_are_refused(lie: str) -> None:
 
 def test_few_sites_cannot_steer_the_lengthscales() -> None:
     """Two of seven claim more at every move against the one that honest answers lead to; most must gain."""
-    state, moves, replies = asked(7, 25)
+    state, moves, replies = asked(7, 10)
     honest = merge(state, replies, moves=moves, quorum=0.5)
     against = [c for c, move in enumerate(moves) if np.any(move.offset > 0)]
     lied = {

@@ -118,7 +118,7 @@ LIES = {
     "crash": (crashed, "MemoryError"),
     "nan": (each(lambda array: array * np.nan), "not finite"),
     "size": (arrays(lambda own: own | {"gram": np.zeros(10)}), "expected 'M M' with M = 5"),
-    "bytes": (arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; what was asked for has"),
+    "bytes": (arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; the requested answer has"),
     "rows": (scaled(count=2.0), "introduced itself with"),
     "no-targets": (scaled(target_squares=-1.0), "rows it described"),
     "huge": (scaled(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),
@@ -311,7 +311,7 @@ GATE = {"sgpr", "fsgp", "pvi", "fedmgp exact"}
 @pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in GATE else pytest.mark.long) for m in METHODS])
 def test_a_run_that_merged_no_answer_to_training_fails(method: str) -> None:
     recorder, faults = Recorder(), [Fault(site, untrained) for site in "012"]
-    with pytest.raises(RunError, match=r"nothing was learned.*MemoryError"):
+    with pytest.raises(RunError, match=r"the run has no result.*MemoryError"):
         run(FaultyGrid(keys_of(method, num_server_rounds=2, evaluate_every=1), 3, *faults), recorder)
     assert all("objective" not in row for row in recorder.rows)
 

@@ -69,7 +69,7 @@ def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | 
     rows = load_site(strategy.config, context.node_config).encode(prepared)
     data = UnitData.build(rows.x, rows.y, latents.inducing)
     kept = memory(grid, strategy, site)
-    phi = None if kept is None else kept.agreed(data, strategy.current.known(site))
+    phi = None if kept is None else kept.accepted(data, strategy.current.known(site))
     return phi, data, rows
 
 
@@ -157,7 +157,6 @@ STATISTICS = ("precision", "shift", "evidence", "slack")
 LIES = {
     "a hundred times": lambda sent: {**sent, **{name: 100 * sent[name] for name in STATISTICS}},
     "negative": lambda sent: {**sent, "precision": -sent["precision"]},
-    "evidence at one trial": lambda sent: {**sent, "evidence": sent["evidence"] + [0, 0, 0, 5, 0, 0]},
     "five trials of six": lambda sent: {**sent, **{name: sent[name][:5] for name in STATISTICS}},
     "another number of pseudo-inputs": lambda sent: {**sent, "shift": sent["shift"][:, 1:]},
 }

@@ -112,7 +112,7 @@ def test_agreement_reads_what_rows_say_and_counts_out_another_process() -> None:
     expected = np.eye(J) + MOVED * sum(part.precision for part in parts[:4])
     np.testing.assert_allclose((zeros[PRECISION] - merged[PRECISION])[0], expected, rtol=1e-7, atol=1e-7)
     flipped = {site: {name: -array for name, array in update.items()} for site, update in updates.items()}
-    with pytest.raises(NumericsError, match="no unit sent what rows can produce"):
+    with pytest.raises(NumericsError, match="no unit sent an update that rows can produce"):
         rules.merge_natural(rule("mean"), zeros, flipped)
     spoilt = {**updates, "0": flipped["0"]}  # the same without unit 0, under any rule
     rest = {site: update for site, update in updates.items() if site != "0"}
@@ -147,7 +147,7 @@ def test_coordinates_of_q_change_no_mean() -> None:
     precision, shift = to_natural(LatentPosterior(draw.standard_normal(8), factor @ factor.T), 2)
     theta = {SCALES: np.zeros((2, 1)), PRECISION: precision, SHIFT: shift}
     frame = rules.Frame(np.linalg.cholesky(precision), from_natural(precision, shift)[0])
-    whole = frame.seen({**theta})
+    whole = frame.whiten({**theta})
     np.testing.assert_allclose(whole[PRECISION], np.stack([np.eye(4)] * 2), atol=1e-12)
     np.testing.assert_allclose(whole[SHIFT], 0, atol=1e-12)
     symmetric = np.diag([-1.0, 0.2, 0.7, 2.0])[None] + np.zeros((2, 4, 4))
@@ -156,7 +156,7 @@ def test_coordinates_of_q_change_no_mean() -> None:
     )
     other = {name: draw.standard_normal(array.shape) for name, array in theta.items()}
     other[PRECISION] = other[PRECISION] + other[PRECISION].transpose(0, 2, 1)
-    again = frame.back(frame.seen(other))
+    again = frame.unwhiten(frame.whiten(other))
     np.testing.assert_allclose(again[SHIFT], other[SHIFT], atol=1e-10)
     np.testing.assert_allclose(again[PRECISION], other[PRECISION], atol=1e-10)
 
@@ -165,7 +165,7 @@ def test_coordinates_of_q_change_no_mean() -> None:
 def test_a_step_out_of_the_numbers_is_refused(value: float) -> None:
     state = fedmgp.begin(latents_at(grid(1), [1.0], 1e-8), LatentPosterior(np.zeros(16), np.eye(16)), gaussian=False)
     zeros = {name: np.zeros_like(array) for name, array in state.parameters.items()}
-    with pytest.raises(NumericsError, match="far too much"):
+    with pytest.raises(NumericsError, match="far too large"):
         fedmgp.step(state, {"a": {**zeros, SCALES: np.full((1, 1), value)}}, rule("mean"))
 
 

@@ -1,13 +1,11 @@
-"""Grades in an order: expectations against quadrature, two grades are two classes, one site or ten, whole runs."""
-
-import math
-from itertools import pairwise
+"""Grades in an order: two grades are two classes, whole runs."""
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import stats
+from test_outcomes import GAPS, log_mass
 
 import fedgp_flower as fg
 from fedgp_flower.agreement import agree
@@ -16,47 +14,8 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.likelihoods.grades import edges_of
 
-GAPS = [0.7, 0.3, 1.9]
-CUTS = np.concatenate([[-np.inf, 0.0], np.cumsum(GAPS), [np.inf]])
 HYPER = torch.tensor(GAPS, dtype=torch.float64).log()
 GRADES = build_point_likelihood("ordinal")
-
-
-def log_mass(grade, f):
-    """Log of the mass between two cut points, of the smaller tails."""
-    low, high = CUTS[grade] - f, CUTS[grade + 1] - f
-    low, high = (low, high) if low + high < 0 else (-high, -low)
-    return stats.norm.logcdf(high) + math.log(-math.expm1(stats.norm.logcdf(low) - stats.norm.logcdf(high)))
-
-
-@pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
-@pytest.mark.parametrize("mean", [-1.5, 0.8])
-@pytest.mark.parametrize("grade", range(5))
-def test_expectations_and_their_derivatives_are_those_of_quadrature(grade, mean, variance):
-    """By m it is E z g / s, by s² it is E (z² − 1) g / 2s²: no derivative of g is needed."""
-    sd = math.sqrt(variance)
-
-    def expected(weight):
-        def integrand(z):
-            return weight(z) * log_mass(grade, mean + sd * z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-
-        ends = (-9.0, -4.0, -1.0, 0.0, 1.0, 4.0, 9.0)
-        found = (integrate.quad(integrand, *pair, epsabs=1e-12, epsrel=1e-11, limit=400) for pair in pairwise(ends))
-        return sum(part for part, _ in found)
-
-    at = torch.tensor([mean], dtype=torch.float64), torch.tensor([variance], dtype=torch.float64), HYPER
-    value, alpha, beta, by_hyper = GRADES.slopes(torch.tensor([float(grade)]).double(), *at)
-    assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-8, abs=1e-8)
-    assert float(alpha) == pytest.approx(expected(lambda z: z) / sd, rel=1e-6, abs=1e-7)
-    if variance > 1e-3:  # below, the difference of nearly equal numbers is rounding
-        assert float(beta) == pytest.approx(-2 * expected(lambda z: z * z - 1) / (2 * variance), rel=1e-6, abs=1e-7)
-    assert beta >= 0
-    for place, size in enumerate(1e-5 * np.eye(len(GAPS))):
-        ends = [
-            GRADES.expected(torch.tensor([float(grade)]), *at[:2], HYPER + sign * torch.from_numpy(size)).sum()
-            for sign in (1, -1)
-        ]
-        assert float(by_hyper[place]) == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-8)
 
 
 def test_two_grades_are_two_classes():
@@ -91,7 +50,9 @@ def test_far_from_its_grade_a_density_is_small_but_not_zero():
     found = GRADES.log_density(
         torch.tensor([0.0, 2.0, 4.0]), torch.tensor([60.0, -70.0, -90.0], dtype=torch.float64), HYPER
     )
-    assert found.tolist() == pytest.approx([log_mass(g, f) for g, f in ((0, 60.0), (2, -70.0), (4, -90.0))], rel=1e-9)
+    assert found.tolist() == pytest.approx(
+        [log_mass(g, None, f) for g, f in ((0, 60.0), (2, -70.0), (4, -90.0))], rel=1e-9
+    )
 
 
 def test_grades_are_agreed_in_their_order():
@@ -113,18 +74,6 @@ def graded(rows=300):
 
 
 QUICK = {"model.num-inducing": 12, "baselines.pooled": False, "baselines.max-evaluations": 20, "evaluate-every": 0}
-
-
-def test_one_site_or_ten_have_the_same_posterior(tmp_path):
-    options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "ordinal", "sgpr.exchanges": 9}
-    options |= {"test-fraction": 0.0, "baselines.local-only": False, "min-sites": 1}
-    one, ten = (
-        fg.run(graded(), target="grade", sites=sites, options=options | {"name": str(sites)}).posterior.predict(
-            graded()
-        )
-        for sites in (1, 10)
-    )
-    np.testing.assert_allclose(ten, one, atol=1e-8)
 
 
 def test_grades_are_learned_under_masks(tmp_path):

@@ -115,43 +115,6 @@ def test_degrees_of_freedom_stay_where_noise_has_a_variance():
     torch.testing.assert_close(nearly, normal, atol=0.05, rtol=0)
 
 
-OUTCOMES = {"student-t": ([0.0, 0.3, 4.0], [0.9, -1.6])}
-"""Outcomes, and parameters in logarithms."""
-
-
-@pytest.mark.parametrize("variance", [1e-4, 0.3, 25.0])
-@pytest.mark.parametrize("name", OUTCOMES)
-def test_expectations_are_what_adaptive_quadrature_finds(name, variance):
-    """And α and β, as E ∂ log p/∂f and −E ∂² log p/∂f²."""
-    point, (outcomes, hyper) = build_point_likelihood(name), OUTCOMES[name]
-    outcomes, hyper = torch.tensor(outcomes, dtype=torch.float64), torch.tensor(hyper, dtype=torch.float64)
-    means = torch.tensor([-0.7, 0.0, 1.2], dtype=torch.float64)[: len(outcomes)]
-    value = point.expected(outcomes, means, torch.full_like(means, variance), hyper)
-    _, alpha, beta, _ = point.slopes(outcomes, means, torch.full_like(means, variance), hyper)
-    for n, mean in enumerate(means.tolist()):
-
-        def derivative(f, order, n=n):
-            leaf = torch.tensor([f], dtype=torch.float64, requires_grad=True)
-            found = point.log_density(outcomes[n : n + 1], leaf, hyper).sum()
-            for _ in range(order):
-                (found,) = torch.autograd.grad(found, leaf, create_graph=True)
-                found = found.sum()
-            return found.item()
-
-        sd = variance**0.5
-        ends = mean - 9 * sd, mean + 9 * sd
-        points = [p for p in (0.0, 0.3, 4.0, mean) if ends[0] < p < ends[1]]
-        for order, ours in ((0, value[n]), (1, alpha[n]), (2, -beta[n])):
-            wanted, _ = integrate.quad(
-                lambda f, order=order, mean=mean, sd=sd: derivative(f, order) * stats.norm.pdf(f, mean, sd),
-                *ends,
-                points=points,
-                limit=200,
-                epsabs=1e-8,
-            )
-            assert float(ours) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
-
-
 @pytest.mark.parametrize("variance", [1e-8, 1.0, 25.0, 300.0])
 def test_the_wide_probit_is_what_fine_quadrature_finds_and_its_slopes_are_its_own(variance):
     """α by the mean and β = −2 ∂/∂s, by central differences of the value; the value by 20 001 trapezia."""
@@ -177,28 +140,6 @@ def test_the_wide_probit_is_what_fine_quadrature_finds_and_its_slopes_are_its_ow
     flipped = point.slopes(1 - y, -mean, torch.full_like(mean, variance), point.initial)
     torch.testing.assert_close(flipped[1], -alpha)
     torch.testing.assert_close(flipped[2], beta)
-
-
-@pytest.mark.parametrize("name", ["gaussian", "poisson", "student-t"])
-def test_slopes_are_differences_of_the_expectation(name):
-    point, y, mean, _, hyper = setting(name)
-    mean, variance, own = mean[0], 0.3 + mean[0].abs(), hyper[0]
-    value, alpha, beta, by_own = point.slopes(y, mean, variance, own)
-
-    def change(**moved):
-        sums = []
-        for sign in (1, -1):
-            given = {"mean": mean, "variance": variance, "hyper": own}
-            given |= {key: given[key] + sign * 1e-5 * step for key, step in moved.items()}
-            sums.append(point.expected(y, **given).sum())
-        return (sums[0] - sums[1]) / 2e-5
-
-    assert float(value) == pytest.approx(float(point.expected(y, mean, variance, own).sum()))
-    for n, one in enumerate(torch.eye(4, dtype=torch.float64)):
-        assert float(alpha[n]) == pytest.approx(float(change(mean=one)), rel=1e-7, abs=1e-9)
-        assert float(beta[n]) == pytest.approx(float(-2 * change(variance=one)), rel=1e-7, abs=1e-9)
-    for r, one in enumerate(torch.eye(len(own), dtype=torch.float64)):
-        assert float(by_own[r]) == pytest.approx(float(change(hyper=one)), rel=1e-7)
 
 
 NOISE = Noise(*(torch.tensor(v, dtype=torch.float64) for v in (-1.2, 0.3, 0.2, 0.25)))

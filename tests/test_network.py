@@ -37,7 +37,7 @@ def asked(net: Network, *, retries: int = 0) -> list[str]:
 
 
 def ask(net: Network, *, retries: int = 0) -> list[str]:
-    net.forgive()
+    net.end_round()
     return asked(net, retries=retries)
 
 
@@ -141,7 +141,7 @@ def test_max_failures_leave_a_site_out_until_it_answers_for_a_round() -> None:
         healthy.append(net.healthy())
     everyone, others = ["0", "1", "2"], ["0", "2"]
     assert healthy == [everyone, everyone, others, others]
-    net.forgive()
+    net.end_round()
     assert net.healthy() == everyone
 
 
@@ -149,7 +149,7 @@ def test_max_failures_leave_a_site_out_until_it_answers_for_a_round() -> None:
 def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first: str) -> None:
     grid, net = met(max_failures=3)
     for expected in (1, 2, 3):
-        net.forgive()
+        net.end_round()
         grid.faults = [Fault("1", lost, times=1)] if first == "failure" else []
         asked(net)
         asked(net)

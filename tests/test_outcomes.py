@@ -1,4 +1,4 @@
-"""Counts with exposure and trials, times to an event: expectations against quadrature, limits, and whole runs."""
+"""Expectations of likelihoods against quadrature; counts with exposure and trials, times to an event: limits, runs."""
 
 import itertools
 import math
@@ -15,7 +15,8 @@ import fedgp_flower as fg
 from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.follow_up import FollowUp
-from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
+from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.scores import time_scores
 
 ALPHA = 0.4
@@ -30,7 +31,7 @@ def negative_binomial(y, e, f):
 
 SIGMA = 0.6
 TAILS = {
-    "time-to-event": (lambda z: z - math.exp(z), lambda z: -math.exp(z)),
+    "time-to-event": (lambda z: z - np.exp(z), lambda z: -np.exp(z)),
     "log-logistic": (lambda z: z - 2 * np.logaddexp(0, z), lambda z: -np.logaddexp(0, z)),
     "log-normal": (stats.norm.logpdf, stats.norm.logsf),
 }
@@ -57,6 +58,25 @@ CASES = {
 }
 
 
+GAPS = [0.7, 0.3, 1.9]
+CUTS = np.concatenate([[-np.inf, 0.0], np.cumsum(GAPS), [np.inf]])
+
+
+def log_mass(grade, _, f):
+    """Log of the mass between two cut points, of the smaller tails."""
+    low, high = CUTS[int(grade)] - f, CUTS[int(grade) + 1] - f
+    low, high = (low, high) if low + high < 0 else (-high, -low)
+    return stats.norm.logcdf(high) + math.log(-math.expm1(stats.norm.logcdf(low) - stats.norm.logcdf(high)))
+
+
+HEAVY = [0.9, -1.6]
+FREEDOM = float(freedom_of(torch.tensor(HEAVY, dtype=torch.float64)))
+CASES |= {f"ordinal, {grade}": (float(grade), None, list(np.log(GAPS)), log_mass) for grade in range(5)}
+CASES |= {
+    f"student-t, {y:g}": (y, None, HEAVY, lambda y, _, f: stats.t.logpdf(y, FREEDOM, f, math.exp(HEAVY[1])))
+    for y in (0.0, 4.0)
+}
+CASES |= {"gaussian": (1.3, None, [-0.7], lambda y, _, f: stats.norm.logpdf(y, f, math.exp(-0.7)))}
 CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
 CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
 
@@ -82,44 +102,21 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
         return sum(part for part, _ in found)
 
     likelihood = build_point_likelihood(name.partition(",")[0])
-    at = torch.tensor([mean]).double(), torch.tensor([variance]).double(), torch.tensor(hyper).double()
-    value, alpha, beta, by_hyper = likelihood.slopes(targets_of([y, beside]), *at)
+    at = [torch.tensor(part, dtype=torch.float64) for part in ([mean], [variance], hyper)]
+    target = torch.tensor([y], dtype=torch.float64) if beside is None else targets_of([y, beside])
+    value, alpha, beta, by_hyper = likelihood.slopes(target, *at)
     mixed = name == "log-normal, censored"  # E log Φ is a mixture that is as wrong as for labels
     assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=3e-6 if mixed else 1e-6)
     assert float(alpha) == pytest.approx(expected(lambda z: z) / sd, rel=1e-6, abs=2e-5 if mixed else 1e-6)
     by_variance = expected(lambda z: z * z - 1) / (2 * variance)
     if variance > 1e-3:  # below, the difference of nearly equal numbers is rounding
         assert float(beta) == pytest.approx(-2 * by_variance, rel=1e-5, abs=1e-3 if mixed else 1e-6)
-    assert beta >= 0
-    if hyper:
-        size = 1e-5
-        ends = [likelihood.expected(targets_of([y, beside]), *at[:2], at[2] + s * size).sum() for s in (1, -1)]
-        assert float(by_hyper) == pytest.approx(float(ends[0] - ends[1]) / (2 * size), rel=1e-6)
-        assert float(likelihood.log_density(targets_of([y, beside]), at[0], at[2])) == pytest.approx(
-            log_density(y, beside, mean),
-            rel=1e-7,  # E log(1 + eᶠ) is a mixture of normals
-        )
-
-
-def test_an_exposure_is_so_many_rows():
-    """Three rows with counts 1, 0, 4 and one row with count 5 and exposure 3 bend the bound alike."""
-    likelihood, hyper = build_point_likelihood("poisson"), torch.zeros(0).double()
-    mean, variance = torch.tensor([0.3]).double(), torch.tensor([0.7]).double()
-    apart = likelihood.slopes(torch.tensor([1.0, 0.0, 4.0]).double(), mean.expand(3), variance.expand(3), hyper)
-    together = likelihood.slopes(targets_of([5.0, 3.0]), mean, variance, hyper)
-    for one, other in zip(apart[1:3], together[1:3], strict=True):
-        torch.testing.assert_close(one.sum(), other[0])
-
-
-def test_without_dispersion_counts_are_poisson_and_of_one_trial_labels_are_logistic():
-    """The difference to Poisson is O(α μ²)."""
-    mean, variance = torch.tensor([0.3, -1.0]).double(), torch.tensor([0.7, 2.0]).double()
-    rows, none = targets_of([4.0, 2.0], [0.0, 0.5]), torch.zeros(0).double()
-    poisson = build_point_likelihood("poisson").expected(rows, mean, variance, none)
-    nearly = build_point_likelihood("negative-binomial").expected(rows, mean, variance, torch.tensor([-11.0]).double())
-    torch.testing.assert_close(nearly, poisson, rtol=1e-3, atol=2e-3)
-    one = build_point_likelihood("binomial").expected(targets_of([1.0, 1.0], [0.0, 1.0]), mean, variance, none)
-    torch.testing.assert_close(one, Logit().expected(torch.tensor([1.0, 0.0]).double(), mean, variance, none))
+    assert beta >= 0 or name.startswith("student-t")
+    for place, step in enumerate(1e-5 * torch.eye(len(hyper), dtype=torch.float64)):
+        ends = [likelihood.expected(target, *at[:2], at[2] + sign * step).sum() for sign in (1, -1)]
+        assert float(by_hyper[place]) == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-8)
+    exact = log_density(y, beside, mean)  # E log(1 + eᶠ) is a mixture of normals
+    assert float(likelihood.log_density(target, at[0], at[2])) == pytest.approx(exact, rel=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -229,26 +226,6 @@ def test_times_are_those_of_scipy_and_of_what_is_exported(name, law):
     torch.manual_seed(0)
     drawn = likelihood.to_gpytorch(hyper)(torch.full((20_000,), f).double()).sample()
     assert float((drawn < law(f).median()).double().mean()) == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(20_000))
-
-
-def test_seen_times_alone_are_a_regression_on_their_logarithm():
-    """With log-normal times: the same α and β; the densities differ by the 1/t of the change of variables."""
-    time, hyper = torch.tensor([0.5, 2.0, 7.0]).double(), torch.tensor([math.log(SIGMA)]).double()
-    at = torch.tensor([0.2, 0.4, 1.0]).double(), torch.tensor([0.3, 0.5, 0.1]).double(), hyper
-    times = build_point_likelihood("log-normal").slopes(torch.stack([time, torch.ones(3)], 1), *at)
-    noise = build_point_likelihood("gaussian").slopes(time.log(), *at)
-    for one, other in zip(times[1:], noise[1:], strict=True):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(times[0], noise[0] - time.log().sum())
-
-
-@pytest.mark.parametrize("name", TAILS)
-def test_a_censored_time_only_says_that_the_event_comes_later(name):
-    hyper, mean = torch.tensor([math.log(SIGMA)]).double(), torch.linspace(-3, 3, 7).double()
-    rows = torch.stack([torch.full((7,), 1.5).double(), torch.zeros(7)], 1)
-    _, alpha, beta, _ = build_point_likelihood(name).slopes(rows, mean, torch.full((7,), 0.4).double(), hyper)
-    assert (alpha > 0).all()
-    assert (beta > 0).all()
 
 
 def test_scores_of_times():

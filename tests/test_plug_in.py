@@ -179,7 +179,7 @@ def test_a_key_with_two_meanings_is_refused():
     class Other(Section):
         latents: PositiveInt = 7
 
-    with pytest.raises(ConfigError, match=r"`sfvi.latents` .* is a key already"):
+    with pytest.raises(ConfigError, match=r"`sfvi.latents` .* exists already"):
         rows.sections_of([rows.ModelRow("m:a", "", Other)], ["latents"])
 
 

@@ -67,7 +67,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
 
     assert warned(3) == []
     [said] = [said for said in warned(9) if said.startswith(FEW_ROWS)]
-    assert said.endswith("(told by a, b, c)")
+    assert said.endswith("(from a, b, c)")
     assert warned(9, privacy__secure_aggregation=True) == []
 
 

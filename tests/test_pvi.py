@@ -213,4 +213,4 @@ def test_the_report_shows_factors_and_free_energy_and_too_few_sites_are_refused(
         forget.forget(run, "1", rounds=0, name="left")
     assert not (tmp_path / "left").exists()
     titles = {panel.title for panel in pvi_figures.panels(read_run(run))}
-    assert {"Posterior of the hyperparameters", "What each factor says", "Free energy"} <= titles
+    assert {"Posterior of the hyperparameters", "Strength of each factor", "Free energy"} <= titles

@@ -22,8 +22,8 @@ from fedgp_flower.methods.hierarchical_gp.rough import (
     EDGES,
     ROUGHNESS,
     RoughDeviation,
+    RoughnessSums,
     Theta,
-    Weighing,
     calibration,
     factors,
     first_theta,
@@ -65,7 +65,7 @@ def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[
     """The fixed point of q(u) and the weights of roughness at a θ."""
     q = initial_global(len(INDUCING), scale=1.0, triangular=True)
     for _ in range(sweeps):
-        parts = [replace(unit, theta=own).weighing().sums(q) for unit in every]
+        parts = [replace(unit, theta=own).roughness_sums().sums(q) for unit in every]
         total = together(parts)
         q = posterior(total.precision, total.shift)[0]
     return total, q
@@ -124,14 +124,14 @@ def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> Non
     names = sorted(own)
     at = torch.cat([own[name] for name in names])
 
-    def weighing(flat: torch.Tensor) -> Weighing:
+    def by_roughness(flat: torch.Tensor) -> RoughnessSums:
         parts = flat.split([len(own[name]) for name in names])
-        return replace(unit, theta=dict(zip(names, parts, strict=True))).weighing()
+        return replace(unit, theta=dict(zip(names, parts, strict=True))).roughness_sums()
 
     found = replace(unit, theta=own).derivatives(q)
-    slopes = torch.autograd.functional.jacobian(lambda flat: weighing(flat).sums(q).flat(), at)
-    curvature = torch.autograd.functional.hessian(lambda flat: weighing(flat).evidence(q).logsumexp(0), at)
-    sums = weighing(at).sums(q)
+    slopes = torch.autograd.functional.jacobian(lambda flat: by_roughness(flat).sums(q).flat(), at)
+    curvature = torch.autograd.functional.hessian(lambda flat: by_roughness(flat).evidence(q).logsumexp(0), at)
+    sums = by_roughness(at).sums(q)
     for name in ("precision", "shift", "constant"):
         np.testing.assert_allclose(getattr(found, name), getattr(sums, name), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(found.slopes, slopes.mT, rtol=1e-9, atol=1e-9)
@@ -235,5 +235,5 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
 
 
 def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="needs one input, here are 2"):
+    with pytest.raises(RunError, match="needs one input, but there are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")

@@ -67,7 +67,7 @@ def _scratch_is_empty_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 LONG = {
     "pvi": ("num-server-rounds=4", "pvi.local-update=adam", "pvi.steps=10"),
     "fedmgp": ("num-server-rounds=4",),
-    "sfvi": ("num-server-rounds=4", "sfvi.site-inducing=8"),
+    "sfvi": ("num-server-rounds=4",),
 }
 METHODS = {"fsgp": ("num-server-rounds=1",), **LONG}
 

@@ -122,7 +122,7 @@ def test_a_total_of_what_is_no_summand_is_refused() -> None:
             yield Total(Stepped, Parameters(state.parameters))
             return state, {}
 
-    with pytest.raises(ProtocolError, match="a total of Stepped was asked for, which is no summand"):
+    with pytest.raises(ProtocolError, match="`Total` of Stepped, which is not a summand"):
         Wrong(**KEYWORDS).start(own_grid(), num_rounds=1)
 
 

@@ -77,18 +77,6 @@ def test_bound_and_prediction_from_sums_are_those_of_gpytorch(kernel):
     torch.testing.assert_close(variance, predicted.variance + left_out, rtol=1e-8, atol=1e-8)
 
 
-def test_bound_is_below_the_evidence_and_tight_at_the_data():
-    sparse, inputs, targets = problem()
-    with torch.no_grad():
-        dense = sparse.kernel(inputs).to_dense() + sparse.noise * torch.eye(len(targets), dtype=torch.float64)
-        zero = torch.zeros(len(targets), dtype=torch.float64)
-        evidence = float(torch.distributions.MultivariateNormal(zero, dense).log_prob(targets))
-        assert float(plain_bound(sparse, inputs, targets)) < evidence
-        sparse.inducing_points.set_(inputs)
-        sparse.requested_jitter = 1e-10
-        assert float(plain_bound(sparse, inputs, targets)) == pytest.approx(evidence, rel=1e-6)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=60, max_size=60))
 def test_any_partition_gives_the_same_sums(owner):

@@ -10,7 +10,7 @@ import torch
 
 import fedgp_flower as fg
 from fedgp_flower.clients import baselines
-from fedgp_flower.clients.boosting import LOSSES, Grid, boosted
+from fedgp_flower.clients.boosting import LOSSES, boosted
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.models import ExactGP
 from fedgp_flower.options import SEVERAL, ModelSection
@@ -44,7 +44,7 @@ def test_boosting_comes_near_the_best_score(likelihood: str) -> None:
     x, y, _ = steps(likelihood)
     x_test, y_test, known = steps(likelihood, seed=1)
     rows = SiteData(x, y, x_test, y_test, 0)
-    found = boosted(x, y, likelihood, grid=Grid(rates=(0.1, 0.3))).scores(rows, likelihood, UNITS).sums
+    found = boosted(x, y, likelihood).scores(rows, likelihood, UNITS).sums
     if likelihood in SEVERAL:
         best = -np.log(known[np.arange(len(y_test)), y_test.astype(int)]).mean()
     elif likelihood == "bernoulli":

@@ -34,7 +34,7 @@ from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
-from fedgp_flower.options import BESIDE
+from fedgp_flower.options import BESIDE, MethodOptions
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import (
     Prediction,
@@ -53,6 +53,7 @@ from fedgp_flower.shared_messages import (
     ColumnSquares,
     ColumnSums,
     ComparedScoreSums,
+    Confusion,
     Edges,
     HeldOutRows,
     LifeTableScoreSums,
@@ -123,10 +124,14 @@ class Handler:
 class SiteClient(NumPyClient):
     """Handlers of the messages that every method answers; a method adds more, and :meth:`predict`."""
 
+    options: MethodOptions
+    """The table of the method."""
+
     def __init__(self, setting: Setting) -> None:
         agreed, options = setting.preparation, setting.config.options
         known = options if agreed is None else options.of_classes(len(agreed.target.levels))
         self.setting, self.config = setting, setting.config.model_copy(update={"options": known})
+        self.options = known
         self.site, self.state = setting.site, setting.state
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)
@@ -220,8 +225,16 @@ class SiteClient(NumPyClient):
         return self.predict(request, self.rows.x_test)
 
     def score(self, request: Any) -> Scores:
-        """Scores of the held-out rows, in original units."""
-        return self.units.gaussian_scores(self.held_out(request), self.rows.y_test)
+        """Scores of the held-out rows."""
+        return self.scored(self.held_out(request), self.rows.y_test)
+
+    def scored(self, found: Prediction, target: Array) -> Scores:
+        """Scores by the kind of the target: of class probabilities, or of a Gaussian in original units."""
+        if found.mean.ndim == 2:
+            return class_scores(found.mean, target)
+        if self.config.model.likelihood == "bernoulli":
+            return bernoulli_scores(found.mean, target)
+        return self.units.gaussian_scores(found, target)
 
     def shown(self, request: Any) -> NamedArrays:
         """Mean and sd, or probability of the second class, target, one or two inputs; nothing of more classes."""
@@ -278,6 +291,11 @@ def pooled(client: SiteClient, request: Points) -> PooledScoreSums:
 def boosted(client: SiteClient, request: Nothing) -> BoostedScoreSums:
     """Simulation only: scores of gradient boosting of the rows of all sites."""
     return BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
+
+
+def confusion(client: SiteClient, request: Any) -> Confusion:
+    """Which class was taken for which, for clients that take it over; only models of several classes are asked."""
+    return Confusion.of(client.held_out(request).mean, client.rows.y_test)
 
 
 def predictions(client: SiteClient, request: Any) -> HeldOutRows:

@@ -21,7 +21,7 @@ Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
 
 
 def at_site(kind: type[C], run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
-    """A client with the rows and the state of a site as a run left it, and the arrays of the run's posterior."""
+    """A client with the rows and the final state of a site, and the arrays of the run's posterior."""
     assert run.saved is not None
     arrays = {name: np.array(array) for name, array in run.saved.arrays.items()}
     agreed = Preparation.from_wire(arrays, json.dumps(run.saved.schema))
@@ -29,7 +29,7 @@ def at_site(kind: type[C], run: Run, config: RunConfig, site: RawSite, state: Na
 
 
 def predictor(client: SiteClient, request: Any) -> Predict:
-    """Mean and sd of a noisy observation at standardised inputs [N, D], as the client predicts it."""
+    """Return the client's mean and sd of a noisy observation as a function of standardised inputs [N, D]."""
 
     def predict(inputs: Array) -> tuple[Array, Array]:
         found = client.predict(request, inputs)

@@ -3,7 +3,7 @@
     Z_G  = μ_G + σ_G ⊙ (L_G ε_G),
     Z_Lk = μ̄_k + C_k (Z_G − μ_G) + σ_k ⊙ (L_k ε_k),
 
-with ε standard normal, σ = exp(log σ) and L lower triangular with a unit diagonal; the strictly lower entries are kept
+with ε standard normal, σ = exp(log σ) and L lower triangular with a unit diagonal; strictly lower entries are stored
 row by row. Local latents come in units that are independent given Z_G: Z_Lk is [U, W] and L_k has one block per unit.
 """
 
@@ -25,7 +25,7 @@ from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.typing import NamedArrays, Scalar
 
 LOCAL = "local."
-"""Prefix of η_Lk among the names of parameters that a site moves."""
+"""Prefix of the names of η_Lk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class LocalPosterior:
     coupling: Float[Tensor, "U W M"] | None
     lower: Float[Tensor, "U T"] | None
     fixed: bool = False
-    """Whether nothing of it is learned."""
+    """Whether it has no learned parameters."""
     prefix: ClassVar[str] = LOCAL
 
     def transform(
@@ -116,13 +116,13 @@ class LocalPosterior:
         return normal_log_density(z_local - self.location(z_global, global_mean), self.log_scale, self.lower)
 
     def entropy(self) -> Scalar:
-        """−E log q(Z_Lk | Z_G) = Σ log σ + ½ U W log 2πe, whatever Z_G is."""
+        """−E log q(Z_Lk | Z_G) = Σ log σ + ½ U W log 2πe for any Z_G."""
         return self.log_scale.sum() + 0.5 * self.mean.numel() * math.log(2 * math.pi * math.e)
 
     def shifted(self, old_mean: Float[Tensor, " M"], new_mean: Float[Tensor, " M"]) -> LocalPosterior:
-        """The same q(Z_Lk | Z_G) read around a new μ_G: μ̄ ← μ̄ + C (μ_G,new − μ_G,old).
+        """The same q(Z_Lk | Z_G) in terms of a new μ_G: μ̄ ← μ̄ + C (μ_G,new − μ_G,old).
 
-        A site owes this after every averaging of q(Z_G); otherwise its latents stay fitted to the μ_G of the site.
+        Sites need this after every averaging of q(Z_G).
         """
         if self.coupling is None:
             return self
@@ -134,8 +134,8 @@ def global_term(
 ) -> Scalar:
     """The server's bracket E[log p_θ(Z_G) − log q(Z_G)], p_θ = N(0, diag s²), in closed form or averaged over draws.
 
-    It is H(q) − ½ Σ [(Σ_ii + μ_i²) / s_i² + 2 log s_i + log 2π]. Where draws stand in for it, the parameters inside
-    log q are held constant (sticking the landing, Roeder et al. 2017).
+    It is H(q) − ½ Σ [(Σ_ii + μ_i²) / s_i² + 2 log s_i + log 2π]. With draws the parameters inside log q are held
+    constant (sticking the landing, Roeder et al. 2017).
     """
     if noise is not None:
         z_global = q_global.transform(noise)
@@ -156,7 +156,7 @@ def initial_global(size: int, *, scale: float, triangular: bool) -> GlobalPoster
 
 
 def initial_local(units: int, width: int, global_size: int, *, scale: float, whole: bool) -> LocalPosterior:
-    """N(0, scale² I) for every unit; unless it is ``whole`` it stays diagonal and uncoupled from Z_G."""
+    """N(0, scale² I) for every unit; it is coupled to Z_G with a full L only if ``whole``."""
     zero = torch.zeros(units, width, dtype=torch.float64)
     coupling = torch.zeros(units, width, global_size, dtype=torch.float64) if whole else None
     lower = torch.zeros(units, width * (width - 1) // 2, dtype=torch.float64) if whole else None
@@ -164,7 +164,7 @@ def initial_local(units: int, width: int, global_size: int, *, scale: float, who
 
 
 def named(posterior: GlobalPosterior | LocalPosterior) -> dict[str, Tensor]:
-    """The learned parameters that are present: ``q.mean`` or ``local.mean`` and so on."""
+    """The learned parameters by name, such as ``q.mean`` or ``local.mean``."""
     parts = {"mean": posterior.mean, "log_scale": posterior.log_scale}
     optional = {"coupling": posterior.coupling, "lower": posterior.lower}
     parts |= {name: part for name, part in optional.items() if part is not None}
@@ -172,12 +172,12 @@ def named(posterior: GlobalPosterior | LocalPosterior) -> dict[str, Tensor]:
 
 
 def on_the_wire(tensors: Mapping[str, Tensor]) -> NamedArrays:
-    """Parameters, or gradients by them, as arrays."""
+    """Parameters or gradients as arrays."""
     return {name: value.detach().numpy().copy() for name, value in tensors.items()}
 
 
 def with_named(posterior: Family, values: Mapping[str, Tensor]) -> Family:
-    """The posterior with those of its parameters that are among ``values``."""
+    """The posterior with its parameters replaced by those in ``values``."""
     prefix = posterior.prefix
     new = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     return cast(Family, replace(cast(Any, posterior), **new))
@@ -191,10 +191,10 @@ def held(posterior: Family) -> Family:
 def unit_noise(
     seed: int, step: int, keys: Int64[Tensor, " U"], shape: tuple[int, ...], width: int
 ) -> Float[Tensor, "*S U W"]:
-    """Standard normal draws that depend on (seed, step, key of the unit) and on nothing else.
+    """Standard normal draws that depend only on (seed, step, key of the unit).
 
-    A unit gets the same draws whichever site it is in, so the sum of the gradient messages does not depend on the
-    partition. Every number is a counter put through the splitmix64 finaliser, then Φ⁻¹.
+    A unit gets the same draws at any site, so the sum of gradients does not depend on the partition. Each draw is Φ⁻¹
+    of a counter hashed by the splitmix64 finaliser.
     """
     if width == 0:
         return torch.zeros(*shape, len(keys), 0, dtype=torch.float64)
@@ -209,7 +209,7 @@ def unit_noise(
 
 
 def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix a word into the state; arithmetic is modulo 2⁶⁴."""
+    """Hash a word into the state, modulo 2⁶⁴."""
     mixed = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

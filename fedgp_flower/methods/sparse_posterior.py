@@ -29,28 +29,28 @@ class SavedSparseGP:
     whitened: WhitenedPosterior
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]; of classes those of each [N, C]."""
+        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]; for classes [N, C]."""
         with torch.no_grad():
             mean, variance = self.model.predict(torch.from_numpy(inputs), self.whitened)
         return mean.numpy(), variance.sqrt().numpy()
 
     def mean(self, inputs: Array) -> Array:
-        """The mean alone [N]."""
+        """Mean of an observation [N]."""
         return self.model.means(torch.from_numpy(inputs), self.whitened).numpy()
 
     def export(self) -> list[tuple[SparseGP, Likelihood]]:
-        """The same model of GPyTorch, and its likelihood."""
+        """The model and its likelihood in GPyTorch."""
         model = deepcopy(self.model).hold(self.whitened).requires_grad_(False)
         return [(model, model.likelihood)]
 
 
 class SavedLatentGP(SavedSparseGP):
-    """The same with another likelihood than the Gaussian one."""
+    """The saved model with a likelihood that is not Gaussian."""
 
     model: LatentGP
 
     def mean(self, inputs: Array) -> Array:
-        """The mean alone, for which variances of f are needed, too."""
+        """Mean of an observation, which depends on the variance of f."""
         return self(inputs)[0]
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
@@ -59,7 +59,7 @@ class SavedLatentGP(SavedSparseGP):
         return self.model.observed.quantiles(mean.numpy(), variance.numpy(), self.model.hyper.detach(), levels)
 
     def survival(self, inputs: Array, times: Sequence[float]) -> Array:
-        """P(T > t) [times, N] where the target is a time to an event."""
+        """P(T > t) [times, N] for a time to an event; raise RunError for other targets."""
         if not isinstance(self.model.observed, Times):
             raise RunError("`times` are for a target that is a time to an event")
         moments = self.model.latent(torch.from_numpy(inputs), self.whitened)
@@ -68,7 +68,7 @@ class SavedLatentGP(SavedSparseGP):
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
-    """The posterior of a finished run; positive parameters are saved as they are."""
+    """The posterior of a finished run; parameters are saved without logarithms."""
     del names
     settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
     section, arrays = ModelSection.model_validate(settings), dict(saved.arrays)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from simulations import common
-from simulations.common import Keys, Row, averaged, cost, figures, fit, kept_table, remembered, sites_of
+from simulations.common import Keys, Row, averaged, cost, figures, fit, kept_table, remembered, sites_of, tuned
 from simulations.studies.classes import table
 from simulations.studies.scale import relief
 
@@ -33,7 +33,7 @@ SPLITS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys((*CLASSES, "relief"), (-1,)),
 }
 """The sets, and the splits on which nothing was tuned; -1: one draw of held-out rows."""
-TUNED: Keys = {"rates": (0.05, 0.15), "leaves": (8, 20, 50), "trees": 2000}
+TUNED: Keys = {"rate": (0.05, 0.15), "leaves": (8, 20, 50), "most": (2000,)}
 EXACT_ROWS = 3000
 
 
@@ -48,7 +48,6 @@ def keys_of(name: str, split: int) -> dict[str, Any]:
 
 def boosting(keys: Keys, sites: int) -> Row:
     """Figures of tuned gradient boosting of the pooled rows."""
-    from fedgp_flower.clients.boosting import Grid, boosted
     from fedgp_flower.data.sites import SiteData
     from fedgp_flower.scores import TargetUnits
     from fedgp_flower.shared_messages import ScoreSums
@@ -59,7 +58,7 @@ def boosting(keys: Keys, sites: int) -> Row:
     x, y, x_test, y_test = map(np.concatenate, parts)
     rows = SiteData(x, y, x_test, y_test, 0)
     likelihood = keys.get("model.likelihood", "gaussian")
-    found = boosted(rows.x, rows.y, likelihood, grid=Grid(**TUNED)).scores(rows, likelihood, TargetUnits(0.0, scale))
+    found = tuned(rows.x, rows.y, likelihood, TUNED).scores(rows, likelihood, TargetUnits(0.0, scale))
     told = combine({"0": ScoreSums.of(found)}, scale)
     return {"test": told["test"], "test_standardised": told["test_standardised"], "wall": time.perf_counter() - begun}
 

@@ -18,10 +18,11 @@ import numpy as np
 import pandas as pd
 
 from simulations import common
-from simulations.common import Array, Row, fit, images, kept_table, remembered, spread
+from simulations.common import Array, Row, fit, images, kept_table, remembered, spread, tuned
 
 SITES, COMPONENTS, IMAGES = 10, 20, 10_000
 BESIDE = ("multinomial regression", "boosting")
+GRID = {"rate": (0.03, 0.1, 0.3), "leaves": (4, 16, 31)}
 
 
 def bundled(name: str) -> Callable[[], tuple[Array, Array]]:
@@ -63,17 +64,14 @@ def pooled(name: str, split: int) -> Row:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    from fedgp_flower.clients.boosting import Grid, boosted
-
     frame, held_out = divided(name, split)
     _, codes = np.unique(frame.pop("kind"), return_inverse=True)
     train = np.setdiff1d(np.arange(len(frame)), held_out)
     x = StandardScaler().fit(frame.iloc[train]).transform(frame)
     line = LogisticRegressionCV(Cs=20, cv=5, scoring="neg_log_loss", max_iter=2000, use_legacy_attributes=False)
-    grid = Grid(rates=(0.03, 0.1, 0.3), leaves=(4, 16, 31))
     models = {
         "multinomial regression": make_pipeline(line).fit(x[train], codes[train]),
-        "boosting": boosted(x[train], codes[train].astype(float), "categorical", split, grid).trees,
+        "boosting": tuned(x[train], codes[train].astype(float), "categorical", GRID, split).trees,
     }
     found: Row = {}
     for called, model in models.items():

@@ -1,1 +1,1 @@
-"""What every Strategy stands on."""
+"""The parts that all Strategies share."""

@@ -1,4 +1,4 @@
-"""What a method supplies, and what it may look at while it computes; nothing here knows Flower."""
+"""The base of all methods: what a method supplies and what it may read; independent of Flower."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
 
 BOUND = "bound"
-"""What the watched figure is called among distances."""
+"""Name of the watched figure among distances."""
 
 
 class Algorithm(ABC, Generic[S]):
-    """A method: how its state begins, what a round asks, and what a state predicts with; all else has a default."""
+    """A method: its first state, its rounds, and its predictions; all else has a default."""
 
     method: ClassVar[str]
     options_class: ClassVar[type[MethodOptions]] = MethodOptions
     state_class: ClassVar[type]
     exchanges_a_round: ClassVar[int] = 1
-    """Where exchanges are limited."""
+    """Exchanges in a round, if exchanges are limited."""
     watched: ClassVar[str] = ""
-    """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
+    """The figure, in nats a row, that tells whether a stochastic method has converged."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
-    """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
+    """The scores that sites send, of predictions or of a model that they fit themselves."""
     anneals: ClassVar[float | None] = None
-    """Of a rate that falls at the end: the share of the rounds that have long steps."""
+    """If the rate falls at the end: the share of the rounds before that."""
     predicts = True
-    """Whether sites can predict single rows with what :meth:`predictive` returns."""
+    """Whether sites can predict single rows from the result of :meth:`predictive`."""
     trains = True
-    """Whether rounds change the state by what sites answer."""
+    """Whether answers of sites change the state."""
 
     config: RunConfig
     options: MethodOptions
@@ -55,65 +55,65 @@ class Algorithm(ABC, Generic[S]):
     """The state; only complete rounds change it."""
     course: Course | None
     expected: Mapping[str, float]
-    """Exchanges and seconds of training, as announced before it."""
+    """Exchanges and seconds of training, as forecast after the first round."""
 
     @abstractmethod
     def initialise(self, roster: Roster) -> Asking[S]:
-        """The state before the first round; sites may be asked."""
+        """Return the state before the first round; it may ask sites."""
 
     @abstractmethod
     def one_round(self, state: S, roster: Roster) -> Asking[tuple[S, Figures]]:
-        """The next state, and the figures of the round."""
+        """Return the next state and the figures of the round."""
 
     @abstractmethod
     def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
-        """What a state predicts with."""
+        """Return what a state predicts with."""
 
     def public(self, state: S) -> NamedArrays:
-        """The arrays of ``result.arrays``, which Flower's wrappers clip and disturb: ``parameters`` where there are."""
+        """Return ``result.arrays``, to which Flower's wrappers apply clipping and noise: by default ``parameters``."""
         found = getattr(state, "parameters", None)
         return encode(Parameters(found) if isinstance(found, Mapping) else state)
 
     def adopt(self, state: S, arrays: NamedArrays) -> S:
-        """The state with public arrays that come from elsewhere, such as noise added by a wrapper."""
+        """Return the state with these public arrays, such as those with noise from a wrapper."""
         if not isinstance(getattr(state, "parameters", None), Mapping):
             return state
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         return replace(cast(Any, state), parameters=given)
 
     def adjusted(self, preparation: Agreement) -> Agreement:
-        """The agreed standardisation, changed where the model needs another one."""
+        """Return the agreed standardisation, changed if the model needs another one."""
         return preparation
 
     def constants(self, state: S) -> NamedArrays:
-        """Arrays that sites need besides every message and that no round changes: a site is sent them once."""
+        """Return arrays that no round changes; each site receives them once."""
         return {}
 
     def finished(self, state: S) -> bool:
-        """Whether more rounds change nothing: none train, or it has settled and, for some, the rate has come down."""
+        """Whether training has ended: it has converged (and the rate has fallen, if it does), or no round trains."""
         if self.anneals and self.arrived:
             return bool(self.tolerances(state)) or self.round >= self.horizon()
         return not self.trains and self.round > 0
 
     def horizon(self) -> int:
-        """The round in which the rate ends: as planned, or soon after the course has settled."""
+        """Return the last round of the rate's schedule: as planned, or sooner if the course has converged."""
         if self.anneals is None or not self.arrived:
             return self.planned_rounds
         return min(self.planned_rounds, math.ceil(self.arrived / self.anneals))
 
     def watching(self) -> bool:
-        """Whether this round's figure says anything: not where steps are made small on purpose."""
+        """Whether this round's figure is informative; it is not once the rate falls."""
         return self.anneals is None or self.round <= self.anneals * self.planned_rounds
 
     def tolerances(self, state: S) -> NamedArrays:
-        """Of parameters that come to rest, by name: lengths such as their posterior standard deviations.
+        """Return units, such as posterior standard deviations, of the parameters that must converge, by name.
 
-        Where there are any and the rate is constant, training ends when they have, and their mean is the answer.
+        If there are any, they are replaced by their mean once they have converged.
         """
         return {}
 
     def follow(self, figures: Figures) -> None:
-        """Add a round to the course; once it has settled, go on from its mean."""
+        """Add a round to the course; once it has converged, continue from its mean."""
         if self.watched not in figures or not self.watching() or (self.anneals and self.arrived):
             return
         units = self.tolerances(self.current)
@@ -132,11 +132,11 @@ class Algorithm(ABC, Generic[S]):
 
     @property
     def arrived(self) -> int:
-        """The round after which the course was near its limit for the first time; 0: not yet."""
+        """The first round after which the course was near its limit; 0: not yet."""
         return 0 if self.course is None else self.course.arrived
 
     def distances(self, state: S) -> dict[str, float] | None:
-        """How far the bound and each parameter may be from where they are heading, in their units; None too early."""
+        """Return the largest plausible distances of bound and parameters from their limits; None if too early."""
         units = self.tolerances(state)
         found = None if self.course is None else self.course.distances(pack(units))
         if found is None:
@@ -145,7 +145,7 @@ class Algorithm(ABC, Generic[S]):
         return {BOUND: float(found[0])} | farthest
 
     def converged(self, state: S) -> bool | None:
-        """Whether training had come to its end by itself; None where the method cannot tell."""
+        """Whether training converged; None if the method cannot tell."""
         if not self.watched:
             return None
         if self.anneals:
@@ -154,26 +154,26 @@ class Algorithm(ABC, Generic[S]):
         return distances is not None and max(distances.values()) <= NEAR
 
     def exchanges_to_come(self, state: S) -> Sequence[tuple[int, float]] | None:
-        """How many exchanges there are at most until training ends, and the work of each; None: as many as rounds."""
+        """Return upper limits of the remaining exchanges, each with its work; None: as many as rounds."""
         return None
 
     def work(self, before: S, after: S) -> float:
-        """Of each exchange between two states, in any unit."""
+        """Return the work of each exchange between two states, in any unit."""
         return 1.0
 
     def warnings(self) -> list[str]:
-        """What a reader of the results should know of this method's run."""
+        """Return warnings on this method for readers of the results."""
         return []
 
     def final(self, state: S, roster: Roster) -> Asking[Json]:
-        """Facts for ``metrics.json`` that sites are asked for after training; here which class was taken for which."""
+        """Return facts for ``metrics.json`` that need the sites after training; here the confusion matrix."""
         if self.config.model.likelihood not in SEVERAL:
             return {}
         summed = yield Total(Confusion, self.scoring.predicted.request)
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
 
     def details(self) -> Json:
-        """Facts of the method as ``metrics.json`` has them, those that sites are asked for among them."""
+        """Return the facts of the method in ``metrics.json``, including those of :meth:`final`."""
         asked = self.session.run(self.final(self.current, self.roster()))
         facts = {**self.scoring.predicted.details, **self.expected, **asked}
         if self.course is not None and (distances := self.distances(self.current)):
@@ -183,22 +183,22 @@ class Algorithm(ABC, Generic[S]):
         return facts if masking is None else facts | {"privacy": masking.facts()}
 
     def roster(self) -> Roster:
-        """The sites as they are now."""
+        """Return the current sites."""
         return self.session.roster()
 
     def called(self, sites: Sequence[str]) -> str:
-        """What people call these sites, five at most by name."""
+        """Return the labels of these sites, at most five."""
         names = ", ".join(self.preparation.labels.get(site, site) for site in sites[:5])
         return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
 
     @property
     def preparation(self) -> Agreement:
-        """The columns and scales that the sites agreed on."""
+        """The agreed columns and scales."""
         return self.session.preparation
 
     @property
     def round(self) -> int:
-        """The number of the round that runs or has just ended; 0 before the first."""
+        """The number of the current or latest round; 0 before the first."""
         return self.network.round
 
     @property

@@ -1,4 +1,4 @@
-"""What a run records: checkpoints to go on from, the time that its parts took, and the figures at its end."""
+"""Records of a run: checkpoints, the time of its parts, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from strategies.server.session import Session
 
 STATE, COURSE = "state.", "course."
 NOT_KEPT = {"arrays", "sums", "refused", "constant"}
-"""Of an agreement: arrays stand beside the facts, and sites say the rest again."""
+"""Fields of an agreement that are not among a checkpoint's facts: its arrays, and what sites send again."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds spent in the parts of a run, carried over a resume."""
+    """Seconds spent in the parts of a run, including those before a resume."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {"setup": 0.0, "training": 0.0, "evaluation": 0.0})
     started: float = field(default_factory=time.perf_counter)
@@ -35,14 +35,14 @@ class Clock:
     """Seconds and bytes up to the latest complete round."""
 
     def switch(self, part: str) -> str:
-        """Book the time so far and go on in another part; returns the part left."""
+        """Add the time since the last call to the current part and start another; return the previous part."""
         now = time.perf_counter()
         self.seconds[self.part] += now - self.started
         self.started, left, self.part = now, self.part, part
         return left
 
     def since_last_round(self, traffic: Traffic) -> dict[str, float]:
-        """Visits and exchanges so far; seconds and bytes since the round before was complete."""
+        """Return visits and exchanges so far, and seconds and bytes since the previous round ended."""
         self.switch(self.part)
         total = {"seconds": sum(self.seconds.values()), "bytes_up": traffic.bytes_up, "bytes_down": traffic.bytes_down}
         spent = {name: value - self.booked.get(name, 0) for name, value in total.items()}
@@ -51,9 +51,9 @@ class Clock:
 
 
 def seconds_to_come(spent: Sequence[tuple[float, int, float]], waiting: float, exchanges: int, work: float) -> float:
-    """How long training goes on, from seconds, exchanges and work of each round so far.
+    """Return the remaining seconds of training, from seconds, exchanges and work of each round so far.
 
-    Every exchange waits for w seconds; the rest of the time is in proportion to the work, which is in any unit:
+    Each exchange waits for w seconds; the rest of the time is proportional to the work:
     exchanges · w + work · Σ max(s − e w, 0) / Σ work so far.
     """
     computed = sum(max(seconds - count * waiting, 0.0) for seconds, count, _ in spent)
@@ -62,9 +62,9 @@ def seconds_to_come(spent: Sequence[tuple[float, int, float]], waiting: float, e
 
 
 def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapshot:
-    """State and preparation, and what was counted so far; the codec of messages writes the state too."""
+    """Return the checkpoint: state, agreement and counts so far; the state uses the codec of messages."""
     network, preparation, masking = algorithm.network, algorithm.preparation, algorithm.session.masking
-    network.forgive()
+    network.end_round()
     parts = {STATE: algorithm.current} | ({} if algorithm.course is None else {COURSE: algorithm.course})
     arrays = {f"{part}{name}": a for part, value in parts.items() for name, a in encode(value).items()}
     facts: Json = {} if masking is None else {"privacy": masking.facts()}
@@ -86,7 +86,7 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
 
 
 def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: type[S]) -> S:
-    """The state of a checkpoint; what it had counted is added to what the new process has counted since it started."""
+    """Return the state of a checkpoint and add its counts to those of the new process."""
     network, facts = session.network, snapshot.facts
     before, now = facts["traffic"], asdict(network.traffic)
     network.traffic = Traffic(**{name: now[name] + int(before[name]) for name in now})
@@ -105,29 +105,29 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
 
 
 def course_of(snapshot: Snapshot | None) -> Course | None:
-    """The course of a checkpoint; None where it has none."""
+    """Return the course of a checkpoint, or None if it has none."""
     arrays = {} if snapshot is None else arrays_of(snapshot, COURSE)
     return decode(Course, arrays) if arrays else None
 
 
 def arrays_of(snapshot: Snapshot, part: str) -> NamedArrays:
-    """The arrays of a part, without its prefix."""
+    """Return the arrays of a part, without its prefix."""
     return {name.removeprefix(part): a for name, a in snapshot.arrays.items() if name.startswith(part)}
 
 
 def dataset_of(session: Session) -> str:
-    """What is learned from."""
+    """Return the name of the data."""
     return session.config.dataset if session.preparation.simulated else "the sites' tables"
 
 
 def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
-    """Ask for what the configuration wants besides, and put the figures of the run together."""
+    """Compute the configured baselines and return the summary of the run; raise RunError if no site scored rows."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, wanted = algorithm.preparation, session.config.baselines
     predicts = algorithm.predicts and session.config.model.likelihood not in SEVERAL
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
-    scoring.local_only = scoring.alone() if wanted.local_only else None
-    pooled, trees = scoring.of_all_rows() if wanted.pooled and preparation.simulated else (None, None)
+    scoring.local_only = scoring.local_baseline() if wanted.local_only else None
+    pooled, trees = scoring.pooled_baselines() if wanted.pooled and preparation.simulated else (None, None)
     first, line = scoring.simple_baselines() if wanted.linear else (None, None)
     if scored_by == 0:
         raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")

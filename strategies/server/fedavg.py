@@ -1,6 +1,6 @@
 """Federated averaging (McMahan et al. 2017, Algorithm 1) with Flower's rules, as a pure update of a state.
 
-What Flower's rules lack is here: sites sampled by their stable ids from a seed, and moments that are part of the state.
+Flower's rules sample nodes and hide their moments; here sites are sampled by id and the state holds the moments.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ ADAM = 3.2
 
 @message()
 class AveragingState:
-    """Parameters in unconstrained coordinates, and the moments of a server optimiser that has them."""
+    """Parameters in unconstrained coordinates and the moments of the server's optimiser, if any."""
 
     parameters: Mapping[str, AnyShape]
     moments: Mapping[str, AnyShape]
 
 
 def first_state(parameters: Mapping[str, np.ndarray]) -> AveragingState:
-    """The state before the first round; every array has an axis, because Flower's clipping passes over one without."""
+    """Return the state before the first round; arrays have an axis, because Flower's clipping skips scalars."""
     return AveragingState({name: np.atleast_1d(array) for name, array in parameters.items()}, {})
 
 
 def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
-    """max(⌈ρK⌉, 1) sites, drawn from the seed and the round."""
+    """Return max(⌈ρK⌉, 1) sites, drawn from the seed and the round."""
     size = max(math.ceil(fraction * len(roster.sites)), 1)
     draw = np.random.default_rng([seed, roster.round, *b"sample"])
     return [roster.sites[index] for index in sorted(draw.choice(len(roster.sites), size=size, replace=False))]
@@ -56,9 +56,9 @@ def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
 def averaged(
     state: AveragingState, roster: Roster, config: RunConfig, local: OptimizerSection
 ) -> Asking[tuple[AveragingState, Figures]]:
-    """Sampled sites take local steps, and the rule combines them; a total's mean counts as from one site."""
+    """Sampled sites take local steps and the rule combines them; under masks it sees the mean as one site."""
     rate = local.learning_rate * local.decay ** (roster.round - 1)
-    most = ADAM * local.steps if local.name == "adam" else math.inf  # SGD and L-BFGS go any number of rates
+    most = ADAM * local.steps if local.name == "adam" else math.inf  # the steps of SGD and L-BFGS have no such bound
     step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows
     if roster.totals_only:
         summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
@@ -66,7 +66,7 @@ def averaged(
         rows = {"all": 1}
         for name, array in ((name, array) for mean in answers.values() for name, array in mean.values.items()):
             if reason := too_far(step.values[name], array, step.reach):
-                raise RunError(f"the total under masks is of no honest sites: `{name}` {reason}")
+                raise RunError(f"the total under masks cannot come from honest sites: `{name}` {reason}")
     else:
         answers = yield Each(Stepped, dict.fromkeys(sampled(roster, config.averaging.fraction, config.seed), step))
     if not answers:
@@ -83,7 +83,7 @@ def combined(
     server_round: int,
     averaging: AveragingSection,
 ) -> AveragingState:
-    """The state after Flower's rule, from parameters and rows N_k; weights N_k / Σ N_k."""
+    """Return the state after Flower's rule on the sites' parameters, with weights N_k / Σ N_k for N_k rows."""
     rule = RULES[averaging.server_optimizer](averaging.server_learning_rate)
     adaptive = rule if isinstance(rule, FedOpt) else FedOpt()
     adaptive.current_arrays = dict(state.parameters)

@@ -1,16 +1,16 @@
-"""What an algorithm may ask, what it is answered, and with what it predicts; an algorithm knows no Flower.
+"""The questions of an algorithm, the answers to them, and its predictions; an algorithm knows no Flower.
 
-Two rules. *Everything that changes a state stands in the algorithm's file*: a round is a generator that yields
-questions, is sent answers, and returns the next state. *That file knows nothing of who is on the line*: who failed, and
-how often a question was asked again, is the driver's business (:mod:`strategies.server.strategy`)::
+Two rules. *Only the algorithm's file changes a state*: a round is a generator that yields questions, receives answers
+and returns the next state. *That file does not handle communication*: the driver (:mod:`strategies.server.strategy`)
+handles failures and retries::
 
     def one_round(state, sites):
         totals = yield Total(Statistics, state.parameters)        # Statistics, summed over the sites that answered
         answers = yield Each(Refined, {site: cavity})             # {site: Refined}, without the sites that failed
-        site, answer = yield First(Refined, {site: cavity})       # the next of all outstanding answers; None if lost
-        yield Refuse("north", "its precision is not positive")    # an answer cannot be used: the site's failure
-        yield Doubt("south", "its sums contradict the others'")   # it can be used, and the run names the site
-        return next_state, {"objective": 1.0}                     # and the figures of the round for the history
+        site, answer = yield First(Refined, {site: cavity})       # the next outstanding answer; None if it was lost
+        yield Refuse("north", "its precision is not positive")    # the answer is unusable and counts as a failure
+        yield Doubt("south", "its sums contradict the others'")   # the answer is used; the run names the site
+        return next_state, {"objective": 1.0}                     # the state and the round's figures for the history
 """
 
 from __future__ import annotations
@@ -32,53 +32,53 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Each(Generic[A]):
-    """Ask every named site a question of its kind; the answer is ``{site: A}``, without the sites that failed."""
+    """Ask each named site for an ``A``; the answer is ``{site: A}``, without the sites that failed."""
 
     answer: type[A]
     requests: Mapping[str, object]
-    """Site → request message; the sites asked are its keys."""
+    """Request message by site; only these sites are asked."""
     retries: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
+    """Dimensions of the answer that differ from the run's: ``{"M": 300}``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total(Generic[A]):
-    """Ask the same of several sites; the answer is a :class:`Summed`. ``A`` must be a summand."""
+    """Ask several sites for terms of a sum; the answer is a :class:`Summed`. ``A`` must be a summand."""
 
     answer: type[A]
     request: object
     sites: tuple[str, ...] | None = None
-    """Who is asked; None: every healthy site."""
+    """The sites to ask; None: every healthy site."""
     retries: int = 1
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Summed(Generic[A]):
-    """A total over sites, and whose it is. ``total`` is None where nobody answered."""
+    """A total and the sites in it; ``total`` is None if no site answered."""
 
     total: A | None
     sites: tuple[str, ...]
     silent: int = 0
-    """How many of these sites added nothing; no message says which."""
+    """Number of these sites that added zero; the server cannot tell which."""
     parts: Mapping[str, A] = field(default_factory=dict)
-    """What each site added; nothing under masks."""
+    """The summand of each site; empty under masks."""
 
 
 @dataclass(frozen=True, slots=True)
 class First(Generic[A]):
-    """Ask more sites, and wait for the first of *all* outstanding answers: ``(site, A | None)``."""
+    """Ask more sites and wait for the first of *all* outstanding answers: ``(site, A | None)``."""
 
     answer: type[A]
     requests: Mapping[str, object]
-    """New questions; earlier ones stay outstanding. At least one question must be."""
+    """New requests; earlier ones stay outstanding. At least one request must be outstanding."""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """An answer that no honest site gives: counted as the site's failure. The answer to this is None."""
+    """Reject an answer that no honest site gives; it counts as a failure of the site. The answer is None."""
 
     site: str
     reason: str
@@ -86,7 +86,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """An answer that some rows could give, and that contradicts the others': it counts, and the run names the site."""
+    """Name a site whose answer is possible but contradicts those of the others. The answer is used."""
 
     site: str
     reason: str
@@ -96,7 +96,7 @@ Several: TypeAlias = Each[Any] | Total[Any]
 Question: TypeAlias = Several | First[Any] | Refuse | Doubt
 Figures: TypeAlias = dict[str, float]
 Asking: TypeAlias = Generator[Question, Any, S]
-"""A computation that asks; it returns an ``S``."""
+"""A generator that yields questions and returns an ``S``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ class Roster:
     """The sites of a round."""
 
     rows: Mapping[str, int]
-    """Training rows of every healthy site, in the one order that results may depend on."""
+    """Training rows of each healthy site, in the only order that results may depend on."""
     everyone: tuple[str, ...]
-    """Every site known, also those that fail."""
+    """All known sites, including those that fail."""
     busy: tuple[str, ...]
-    """Sites with a :class:`First` question that is not answered yet."""
+    """Sites that have not answered a :class:`First` question yet."""
     round: int
     totals_only: bool = False
-    """Whether sites answer no question but a :class:`Total`; who asks :class:`Each` otherwise, asks a total then."""
+    """Whether sites answer only :class:`Total`, as under masks."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -121,21 +121,21 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a state predicts with: the value that ``predictive`` returns."""
+    """The return value of ``predictive``."""
 
     request: Any
-    """The message with which every site predicts; ``{site: message}`` where each has a different one."""
+    """The message from which every site predicts; ``{site: message}`` if it differs by site."""
     posterior: Posterior | None = None
-    """What is saved to predict without any site; None for a personal method."""
+    """The posterior that a run saves; None for a personal method."""
     details: Facts = field(default_factory=dict)
 
     def at(self, site: str) -> object:
-        """The message with which this site predicts."""
+        """Return the message from which this site predicts."""
         return self.request[site] if isinstance(self.request, Mapping) else self.request
 
 
 def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Mapping[str, object]:
-    """Who is asked what."""
+    """Return the request of each site that is asked."""
     match question:
         case Total(_, request, sites):
             return dict.fromkeys(everyone if sites is None else sites, request)
@@ -144,7 +144,7 @@ def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Ma
 
 
 def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
-    """By part of the model, lengthscales and the standard deviations of their logarithms; ``how`` says where from."""
+    """Return lengthscales and sds of their logarithms by part of the model; ``how`` says how the sds were found."""
     return {
         re.sub(r"theta\.|kernels\.|\.log_lengthscale$", "", name): {
             "value": np.exp(log).ravel().tolist(),
@@ -157,7 +157,7 @@ def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.nd
 
 
 def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
-    """Run a computation to its end, with a function that answers what it asks."""
+    """Run a generator to its end; the function ``answer`` answers its questions."""
     reply = None
     while True:
         try:
@@ -168,7 +168,7 @@ def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
 
 
 def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
-    """Run a computation against plain objects: their ``statistics(request)`` answers ``query.statistics``."""
+    """Run a generator against plain objects: their ``statistics(request)`` answers ``query.statistics``."""
     outstanding: list[tuple[str, object]] = []
 
     def answer(question: Question) -> object:

@@ -1,11 +1,11 @@
-"""The evaluation of a run and its baselines: what sites are asked, and the figures of what they answer.
+"""The evaluation of a run and its baselines.
 
-Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.scores`); adding them weighs
-every row alike. If the target is y = location + scale · t, densities obey p(y) = p(t) / scale, so in standardised units
+Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.scores`); their total weighs all rows
+equally. If the target is y = location + scale · t, densities obey p(y) = p(t) / scale, so in standardised units
 
     −log p(t) = −log p(y) − log(scale),
 
-while RMSE, MAE and CRPS, which carry the units of y, are divided by ``scale``; coverage is the same in both.
+while RMSE, MAE and CRPS have the units of y and are divided by ``scale``; coverage does not change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -49,20 +50,20 @@ from strategies.server.session import Asked, Session
 logger = logging.getLogger("fedgp")
 
 PENALTIES = 10.0 ** np.arange(-6, 6.25, 0.25)
-"""λ, in rows that carry as much information as the prior."""
+"""λ, as the number of rows with the same information as the prior."""
 NEWTON_STEPS = 30
 TOLERANCE = 1e-10
 """Newton decrement, in nats, below which the mode is reached."""
 HALVES = (
-    "; a run of each half of the sites, three or more in each, shows in which half false sums are, and of fewer sites"
-    " `privacy.secure-aggregation` = false names who contradicts the others"
+    "; runs of each half of the sites, with three or more in each, show which half sends false sums; with fewer sites,"
+    " `privacy.secure-aggregation` = false names the site that contradicts the others"
 )
 ALL = ""
-"""In place of a site: all of them, under masks."""
+"""Key of the total of all sites under masks, in place of a site."""
 
 
 class Evaluation(TypedDict):
-    """Figures over all held-out rows, the same in standardised units, a row per site in natural order, histograms."""
+    """Figures over held-out rows in original and standardised units, a row per site in natural order, histograms."""
 
     test: Figures
     test_standardised: Figures
@@ -77,29 +78,29 @@ class Scoring:
         self.session = session
         self.predicted = Predicted(Nothing())
         self.asked: Asked | None = None
-        """The question of the latest evaluation; None where each site answers it by metrics, in Flower's way."""
+        """The question of the latest evaluation; None if each site answers with metrics, as usual in Flower."""
         self.evaluation: Evaluation | None = None
         self.local_only: Facts | None = None
         self.warnings: list[str] = []
-        """Which sites, or how many, the run does not serve."""
+        """Warnings on sites that predict better from their own rows."""
 
     @property
     def expected(self) -> Expected:
-        """What the replies to the latest evaluation must be."""
+        """The form of the replies to the latest evaluation."""
         return ANYTHING if self.asked is None else self.asked.contract
 
     def ask(self, total: type[ScoreSums], predicted: Predicted) -> list[Message]:
-        """The messages that ask for the scores of a prediction, or of a fit that a site makes by itself."""
+        """Return messages that ask for the scores of a prediction, or of a model that each site fits itself."""
         session, self.predicted, self.asked = self.session, predicted, None
         if total is ScoreSums and session.masking is None:
             return [session.message(site, "evaluate", predicted.at(site)) for site in session.network.sites()]
         if isinstance(predicted.request, Mapping):
             session.require_clear(type(next(iter(predicted.request.values()))))
-        self.asked = session.put(self._question(total, predicted.request))
+        self.asked = session.prepare(self._question(total, predicted.request))
         return self.asked.messages
 
     def _question(self, total: type[ScoreSums], request: object) -> Several:
-        """A total under masks, else each site's scores; the first site fits the rows of all."""
+        """Return a question for a total under masks, else for each site's scores; one site fits pooled models."""
         everyone = self.session.roster().everyone
         if total in (PooledScoreSums, BoostedScoreSums):
             everyone = tuple(self.session.network.healthy()[:1])
@@ -107,14 +108,15 @@ class Scoring:
             return Total(total, request, everyone)
         return Each(total, dict.fromkeys(everyone, request), retries=1)
 
-    def take(self, replies: Iterable[Message]) -> Evaluation | None:
-        """The figures of the replies to an evaluation; None if nobody has scored a row."""
-        found = self._figures(self._told(replies) if self.asked is None else self.session.read(self.asked, replies))
+    def evaluate(self, replies: Iterable[Message]) -> Evaluation | None:
+        """Return the figures of the replies to an evaluation; None if no site scored a row."""
+        scores = self._scores_in_metrics(replies) if self.asked is None else self.session.read(self.asked, replies)
+        found = self._figures(scores)
         self.evaluation = found or self.evaluation
         return found
 
-    def alone(self) -> Json | None:
-        """The scores of sites by themselves; warns where they are much better than those of the latest evaluation."""
+    def local_baseline(self) -> Json | None:
+        """Return the scores of local models; warn if they are much better than those of the latest evaluation."""
         run, labels = self.predicted.request, self.session.preparation.labels
         masked = self.session.masking is not None and not isinstance(run, Nothing)
         logger.info("comparison: local scores")
@@ -131,24 +133,24 @@ class Scoring:
         return as_baseline(self._figures(found))
 
     def _warn(self, sites: int, better: int, named: str = "") -> None:
-        """That so many of the sites are not served by the run, and what that may mean where it is most of them."""
+        """Warn that local models of these many sites are much better, and what that may mean if it is the majority."""
         if better < 1:
             return
-        said = f"{better} of {sites} sites{named} predict held-out rows much better from their rows alone"
-        said += "" if named else "; their logs say so, and no message says which they are"
+        warning = f"{better} of {sites} sites{named} predict held-out rows much better from their own rows"
+        warning += "" if named else "; their logs name them, the server does not know which"
         if better > sites / 2:
-            said += ". The sums of some site may be false, or the sites follow no common relation"
-            said += "" if named else HALVES
-        self.warnings.append(said)
-        logger.warning("%s", said)
+            warning += ". The sums of some site may be false, or the sites follow no common relation"
+            warning += "" if named else HALVES
+        self.warnings.append(warning)
+        logger.warning("%s", warning)
 
     def baseline(self, total: type[ScoreSums], request: object) -> Json | None:
-        """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
+        """Return the scores of a comparison; None if no site has any."""
         logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
         return as_baseline(self._figures(self.session.ask(self._question(total, request))))
 
-    def _told(self, replies: Iterable[Message]) -> dict[str, ScoreSums]:
-        """The scores in Flower's metrics of sites; what cannot be scores is its site's failure."""
+    def _scores_in_metrics(self, replies: Iterable[Message]) -> dict[str, ScoreSums]:
+        """Return the scores in the metrics of replies; a site with invalid scores fails."""
         found: dict[str, ScoreSums] = {}
         for site, answer in answers(replies).items():
             try:
@@ -158,12 +160,12 @@ class Scoring:
         return found
 
     def _figures(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> Evaluation | None:
-        """The figures of sites, or of their total under masks, which has no row for each site; None if of no row."""
+        """Return the figures of sites, or of their total under masks without a row per site; None if without rows."""
         scores = {ALL: found.total} if isinstance(found, Summed) else found
         scores = {site: sums for site, sums in scores.items() if sums is not None and sums.rows}
         kinds = Counter(tuple(sums.known) for sums in scores.values()).most_common(1)
         for site in [site for site, sums in scores.items() if tuple(sums.known) != kinds[0][0]]:
-            self.session.network.fail(site, "its scores are not of the task that those of most sites are of")
+            self.session.network.fail(site, "its scores are of another task than those of most sites")
             del scores[site]
         if not scores:
             return None
@@ -172,13 +174,13 @@ class Scoring:
             combined["per_site"] = []
         return combined
 
-    def of_all_rows(self) -> tuple[Json | None, Json | None]:
-        """Simulation only: the scores of a GP of all rows, of the run's size, and of gradient boosting."""
+    def pooled_baselines(self) -> tuple[Json | None, Json | None]:
+        """Return the scores of a GP and of gradient boosting, both of all rows; only in a simulation."""
         points = Points(int(self.predicted.details.get("num_inducing") or 0))
         return self.baseline(PooledScoreSums, points), self.baseline(BoostedScoreSums, Nothing())
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
-        """The scores of the mean of the target, and of linear or logistic regression; None for another kind of task."""
+        """Return the scores of the mean of the target and of linear or logistic regression; None for other tasks."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if BESIDE.get(likelihood) == "event":
@@ -186,8 +188,8 @@ class Scoring:
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
             table = self.baseline(LifeTableScoreSums, Nothing())
             return table, None if line is None else self.baseline(LinearScoreSums, line)
-        odd = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
-        if odd or likelihood not in COMMON | NUMBERS | SEVERAL or session.config.beside:
+        other = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
+        if other or likelihood not in COMMON | NUMBERS | SEVERAL or session.config.beside:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
@@ -197,7 +199,7 @@ class Scoring:
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
-        """Held-out rows of simulated sites with their predictions, where the configuration wants to keep them."""
+        """Return held-out rows of simulated sites with their predictions, if the configuration keeps them."""
         session = self.session
         clear = session.preparation.simulated and session.masking is None
         if not (predicts and clear and session.config.keep_predictions):
@@ -209,12 +211,12 @@ class Scoring:
 
 
 def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
-    """Figures from each site's scores of some rows; ``target_scale`` is what the target was divided by."""
+    """Return the figures of the sites' scores; ``target_scale`` is the divisor of the standardised target."""
     sites = sorted(scores, key=natural_order)
     total = add(scores[site] for site in sites)
     histograms = {name.removeprefix("evaluation."): array for name, array in total.histograms.items()}
     known = {name: array.tolist() for name, array in histograms.items() if array.any()}
-    test = _figures(total) | ranked(known.get("ranks"))
+    test = _figures(total) | ranking_figures(known.get("ranks"))
     standardised = dict(test)
     if "rmse" in test:  # probabilities of classes have no units
         standardised |= {name: test[name] / target_scale for name in ("rmse", "mae", "crps")}
@@ -224,28 +226,28 @@ def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
 
 
 def as_baseline(evaluation: Evaluation | None) -> Json | None:
-    """The entry of ``pooled`` or ``local_only`` in ``metrics.json``: the test figures and a row per site."""
+    """Return the entry of a baseline in ``metrics.json``: the test figures and a row per site."""
     return None if evaluation is None else {**evaluation["test"], "per_site": evaluation["per_site"]}
 
 
-def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
-    """AUC (ties count half) and b of logit P(y = 1) = a + b · log odds, from rows by log odds and class, [bins, 2]."""
+def ranking_figures(counts: Sequence[Sequence[float]] | None) -> Figures:
+    """Return AUC and b of logit P(y = 1) = a + b · log odds, from counts of rows by log odds and class [bins, 2]."""
     if counts is None:
         return {}
     zeros, ones = np.asarray(counts, dtype=np.float64).T
-    others, cases = float(zeros.sum()), float(ones.sum())
-    both = others > 0 and cases > 0
+    controls, cases = float(zeros.sum()), float(ones.sum())
+    both = controls > 0 and cases > 0
     slope, error = _slope(zeros, ones) if both else (math.nan, math.nan)
     return {
-        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * cases) if both else math.nan,
+        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (controls * cases) if both else math.nan,
         "calibration_slope": slope,
         "calibration_slope_se": error,
-        "base_rate": cases / (others + cases) if others + cases else math.nan,
+        "base_rate": cases / (controls + cases) if controls + cases else math.nan,
     }
 
 
 def _slope(zeros: Array, ones: Array) -> tuple[float, float]:
-    """Slope of a logistic regression and its standard error; NaN where it has none, as with separated classes."""
+    """Return the slope of a logistic regression and its standard error; NaN if it diverges (separated classes)."""
     width = 2 * RANK_REACH / RANK_BINS
     design = np.column_stack([np.ones(RANK_BINS), (np.arange(RANK_BINS) + 0.5) * width - RANK_REACH])
     weights = np.array([0.0, 1.0])
@@ -262,7 +264,7 @@ def _slope(zeros: Array, ones: Array) -> tuple[float, float]:
 
 
 def with_skill(figures: Figures, mean: Facts) -> Figures:
-    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score."""
+    """Return figures and skill over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score."""
     powers = {"r2": ("rmse", 2), "crps_skill": ("crps", 1), "brier_skill": ("brier", 1), "ibs_skill": ("ibs", 1)}
     gains = {
         name: 1 - (figures[score] / mean[score]) ** power if mean[score] else math.nan
@@ -290,7 +292,7 @@ def _figures(scores: ScoreSums) -> Figures:
 def constant(
     target: Mapping[str, float], rows: int, inputs: int, likelihood: str, scale: tuple[float, float]
 ) -> LinearPredictor:
-    """What looks at no input: the mean and spread of the training targets, or the share of the second class.
+    """Return the predictor without inputs: mean and sd of the training targets, or the class shares.
 
     Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
     """
@@ -305,20 +307,31 @@ def constant(
         at = math.log(target["mean"]) - variance / 2
     else:
         at = (target["mean"] - scale[0]) / scale[1]
-        variance = (target["sd"] / scale[1]) ** 2 * (rows + 1) / (rows - 1)  # of a new row about the mean of N others
+        variance = (target["sd"] / scale[1]) ** 2 * (rows + 1) / (rows - 1)  # of a new row about the mean of N rows
     return LinearPredictor(np.zeros(inputs), np.zeros(inputs), at, variance)
 
 
 def linear_fit(
     sites: tuple[str, ...], likelihood: str, inputs: int, classes: int = 2
 ) -> Asking[LinearPredictor | None]:
-    """Linear regression for numbers, logistic regression for classes; None for counts, or if nobody answers."""
+    """Return linear regression for numbers, logistic regression for classes; None for counts or without answers.
+
+    The weights of logistic regression are at the mode of log p(y | w) − Σ ‖w_c − w̄‖² over C classes; for two classes
+    this is −½‖w_1 − w_0‖². w_0 = 0.
+    """
     if likelihood == "poisson":
         return None
     if likelihood in CLASSES:
-        weights = yield from _logistic(sites, inputs, classes)
-        if weights is None:
+        shape = classes - 1, 1 + inputs
+        across = 2 * (np.eye(classes - 1) - 1 / classes)
+        penalty = np.asarray(np.kron(across, np.diag([0.0, *np.ones(inputs)])), dtype=np.float64)
+        sums = Total(LogisticSums, None, sites, sizes={"R": classes - 1, "Q": len(penalty)})
+        mode = yield from _mode(
+            lambda at: replace(sums, request=Coefficients(at.reshape(shape))), np.zeros(len(penalty)), penalty
+        )
+        if mode is None:
             return None
+        weights = mode.reshape(shape)
         if likelihood in SEVERAL:
             return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
         return LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
@@ -327,22 +340,22 @@ def linear_fit(
 
 
 def ridge(sums: Moments) -> LinearPredictor:
-    """Bayesian linear regression y = b + (X − x̄)w + ε, w ~ N(0, σ²/λ I), from sums, with a flat prior on b.
+    """Return Bayesian linear regression y = b + (X − x̄)w + ε, w ~ N(0, σ²/λ I), from sums, with a flat prior on b.
 
     With the scatter X_cᵀX_c = V diag(d) Vᵀ and z = VᵀX_cᵀy, after b and w are integrated out,
 
         −2 log p(y | λ, σ²) = (N − 1) log σ² + Σᵢ log(1 + dᵢ/λ) + (y_cᵀy_c − Σᵢ zᵢ²/(dᵢ + λ)) / σ² + const
 
-    (MacKay 1992, in the eigenbasis). σ² is at its maximum, λ at the best of a grid, where rounding does not move it.
+    (MacKay 1992, in the eigenbasis). σ² maximises it; λ is the best of a grid, which makes it robust to rounding.
     """
     rows = float(sums.gram[0, 0])
     centre, middle = sums.gram[0, 1:] / rows, float(sums.products[0]) / rows
     roots, vectors = np.linalg.eigh(sums.gram[1:, 1:] - rows * np.outer(centre, centre))
-    roots = np.maximum(roots, 0.0)  # a scatter has no negative roots but for rounding
+    roots = np.maximum(roots, 0.0)  # eigenvalues of a scatter are negative only by rounding
     projected = vectors.T @ (sums.products[1:] - rows * middle * centre)
     total = float(sums.square) - rows * middle**2
     left = total - (projected**2 / (roots + PENALTIES[:, None])).sum(axis=1)
-    left = np.maximum(left, rows * np.finfo(float).eps * total)  # of rows that lie on a plane, rounding is left
+    left = np.maximum(left, rows * np.finfo(float).eps * total)  # rounding error, if all rows lie on a plane
     chosen = int(np.argmin((rows - 1) * np.log(left) + np.log1p(roots / PENALTIES[:, None]).sum(axis=1)))
     shrunk = roots + PENALTIES[chosen]
     noise = float(left[chosen]) / (rows - 1)
@@ -351,53 +364,46 @@ def ridge(sums: Moments) -> LinearPredictor:
 
 
 def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[LinearPredictor | None]:
-    """Log t = w₀ + xᵀw + σ ε with the noise of the likelihood, at the mode of log p(t | v, τ) − ½‖v‖², τ = 1/σ, v = wτ.
+    """Return log t = w₀ + xᵀw + σ ε with the noise of the likelihood; ``mean`` is a time to start from.
 
-    By Newton's method; a step is halved while it lowers that. ``mean`` is a time to start from.
+    The coefficients are at the mode of log p(t | v, τ) − ½‖v‖² with τ = 1/σ and v = wτ.
     """
     penalty = np.diag([0.0, *np.ones(inputs), 0.0])
-    at, step, value = np.array([math.log(mean), *np.zeros(inputs), 1.0]), np.zeros(inputs + 2), -math.inf
-    for _ in range(NEWTON_STEPS):
-        tried = at + step
-        if tried[-1] <= 0:
-            step = step / 2
-            continue
-        summed: Summed[TimeSums] = yield Total(TimeSums, TimeCoefficients(tried), sites, sizes={"Q": len(tried)})
-        if summed.total is None:
-            return None
-        now = float(summed.total.likelihood - 0.5 * tried @ penalty @ tried)
-        if not now >= value:
-            step = step / 2
-            continue
-        at, value, gradient = tried, now, summed.total.gradient - penalty @ tried
-        step = np.linalg.solve(summed.total.information + penalty, gradient)
-        if gradient @ step < TOLERANCE:
-            break
-        step = step / max(1.0, float(np.abs(step).max()))
+    sums = Total(TimeSums, None, sites, sizes={"Q": len(penalty)})
+    start = np.array([math.log(mean), *np.zeros(inputs), 1.0])
+    at = yield from _mode(
+        lambda at: replace(sums, request=TimeCoefficients(at)), start, penalty, 1.0, lambda at: bool(at[-1] > 0)
+    )
+    if at is None:
+        return None
     weights = at[:-1] / at[-1]
     return LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), float(at[-1] ** -2))
 
 
-def _logistic(sites: tuple[str, ...], inputs: int, classes: int) -> Asking[Array | None]:
-    """The mode of log p(y | w) − Σ ‖w_c − w̄‖² over C classes, of two −½‖w_1 − w_0‖²; w_0 = 0 by convention.
+def _mode(
+    question: Callable[[Array], Total[Any]],
+    at: Array,
+    penalty: Array,
+    longest: float = math.inf,
+    valid: Callable[[Array], bool] = lambda at: True,
+) -> Asking[Array | None]:
+    """Return the mode of log likelihood − ½ wᵀPw by Newton's method from ``at``; None if no site answers.
 
-    By Newton's method; a step is halved while it lowers that.
+    A step that lowers it or is not ``valid`` is halved; no entry of a step is longer than ``longest``.
     """
-    others, size = classes - 1, (classes - 1) * (1 + inputs)
-    penalty = np.kron(2 * (np.eye(others) - 1 / classes), np.diag([0.0, *np.ones(inputs)]))
-    weights, step, value = np.zeros(size), np.zeros(size), -math.inf
+    step, value = np.zeros(len(at)), -math.inf
     for _ in range(NEWTON_STEPS):
-        tried = weights + step
-        asked, sizes = Coefficients(tried.reshape(others, -1)), {"R": others, "Q": size}
-        summed: Summed[LogisticSums] = yield Total(LogisticSums, asked, sites, sizes=sizes)
-        if summed.total is None:
-            return None
-        now = float(summed.total.likelihood - 0.5 * tried @ penalty @ tried)
-        if now < value:
-            step = step / 2
-            continue
-        weights, value, gradient = tried, now, summed.total.gradient.ravel() - penalty @ tried
-        step = np.linalg.solve(summed.total.information + penalty, gradient)
-        if gradient @ step < TOLERANCE:
-            break
-    return weights.reshape(others, -1)
+        if valid(tried := at + step):
+            summed: Summed[Any] = yield question(tried)
+            if (sums := summed.total) is None:
+                return None
+            now = float(sums.likelihood - 0.5 * tried @ penalty @ tried)
+            if now >= value:
+                at, value, gradient = tried, now, sums.gradient.ravel() - penalty @ tried
+                step = np.linalg.solve(sums.information + penalty, gradient)
+                if gradient @ step < TOLERANCE:
+                    break
+                step = step / max(1.0, float(np.abs(step).max()) / longest)
+                continue
+        step = step / 2
+    return at

@@ -1,4 +1,4 @@
-"""One run's sites: who is there, what they agreed on, and the only door to them, :meth:`Session.ask`."""
+"""The sites of a run and their agreement; :meth:`Session.ask` is the only way to ask them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SPARE_BYTES = 1 << 16  # of the arrays of a reply, for their names and shapes
 
 
 class ContradictionError(FedGPError):
-    """Sites whose first answers cannot come from the rows they described, and what shows it."""
+    """Sites whose first answers cannot come from the rows they described, with the reason."""
 
     def __init__(self, sites: Mapping[str, str]) -> None:
         super().__init__("; ".join(f"{site}: {reason}" for site, reason in sites.items()))
@@ -75,10 +75,10 @@ class ContradictionError(FedGPError):
 
 @dataclass(frozen=True, slots=True)
 class Contract(Expected):
-    """What an answer must be: as its class declares, of known lengths, from as many rows as the site has.
+    """The form of an answer: that of its class, with known lengths, from the site's number of rows.
 
-    A class may refuse by itself (``refusal``) or among others (``outliers``). Checks that cost O(M³) run on the total,
-    and on each site only if the total fails.
+    A class may check an answer by itself (``refusal``) or against the others (``outliers``). Checks that cost O(M³) run
+    on the total, and on each site only if the total fails.
     """
 
     answer: type
@@ -86,29 +86,30 @@ class Contract(Expected):
     described: Mapping[str, Described]
     requests: Mapping[str, object]
     enrolling: bool = False
-    """Before the first round a refusal is no failure yet: the sites agree again without the one that lied."""
+    """Before the first round a refusal is not a failure: the others agree again without that site."""
     added: bool = False
+    """Whether the answers are summands of a total."""
     seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
     """Replies read so far with their answers, by identity."""
     contradicted: dict[str, str] = field(default_factory=dict)
-    """Sites whose answers cannot come from the rows they described, and what shows it."""
+    """Sites whose answers cannot come from the rows they described, with the reason."""
 
     def refusal(self, reply: Message) -> str | None:
-        """Why a reply cannot be used, or None."""
+        """Return why a reply cannot be used, or None."""
         site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
         described = self.described[site]
         declared = layout(self.answer, self.sizes, self.requests[site])
         found = bytes_of(RecordDict({"arrays": reply.content["arrays"]}))
         if declared is not None and found > (most := SPARE_BYTES + 16 * length(declared)):
-            return f"its arrays hold {found} bytes; what was asked for has {most} at most"
+            return f"its arrays hold {found} bytes; the requested answer has at most {most}"
         try:
             answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
         if rows != described.rows:
             reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
-        elif odd := misfit(self.requests[site], answer):
-            return odd
+        elif mismatch := misfit(self.requests[site], answer):
+            return mismatch
         else:
             reason = refusal_of(answer, replace(described, added=self.added))
         if reason and self.enrolling:
@@ -116,7 +117,7 @@ class Contract(Expected):
         return None if self.enrolling else reason
 
     def settled(self, replies: Iterable[Message], fail: Callable[[str, str], None]) -> Summed[Any] | dict[str, Any]:
-        """The answers, or their total, without those that no honest site gives: these fail."""
+        """Return the answers, or their total, without those that no honest site gives; these count as failures."""
         if self.contradicted:
             raise ContradictionError(self.contradicted)
         answers = {str(claimed_site(reply)): self.read(reply) for reply in replies}
@@ -126,7 +127,6 @@ class Contract(Expected):
         refused: dict[str, str] = {} if compare is None else compare(answers, rows)
         kept = {site: answer for site, answer in answers.items() if site not in refused}
         if self.added and kept and refusal_of(add(kept.values()), Described(sum(rows[site] for site in kept))):
-            # A total that some rows have does no more harm than these rows would; nobody looks for who lied in it.
             found = {site: refusal_of(answer, described[site]) for site, answer in kept.items()}
             refused |= {site: reason for site, reason in found.items() if reason}
             kept = {site: answer for site, answer in kept.items() if site not in refused}
@@ -135,7 +135,7 @@ class Contract(Expected):
         return Summed(add(kept.values()) if kept else None, tuple(kept), parts=kept) if self.added else kept
 
     def read(self, reply: Message) -> Any:
-        """The answer in a reply; read once."""
+        """Return the answer in a reply, from the cache if it was read before."""
         if id(reply) not in self.seen:
             try:
                 numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
@@ -147,7 +147,7 @@ class Contract(Expected):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question to several sites as messages, and what their replies must be."""
+    """A question to several sites as messages, and the form of their replies."""
 
     messages: list[Message]
     contract: Contract | MaskedContract
@@ -156,7 +156,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Outstanding:
-    """A question to one site that nobody waits for yet."""
+    """A :class:`First` question to one site that is not answered yet."""
 
     site: str
     message: Message
@@ -171,84 +171,82 @@ class Session:
 
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
         self.network, self.config, self.options = network, config, options
-        self.met: Mapping[str, SiteDescription] = {}
+        self.descriptions: Mapping[str, SiteDescription] = {}
         self.masking: Masking | None = None
         self.began = network.round > 0
-        """Whether a first round has begun, after which nobody agrees again."""
+        """Whether the first round has begun; the agreement is final from then on."""
         self.training = False
-        """Whether the answers are those of a round, so that their sites took part."""
-        self.apart = False
-        """Whether each array travels by itself, since Flower's wrappers, which bring arrays, clip those of replies."""
-        self.given: dict[str, ConfigRecord] = {}
-        """What a user sends with every message of training or evaluation, by ``train`` and ``evaluate``."""
+        """Whether questions belong to a training round, so that sites that answer took part."""
+        self.clippable = False
+        """Whether arrays travel unpacked, so that Flower's wrappers can clip them."""
+        self.user_settings: dict[str, ConfigRecord] = {}
+        """A user's settings for each message of training (``train``) or evaluation (``evaluate``)."""
         self.outstanding: dict[str, Outstanding] = {}
-        self.packed: tuple[object, ArrayRecord, Texts] | None = None
+        self.encoded_request: tuple[object, ArrayRecord, Texts] | None = None
         """The latest request with its arrays and settings, which the messages to all sites share."""
         self.doubted: dict[str, str] = {}
-        """Sites whose answers contradicted the others', and what shows it."""
+        """Sites whose answers contradicted the others', with the reason."""
         self._arrived: list[Message] = []
         network.introduction = {"configuration": self.configuration()}
 
     def configuration(self) -> str:
-        """What sites are sent of the configuration: the keys that differ from their defaults, as JSON."""
+        """Return the configuration that sites receive: the keys that differ from their defaults, as JSON."""
         known = defaults([self.options])
         changed = {key: value for key, value in self.config.flat().items() if known.get(key) != value}
         return json.dumps(changed, sort_keys=True)
 
     def meet(self, snapshot: Snapshot | None) -> None:
-        """Wait for the sites and hear how they describe their columns; in a resumed run they have agreed before."""
+        """Wait for the sites and agree on columns; a resumed run keeps the saved agreement."""
         network = self.network
         if snapshot is not None:
             preparation = enrolment.restored(snapshot)
             enrolment.meet_again(network, self.config, preparation)
-            self._mask("privacy" in snapshot.facts, preparation.simulated)
-            self._take(preparation)
+            self._set_up_masking("privacy" in snapshot.facts, preparation.simulated)
+            self._adopt(preparation)
             return
-        self.met = enrolment.meet(network, self.config)
-        self.preparation = enrolment.agreed(network, self.config, self.met)
-        self._mask(all(told.trusting for told in self.met.values()), self.preparation.simulated)
-        if any(told.bare for told in self.met.values()):
-            self._take(self.preparation)
+        self.descriptions = enrolment.meet(network, self.config)
+        self.preparation = enrolment.agreed(network, self.config, self.descriptions)
+        self._set_up_masking(all(one.trusting for one in self.descriptions.values()), self.preparation.simulated)
+        if any(one.bare for one in self.descriptions.values()):
+            self._adopt(self.preparation)
             self.preparation = self.run(enrolment.from_totals(network, self.config, self.preparation))
 
     def begin(self, adjusted: Callable[[Agreement], Agreement], initialise: Callable[[], Asking[S]]) -> S:
-        """Settle scales and form the first state; sites that contradict their descriptions are dismissed."""
+        """Fix the scales and return the first state; sites that contradict their descriptions are dismissed."""
         while True:
             preparation, transform = self.preparation, self.config.transform.target
             try:
+                self._adopt(preparation)
                 if transform in TRANSFORMS:
-                    self._take(preparation)
                     preparation = self.run(enrolment.transformed(preparation, transform, self.roster().everyone))
                 elif BESIDE.get(self.config.model.likelihood) == "event":
-                    self._take(preparation)
                     preparation = self.run(enrolment.followed(preparation, self.roster().everyone))
                 elif self.config.model.likelihood == "student-t" and self.config.standardise:
-                    self._take(preparation)
-                    preparation = self.run(enrolment.centred(preparation, self.roster().everyone))
-                self._take(adjusted(preparation))
+                    preparation = self.run(enrolment.robustly_standardised(preparation, self.roster().everyone))
+                self._adopt(adjusted(preparation))
                 return self.run(initialise())
             except ContradictionError as contradiction:
                 for site, reason in contradiction.sites.items():
                     self.network.dismiss(site, reason)
                 self.network.require(self.config.min_sites)
                 logger.warning("standardisation is agreed again without %s", ", ".join(contradiction.sites))
-                self.preparation = enrolment.agreed(self.network, self.config, self.met)
+                self.preparation = enrolment.agreed(self.network, self.config, self.descriptions)
 
     def share(self, constants: NamedArrays) -> None:
-        """Send these arrays to every site once, beside columns, scales and configuration."""
+        """Send these arrays once to each site, with columns, scales and configuration."""
         texts = {"schema": self.preparation.schema, "configuration": self.configuration()}
         texts |= {} if self.masking is None else {MEMBERS: written_members(list(self.masking.members.values()))}
         self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
-    def _take(self, preparation: Agreement) -> None:
+    def _adopt(self, preparation: Agreement) -> None:
         self.preparation = preparation
         self.share({})
 
-    def _mask(self, wanted: bool, simulated: bool) -> None:
-        """Exchange keys where totals are masked: as configured, or because every site has a trust file."""
+    def _set_up_masking(self, trusting: bool, simulated: bool) -> None:
+        """Exchange keys if totals are masked: as configured, or because every site has a trust file."""
         privacy = self.config.privacy
-        if wanted and not privacy.secure_aggregation:
-            logger.info("every site has a trust file: totals are asked under masks")
+        if trusting and not privacy.secure_aggregation:
+            logger.info("every site has a trust file: totals use masks")
             privacy = privacy.model_copy(update={"secure_aggregation": True})
             self.config = self.config.model_copy(update={"privacy": privacy})
             self.config.options.check(self.config)
@@ -258,7 +256,7 @@ class Session:
         logger.info("%s", self.what_the_server_sees())
 
     def roster(self) -> Roster:
-        """The sites as they are now."""
+        """Return the current sites."""
         rows, busy = self.preparation.rows, tuple(asked.site for asked in self.outstanding.values())
         healthy, everyone = self.network.healthy(), self.network.sites()
         if self.masking is not None:
@@ -267,31 +265,31 @@ class Session:
         return Roster(known, tuple(everyone), busy, self.network.round, self.masking is not None)
 
     def begin_round(self) -> None:
-        """Count a round, greet sites that are new or back, and check that there are enough."""
+        """Count a round, admit new and returning sites, and check that there are enough."""
         self.began = True
-        self.network.forgive()
+        self.network.end_round()
         self.network.round += 1
-        enrolment.greet(self.network, self.preparation)
+        enrolment.admit_new_nodes(self.network, self.preparation)
         self.network.require(self.config.min_sites)
 
     def what_the_server_sees(self) -> str:
-        """One sentence, the first and the last of a run."""
+        """Return one sentence on what the server sees."""
         if self.masking is None:
-            return "the server sees what every site adds to a total (`privacy.secure-aggregation` = false)"
-        return self.masking.words()
+            return "the server sees the summand of each site (`privacy.secure-aggregation` = false)"
+        return self.masking.what_the_server_sees()
 
     def warnings(self) -> list[str]:
-        """What a reader of the results should know of the sites and their data."""
+        """Return warnings on the sites and their data for readers of the results."""
         labels = self.preparation.labels
-        told = [
-            f"{warning} (told by {', '.join(sorted(labels.get(site, site) for site in sites))})"
+        found = [
+            f"{warning} (from {', '.join(sorted(labels.get(site, site) for site in sites))})"
             for warning, sites in self.network.warned.items()
         ]
-        told += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]
-        return self.preparation.warnings + told + ([] if self.masking is None else self.masking.warnings())
+        found += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]
+        return self.preparation.warnings + found + ([] if self.masking is None else self.masking.warnings())
 
     def ask(self, question: Question) -> Any:
-        """The answer of the sites to a question of an algorithm."""
+        """Return the answer to a question of an algorithm."""
         match question:
             case Refuse(site, reason):
                 return self.network.fail(site, reason)
@@ -299,43 +297,42 @@ class Session:
                 return self._doubt(site, reason)
             case First():
                 return self._first(question)
-        asked = self.put(question)
+        asked = self.prepare(question)
         return self.read(asked, self.network.exchange(asked.messages, asked.contract, retries=question.retries))
 
     def _doubt(self, site: str, reason: str) -> None:
-        """Name a site once in the log, and in the run's warnings by what shows it now."""
+        """Log a site at its first contradiction; the run's warnings give the latest reason."""
         if site not in self.doubted:
-            called = self.preparation.labels.get(site, site)
-            logger.warning("round %d: site %s contradicts the others: %s", self.network.round, called, reason)
+            label = self.preparation.labels.get(site, site)
+            logger.warning("round %d: site %s contradicts the others: %s", self.network.round, label, reason)
         self.doubted[site] = reason
 
     def run(self, asking: Asking[S]) -> S:
-        """Run a computation outside of a round, such as the first state or what a site needs to predict."""
+        """Run a generator outside of a round, such as the one that returns the first state."""
         return answered_by(asking, self.ask)
 
-    def put(self, question: Several) -> Asked:
-        """A question as messages: the first half of :meth:`ask`."""
+    def prepare(self, question: Several) -> Asked:
+        """Return the messages of a question: the first half of :meth:`ask`."""
         requests, kind = requests_of(question, self.roster().sites), kind_of(question.answer)
         match question:
             case Each():
                 self.require_clear(question.answer)
             case Total() if not is_summand(question.answer):
-                raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
+                raise ProtocolError(f"`Total` of {question.answer.__name__}, which is not a summand")
             case Total() if self.masking is not None:
-                sizes = self.preparation.sizes(question.sizes)
-                return self._put_masked(self.masking.open(question, list(requests), sizes))
+                masked = self.masking.open(question, list(requests), self.preparation.sizes(question.sizes))
+                return Asked(self._masked_messages(masked), masked, question)
         contract = self._contract(question, requests)
-        there = self.network.nodes  # a site of a resumed run may not be back
-        messages = [self.message(site, kind, request) for site, request in requests.items() if site in there]
+        online = self.network.nodes  # a site of a resumed run may still be missing
+        messages = [self.message(site, kind, request) for site, request in requests.items() if site in online]
         return Asked(messages, contract, question)
 
-    def _put_masked(self, contract: MaskedContract) -> Asked:
-        question, asked = contract.total, contract.question
-        messages = [self.message(site, asked.kind, question.request, contract.settings) for site in asked.sites]
-        return Asked(messages, contract, question)
+    def _masked_messages(self, contract: MaskedContract) -> list[Message]:
+        request, kind, settings = contract.total.request, contract.question.kind, contract.settings
+        return [self.message(site, kind, request, settings) for site in contract.question.sites]
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
-        """The answer that an algorithm is sent, from valid replies: the second half of :meth:`ask`."""
+        """Return the answer for the algorithm from valid replies: the second half of :meth:`ask`."""
         if isinstance(asked.contract, MaskedContract):
             reply: Any = self._masked_total(asked.contract, replies)
         else:
@@ -347,11 +344,11 @@ class Session:
         return reply
 
     def _masked_total(self, contract: MaskedContract, replies: Iterable[Message]) -> Summed[Any]:
-        """The total of the sites that answer: those that stay silent are left out, and the others asked again."""
+        """Return the total of the sites that answer; after a silent site the others are asked again without it."""
         assert self.masking is not None
         while True:
             answers = {str(claimed_site(reply)): reply for reply in replies}
-            usable = self.masking.usual(contract, answers)
+            usable = self.masking.with_usual_layout(contract, answers)
             for site in answers.keys() - usable.keys():
                 self.network.fail(site, "its arrays are not those that most sites send")
             silent = [site for site in contract.question.sites if site not in usable]
@@ -361,26 +358,26 @@ class Session:
             if not usable:
                 return Summed(None, ())
             contract = self.masking.without(contract, silent)
-            messages = self._put_masked(contract).messages
+            messages = self._masked_messages(contract)
             replies = self.network.exchange(messages, contract, retries=contract.total.retries)
 
     def message(self, site: str, kind: str, request: object, masked: Texts | None = None) -> Message:
-        """A request to one site; the sites that are sent the same share its arrays."""
-        if self.packed is None or self.packed[0] is not request:
+        """Return a request to one site; messages with the same request share its arrays."""
+        if self.encoded_request is None or self.encoded_request[0] is not request:
             arrays, numbers = to_parts(request)
-            record = array_record(arrays) if self.apart else packed_record(arrays)
-            self.packed = request, record, {**numbers, APART: True} if self.apart else {**numbers}
-        _, record, settings = self.packed
-        given = self.given.get(kind.partition(".")[0], ConfigRecord())
-        return self.network.message(site, kind, record, {**given, **settings, **(masked or {})})  # type: ignore[dict-item]
+            record = array_record(arrays) if self.clippable else packed_record(arrays)
+            self.encoded_request = request, record, {**numbers, APART: True} if self.clippable else {**numbers}
+        _, record, settings = self.encoded_request
+        user = self.user_settings.get(kind.partition(".")[0], ConfigRecord())
+        return self.network.message(site, kind, record, {**user, **settings, **(masked or {})})  # type: ignore[dict-item]
 
     def require_clear(self, answer: type) -> None:
-        """Refuse to ask single sites for what belongs under masks."""
+        """Raise ConfigError if single sites would be asked for an answer that needs masks."""
         if self.masking is not None and not is_public(answer):
             raise ConfigError(
-                f"`privacy.secure-aggregation`: method `{self.config.method}` asks each site for `{answer.__name__}`"
-                " and works with more than their sum, so it cannot run under masks; set the key to false, or choose a"
-                " method of totals"
+                f"`privacy.secure-aggregation`: method `{self.config.method}` needs `{answer.__name__}` of each site,"
+                " not only their sum, so it cannot run under masks; set the key to false, or choose a method that uses"
+                " only totals"
             )
 
     def _contract(self, question: Several | First[Any], requests: Mapping[str, object]) -> Contract:
@@ -389,7 +386,7 @@ class Session:
         return Contract(question.answer, sizes, described, requests, not self.began, added)
 
     def _first(self, question: First[Any]) -> tuple[str, Any]:
-        """Send what is new, and wait for the first answer of all that are outstanding."""
+        """Send new requests and wait for the first of all outstanding answers."""
         self.require_clear(question.answer)
         network, begun = self.network, time.monotonic()
         unsent = list(question.requests.items())
@@ -404,7 +401,7 @@ class Session:
                 reply = self._arrived.pop(0)
                 answered = self.outstanding.pop(reply.metadata.reply_to_message_id, None)
                 if answered is None:
-                    continue  # it came twice
+                    continue  # a duplicate
                 if network.context.note(reply):
                     unsent = [(answered.site, answered.request)]
                     continue
@@ -419,7 +416,7 @@ class Session:
             time.sleep(pause_after(time.monotonic() - begun))
 
     def _lost(self) -> str | None:
-        """A site whose answer will not come: its time is up, or it is back under another node."""
+        """Return a site whose answer will not come, because of the timeout or because it moved to another node."""
         for pushed, asked in list(self.outstanding.items()):
             gone = self.network.nodes.get(asked.site) != asked.message.metadata.dst_node_id
             if gone or time.monotonic() > asked.deadline:

@@ -1,7 +1,7 @@
-"""The first parameters of a sparse model: Z from sums of where inputs lie, hyperparameters as configured.
+"""The first inducing points of a sparse model, from histograms and second moments of the inputs.
 
-Sites send counts of each standardised input in fixed bins, and XᵀX. Inducing points are scrambled Sobol points that
-follow the pooled marginal distributions, joined by a Gaussian copula with the pooled correlations.
+Sites send counts of each standardised input in fixed bins, and XᵀX. Inducing points are scrambled Sobol points with the
+pooled marginal distributions and a Gaussian copula of the pooled correlations.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, To
 
 
 def shape_of_inputs(roster: Roster) -> Asking[Shape]:
-    """Where the inputs of all sites lie, and the median of the initial hyperparameters: honest sites send the same."""
+    """Return the pooled histograms and moments of inputs, and the median of the sites' initial hyperparameters."""
     if roster.totals_only:
         summed: Summed[Shape] = yield Total(Shape, Nothing())
         if summed.total is None:
-            raise RunError("no total of where inputs lie; see the failures above")
+            raise RunError("no total of the histograms of inputs; see the failures above")
         count = len(summed.sites) - summed.silent
         start = {name: np.asarray(array / count) for name, array in summed.total.start.items()}
         return replace(summed.total, start=start)
@@ -40,14 +40,14 @@ def shape_of_inputs(roster: Roster) -> Asking[Shape]:
         yield Refuse(site, "its arrays are not those that most sites send")
         del answers[site]
     if not answers:
-        raise RunError("no site answered where its inputs lie; see the failures above")
+        raise RunError("no site sent histograms of its inputs; see the failures above")
     starts = [shape.start for shape in answers.values()]
     start = {name: np.asarray(np.median([known[name] for known in starts], axis=0)) for name in starts[0]}
     return replace(add(answers.values()), start=start)
 
 
 def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
-    """Note from an answer of shapes where each column lies, standardised: ``range`` 95 % of its rows, ``reach`` all."""
+    """Add the range of each standardised column: ``range`` holds 95 % of the rows, ``reach`` all."""
     if answer is not Shape:
         return
     shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
@@ -60,18 +60,18 @@ def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
             low, high = (int((reached >= level).argmax()) for level in (0.025, 0.975))
             column["range"] = [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
             filled = np.flatnonzero(counts[start])
-            open_ended = (0, len(INPUT_EDGES) - 1)  # these bins hold all that lies farther out
+            open_ended = (0, len(INPUT_EDGES) - 1)  # the outer bins are unbounded
             ends = filled[0], filled[-1] + 1
             column["reach"] = [None if end in open_ended else float(INPUT_EDGES[end]) for end in ends]
 
 
 def initial_locations(shape: Shape, model: ModelSection, seed: int) -> Array:
-    """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
+    """Return the first Z [M, D], drawn from the pooled histograms and moments."""
     return points_like_inputs(shape, model.num_inducing, np.random.default_rng([seed, *b"inducing"]))
 
 
 def points_like_inputs(shape: Shape, count: int, rng: np.random.Generator) -> Array:
-    """Points [M, D] like the inputs of all sites, from their counts in bins [D, B] and XᵀX [D, D]."""
+    """Return points [M, D] distributed like the inputs, from their counts in bins [D, B] and XᵀX [D, D]."""
     histogram, products = shape.histogram, shape.products
     rows = float(histogram[0].sum())
     spread = np.sqrt(np.maximum(np.diag(products) / rows, 1e-12))

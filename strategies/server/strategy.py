@@ -1,6 +1,6 @@
-"""Flower's face of an algorithm: a Flower round is a round of the paper.
+"""The Flower Strategy of an algorithm: a Flower round is a round of the paper.
 
-The state changes here alone, once a round, when the round is complete: a killed round is repeated from the last state.
+The state changes only here, at the end of a complete round; an interrupted round is repeated from the previous state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("fedgp")
 
 EXTRAS = ("baselines.linear", "baselines.local-only", "baselines.pooled", "keep-predictions")
 IN_A_PROGRAM: Mapping[str, Value] = {**dict.fromkeys(EXTRAS, False), "evaluate-every": 1}
-"""Defaults that differ where no run folder and no report is wanted."""
+"""Defaults for a Strategy in a program, which writes no run folder and no report."""
 NOT_FOR_A_STRATEGY = (
     {"method", "dataset", "data_dir", "partitioner", "partition", "output_dir", "name", "resume"}
     | {"num_server_rounds", "extra"}  # rounds are an argument of `start`
@@ -50,8 +50,8 @@ NOT_FOR_A_STRATEGY = (
 class FederatedStrategy(Algorithm[S], Strategy):
     """The base of every Strategy of this project.
 
-    Keyword arguments are the fields of the configuration. Flower's wrappers start from given arrays, and need a method
-    whose sites send back the run's arrays: ``wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid))``.
+    Keyword arguments are the fields of the configuration. Flower's wrappers need initial arrays, and a method whose
+    sites return the run's arrays: ``wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid))``.
     """
 
     def __init_subclass__(cls) -> None:
@@ -59,15 +59,15 @@ class FederatedStrategy(Algorithm[S], Strategy):
         known, kind = keys(cls.options_class), inspect.Parameter.KEYWORD_ONLY
         shown = [inspect.Parameter(name, kind, default=keyword.default) for name, keyword in known.items()]
         cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        said = [f"    {name}: {k.meaning} (`{k.key}`, default {k.default!r})" for name, k in known.items()]
-        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *said])
+        lines = [f"    {name}: {k.meaning} (`{k.key}`, default {k.default!r})" for name, k in known.items()]
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
     def __init__(self, **keywords: Value | None) -> None:
         self._set(configured(self.method, self.options_class, keywords), Observer(), None)
 
     @classmethod
     def from_config(cls, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> Self:
-        """The Strategy of a run: its configuration, who watches, and the checkpoint it goes on from."""
+        """Return the Strategy of a run with an observer of its progress; ``snapshot`` resumes from a checkpoint."""
         strategy = cls.__new__(cls)
         strategy._set(config, observer, snapshot)
         return strategy
@@ -79,10 +79,10 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.clock, self.course = checkpoint.Clock(), checkpoint.course_of(snapshot)
         self.begun = int(facts.get("round", 0))
         self.merged = bool(facts.get("merged"))
-        """Whether what a site answered to training has ever changed the state."""
+        """Whether answers of sites have ever changed the state."""
         self.asked: Asked | None = None
         self.evaluated = (-1, 0)
-        """The round of the latest evaluation, and how many sites answered it."""
+        """The round of the latest evaluation and its number of replies."""
         self.expected = {}
         self.spent: list[tuple[float, int, float]] = []
         """Seconds, exchanges and work of each round so far."""
@@ -100,19 +100,22 @@ class FederatedStrategy(Algorithm[S], Strategy):
     ) -> Result:
         """Run the method on the sites of a Grid, with the arguments of Flower's ``start``.
 
-        ``num_rounds`` counts also rounds before a resume. :attr:`outcome` holds the full summary. A RunError says that
-        fewer than ``min-sites`` sites are usable, or that no site ever contributed.
+        ``num_rounds`` includes rounds before a resume. :attr:`outcome` holds the full summary. Raises RunError if fewer
+        than ``min-sites`` sites are usable, or if no site ever contributed.
         """
         self.timeout, self.planned_rounds = timeout, num_rounds
         result = Result()
         self.enrol(grid)
-        self.session.given = {"train": train_config or ConfigRecord(), "evaluate": evaluate_config or ConfigRecord()}
+        self.session.user_settings = {
+            "train": train_config or ConfigRecord(),
+            "evaluate": evaluate_config or ConfigRecord(),
+        }
         self.summary()
         if initial_arrays is not None and self.snapshot is None:
-            self._take(initial_arrays)
+            self._adopt_arrays(initial_arrays)
         self.clock.switch("training")
         if plan := self.exchanges_to_come(self.current):
-            logger.info("at most %d exchanges to come", sum(count for count, _ in plan))
+            logger.info("at most %d exchanges remain", sum(count for count, _ in plan))
         while True:
             metrics = None if evaluate_fn is None else evaluate_fn(self.round, array_record(self.public(self.current)))
             if metrics is not None:
@@ -128,7 +131,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return result
 
     def initial_arrays(self, grid: Grid) -> ArrayRecord:
-        """The public arrays of the first state, for Flower's wrappers."""
+        """Return the public arrays of the first state, for Flower's wrappers."""
         self.enrol(grid)
         arrays = self.public(self.current)
         if self.trains and not arrays:
@@ -136,12 +139,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return array_record(arrays)
 
     def enrol(self, grid: Grid) -> None:
-        """Meet the sites of a Grid, agree on columns and scales, and form the first state; once."""
+        """Agree with the sites of a Grid on columns and scales, and form the first state; later calls do nothing."""
         if hasattr(self, "session"):
             return
-        # Sites keep state under this id: a resumed run goes on under the old one, any other run starts afresh.
-        fresh = f"{self.config.digest()}-{secrets.token_hex(4)}"
-        run = fresh if self.snapshot is None else self.snapshot.facts.get("run", fresh)
+        # Sites keep state under this id; a resumed run keeps its id.
+        new = f"{self.config.digest()}-{secrets.token_hex(4)}"
+        run = new if self.snapshot is None else self.snapshot.facts.get("run", new)
         self.network = Network(grid, run, self.timeout, self.config.max_failures, round=self.begun)
         self.session = Session(self.network, self.config, self.options_class)
         self.scoring = Scoring(self.session)
@@ -157,7 +160,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             self.session.share(constants)
 
     def _begin(self) -> Asking[S]:
-        """The first state, once columns and classes are agreed."""
+        """Return the first state, after the agreement on columns and classes."""
         self._take_classes()
         return self.initialise(self.roster())
 
@@ -165,25 +168,25 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.options = self.config.options.of_classes(len(self.preparation.classes))
 
     def summary(self) -> None:
-        """Log what is about to run, once the sites are known."""
+        """Log method and data, once the sites are known."""
         logger.info("method %s on %s", self.config.method, checkpoint.dataset_of(self.session))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of the round's first question; ``arrays``, where there are any, replace the public ones."""
+        """Return the messages of the round's first question; ``arrays``, if any, replace the public ones."""
         self.enrol(grid)
         session = self.session
         if self.begun < server_round:
             self.begun = server_round
             session.begin_round()
-        self._take(arrays)
-        session.given["train"] = config
-        session.packed, session.apart, session.training = None, len(arrays) > 0, True
+        self._adopt_arrays(arrays)
+        session.user_settings["train"] = config
+        session.encoded_request, session.clippable, session.training = None, len(arrays) > 0, True
         self.running, self.asked = self.one_round(self.current, self.roster()), None
         self._advance(None)
         if isinstance(self.question, Each | Total):
-            self.asked = session.put(self.question)
+            self.asked = session.prepare(self.question)
         if len(arrays) and self.question is not None:
             require_clippable(type(self).__name__, self.asked, self.public(self.current))
         return [] if self.asked is None else self.asked.messages
@@ -191,9 +194,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Answer the first question with the replies, ask what else the round asks, and take its state."""
+        """Answer the first question with the replies, ask the round's other questions, and adopt its state."""
         if self.asked is not None:
-            self._advance(self.session.read(self.asked, self.network.judged(replies, self.asked.contract)))
+            self._advance(self.session.read(self.asked, self.network.valid(replies, self.asked.contract)))
         while self.question is not None:
             self._advance(self.session.ask(self.question))
         self.current, figures = self.complete
@@ -203,28 +206,30 @@ class FederatedStrategy(Algorithm[S], Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every site, also one left out of training, to score its held-out rows."""
+        """Ask every site to score its held-out rows, including sites left out of training."""
         self.enrol(grid)
-        self._take(arrays)
-        self.session.given["evaluate"] = ConfigRecord({**self.session.given.get("evaluate", {}), **config})
+        self._adopt_arrays(arrays)
+        self.session.user_settings["evaluate"] = ConfigRecord(
+            {**self.session.user_settings.get("evaluate", {}), **config}
+        )
         return self.scoring.ask(self.score_sums, self.session.run(self.predictive(self.current, self.roster())))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
-        found = self.scoring.take(self.network.judged(replies, self.scoring.expected))
+        """Return figures over all held-out rows, from the sites' sums; None if no site has any."""
+        found = self.scoring.evaluate(self.network.valid(replies, self.scoring.expected))
         return None if found is None else MetricRecord({f"test_{name}": value for name, value in found["test"].items()})
 
     def require_training(self) -> None:
-        """A run of rounds that left the state as it was at the start has no result."""
+        """Raise RunError if no round has changed the state."""
         if self.trains and self.round and not self.merged:
             raise RunError(
-                f"no answer to training could be used in {self.round} round(s), so nothing was learned."
+                f"no answer to training could be used in {self.round} round(s), so the run has no result."
                 f" {self.network.latest_failures()}"
             )
 
     def _train_one_round(self, result: Result) -> None:
-        """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
-        number, config = self.round + 1, ConfigRecord(dict(self.session.given["train"]))
+        """Run a round, repeat it while required sites miss it, then write its row of the history and a checkpoint."""
+        number, config = self.round + 1, ConfigRecord(dict(self.session.user_settings["train"]))
         network, missed = self.network, Counter[str]()
         begun, earlier = time.monotonic(), network.traffic.exchanges
         while True:
@@ -233,16 +238,16 @@ class FederatedStrategy(Algorithm[S], Strategy):
             asked = self.asked
             replies = asked and network.exchange(messages, asked.contract, retries=asked.question.retries)
             _, metrics = self.aggregate_train(number, replies or [])
-            again = self._to_be_awaited(failed, missed)
+            again = self._missing_sites(failed, missed)
             if not again:
                 break
             self.current = before
-            enrolment.reunite(network, self.preparation, again)
+            enrolment.await_sites(network, self.preparation, again)
         figures = floats(metrics)
         self.follow(figures)
         result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
-        known = self.merged or not self.trains  # before an answer there is nothing to score
-        if known and self.config.evaluate_every and number % self.config.evaluate_every == 0:
+        scorable = self.merged or not self.trains  # nothing has been learned before the first answer
+        if scorable and self.config.evaluate_every and number % self.config.evaluate_every == 0:
             figures |= self._evaluate(result)
         row = {"round": number, **self.clock.since_last_round(network.traffic), **figures}
         row |= {"failures": len(network.failures), "repairs": sum(network.repairs.values())}
@@ -252,7 +257,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
 
     def _forecast(self, before: S, seconds: float, exchanges: int) -> tuple[int, float]:
-        """Rounds and seconds to come after a round that took so long; the shortest trip is all waiting."""
+        """Return the remaining rounds and seconds after a round; the shortest round trip counts as pure waiting."""
         work, trips, a_round = self.work(before, self.current), self.network.trips, self.exchanges_a_round
         self.spent.append((seconds, exchanges, exchanges * work))
         plan = self.exchanges_to_come(self.current)
@@ -262,11 +267,11 @@ class FederatedStrategy(Algorithm[S], Strategy):
         left = checkpoint.seconds_to_come(self.spent, min(trips), len(each), sum(each))
         if plan is not None and not self.expected:
             self.expected = {"expected_exchanges": exchanges + len(each), "expected_seconds": seconds + left}
-            logger.info("training takes %.2g more minutes at most, at %.2g s a trip", left / 60, np.median(trips))
+            logger.info("training takes at most %.2g more minutes; a round trip %.2g s", left / 60, np.median(trips))
         return -(-len(each) // a_round), left
 
-    def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
-        """Sites that still take part and failed in a round that is to have them all, and not too often in it."""
+    def _missing_sites(self, failed: int, missed: Counter[str]) -> list[str]:
+        """Return the sites for which a round that needs all sites is repeated."""
         if self.config.round.incomplete == "accept" or self.session.outstanding:
             return []
         now = {failure.site for failure in self.network.failures[failed:]} & set(self.network.healthy())
@@ -277,7 +282,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return again
 
     def _advance(self, reply: Any) -> None:
-        """Run the round to its next question, or to its end."""
+        """Run the round to its next question or its end."""
         try:
             self.question: Question | None = self.running.send(reply)
         except StopIteration as done:
@@ -285,7 +290,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             self.complete: tuple[S, Figures] = done.value
 
     def _evaluate(self, result: Result) -> Figures:
-        """Evaluate once per round; later calls in the same round return nothing new."""
+        """Evaluate once a round; later calls in the same round return no figures."""
         if self.evaluated[0] == self.round:
             return {}
         left = self.clock.switch("evaluation")
@@ -298,43 +303,43 @@ class FederatedStrategy(Algorithm[S], Strategy):
             result.evaluate_metrics_clientapp[self.round] = record
         return floats(record)
 
-    def _take(self, arrays: ArrayRecord) -> None:
-        """Go on from public arrays that come from elsewhere; none change nothing."""
+    def _adopt_arrays(self, arrays: ArrayRecord) -> None:
+        """Continue from these public arrays, if there are any; raise ProtocolError if their shapes differ."""
         if not len(arrays):
             return
         given, known = numpy_arrays(arrays), self.public(self.current)
         if shapes_of(given) != shapes_of(known):
             shapes = ", ".join(f"`{name}` {shape}" for name, shape in shapes_of(known).items())
-            raise ProtocolError(f"arrays to go on from: expected {shapes}; start from `initial_arrays(grid)`")
+            raise ProtocolError(f"arrays to continue from: expected {shapes}; start from `initial_arrays(grid)`")
         self.current = self.adopt(self.current, {name: np.asarray(given[name], known[name].dtype) for name in known})
 
 
 def require_clippable(name: str, asked: Asked | None, known: NamedArrays) -> None:
-    """Refuse Flower's wrappers where sites send back something else than the run's arrays."""
+    """Raise ConfigError in one of Flower's wrappers if sites do not return the run's arrays."""
     back = None
     if asked is not None and isinstance(asked.contract, Contract) and asked.messages:
         back = stepped_from(asked.contract.answer, next(iter(asked.contract.requests.values())))
     if back is None or shapes_of(back) != shapes_of(known):
         raise ConfigError(
-            f"{name} cannot run inside one of Flower's wrappers or Flower's loop: these clip and average the arrays"
-            " that sites send back, and its sites do not send back the run's arrays. Call its `start`, or take a method"
-            " of federated averaging"
+            f"{name} cannot run inside Flower's wrappers or Flower's loop: these clip and average the arrays that sites"
+            " return, and its sites do not return the run's arrays. Call its `start`, or choose a method of federated"
+            " averaging"
         )
 
 
 def floats(record: MetricRecord | None) -> Figures:
-    """Flower's metrics as single numbers."""
+    """Return Flower's metrics as single numbers."""
     return {name: float(np.mean(value)) for name, value in (record or {}).items()}
 
 
 def shapes_of(arrays: NamedArrays) -> dict[str, tuple[int, ...]]:
-    """The shape of every array."""
+    """Return the shape of each array."""
     return {name: np.shape(array) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """A keyword argument: its key in the configuration, its default, and what it is."""
+    """A keyword argument: its key in the configuration, default and meaning."""
 
     key: str
     default: object
@@ -343,7 +348,7 @@ class Keyword:
 
 @cache
 def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
-    """The keywords of a Strategy: fields of the configuration, behind the section's name where a name is taken."""
+    """Return the keywords of a Strategy: fields of the configuration, prefixed by the section if a name is taken."""
     tables: list[tuple[str, type[BaseModel]]] = [("", CoreConfig)]
     tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
     shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}
@@ -359,7 +364,7 @@ def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
 
 
 def configured(method: str, options: type[MethodOptions], given: Mapping[str, Value | None]) -> RunConfig:
-    """The configuration that the keyword arguments ``given`` stand for."""
+    """Return the configuration of the keyword arguments ``given``; raise TypeError for an unknown one."""
     known = keys(options)
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
     for name, value in given.items():

@@ -1,8 +1,8 @@
-"""Totals under masks on the server's side: who takes part, the question, and the sum.
+"""Totals under masks on the server's side: the sites that take part, the question, and the sum.
 
-An algorithm that asks a :class:`~strategies.server.questions.Total` cannot tell whether it was masked. What this costs:
-a site that stays silent is left out of every later total of the run, because each change of the roster lets the totals
-before and after it be compared; sites accept few of them. Sites that join late take no part.
+An algorithm that asks a :class:`~strategies.server.questions.Total` cannot tell whether it was masked. A silent site is
+left out of all later totals of the run: each change of the roster lets the server compare the totals before and after
+it, and sites accept only few changes. Sites that join late do not take part.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ logger = logging.getLogger("fedgp")
 
 REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers", "layout", "masked", "query.keys"
 """Names in messages, see :mod:`fedgp_flower.clients.guard`."""
-SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, who is silent"
+SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, which site is silent"
 """What the server still sees of each site."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedContract(Expected):
-    """What a reply to a question under masks must be; its content says nothing."""
+    """The form of a reply to a question under masks; its masked content cannot be checked."""
 
     total: Total[Any]
     question: MaskedQuestion
 
     @property
     def settings(self) -> dict[str, str]:
-        """What a message carries besides the request."""
+        """The settings of a message besides the request."""
         question = self.question
         asked = {"number": question.number, "sites": list(question.sites), "layout": question.layout}
         return {REQUEST: json.dumps(asked)}
 
     def refusal(self, reply: Message) -> str | None:
-        """Why a reply cannot be used, or None."""
+        """Return why a reply cannot be used, or None."""
         if settings_of(reply).get(ANSWERS) != self.question.digest:
-            return "it answers another question, or a roster or scales that it alone was shown"
+            return "it answers another question, or the site was sent another roster or other scales than the others"
         try:
             arrays = numpy_arrays(reply.content.array_records["arrays"])
             shape = (length(self.layout(reply)) + 1, 2)
@@ -66,13 +66,13 @@ class MaskedContract(Expected):
         return None
 
     def layout(self, reply: Message) -> Layout:
-        """The layout of the question, or the one the reply names."""
+        """Return the layout of the question, or the one the reply names."""
         return self.question.layout or list(json.loads(str(settings_of(reply)[LAYOUT])))
 
 
 @dataclass(slots=True)
 class Masking:
-    """The roster of a run, and what happened to it."""
+    """The sites of a run that take part in totals, and counts for the record."""
 
     network: Network
     members: dict[str, Member]
@@ -80,9 +80,9 @@ class Masking:
     simulated: bool
     number: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
-    """Sites that were silent once, and in what round."""
+    """Sites that were silent once, and the round."""
     totals: int = 0
-    silences: int = 0
+    empty: int = 0
     """Summands that were masked zeros."""
 
     @staticmethod
@@ -91,17 +91,17 @@ class Masking:
         masking = Masking(network, {}, least, simulated)
         settings = {"configuration": configuration}
         asked = [network.message(site, KEYS, ArrayRecord(), settings) for site in network.sites()]
-        for site, said in answers(network.exchange(asked, ANYTHING, retries=1)).items():
-            if {"key", "signature"} <= set(said.texts):
-                masking.members[site] = Member(site, said.texts["key"], said.texts["signature"])
-                masking.number = max(masking.number, int(said.number("latest-question")) + 1)
+        for site, answer in answers(network.exchange(asked, ANYTHING, retries=1)).items():
+            if {"key", "signature"} <= set(answer.texts):
+                masking.members[site] = Member(site, answer.texts["key"], answer.texts["signature"])
+                masking.number = max(masking.number, answer.number("latest-question") + 1)
             else:
                 network.fail(site, "it sent no key of the run: other version of the app")
         masking.require(masking.members)
         return masking
 
     def require(self, sites: Collection[str]) -> None:
-        """Raise RunError where a total would be of too few sites."""
+        """Raise RunError if a total would have too few sites."""
         if len(sites) < self.least:
             raise RunError(
                 f"{len(sites)} site(s) can take part in a total under masks, `privacy.min-sites` = {self.least}."
@@ -110,11 +110,11 @@ class Masking:
             )
 
     def taking_part(self, sites: Sequence[str]) -> list[str]:
-        """Those of the sites that have a key and were never silent."""
+        """Return the sites that have a key and were never silent."""
         return [site for site in sites if site in self.members and site not in self.left_out]
 
     def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
-        """A question under a new number."""
+        """Return a question under a new number."""
         roster = sorted(self.taking_part(sites))
         self.require(roster)
         self.number += 1
@@ -130,19 +130,22 @@ class Masking:
         return MaskedContract(total, question)
 
     def without(self, contract: MaskedContract, silent: Sequence[str]) -> MaskedContract:
-        """The same question to the others; the silent sites take no part any more."""
+        """Return the same question to the other sites; silent sites no longer take part."""
         question = contract.question
         for site in silent:
             self.left_out[site] = f"silent in round {question.round}"
         members = tuple(member for member in question.members if member.site not in silent)
         self.require([member.site for member in members])
-        logger.warning("round %d: asked again without %s", question.round, ", ".join(silent))
+        logger.warning("round %d: question repeated without %s", question.round, ", ".join(silent))
         return replace(contract, question=replace(question, members=members))
 
     def summed(
         self, contract: MaskedContract, replies: Mapping[str, Message], sizes: Mapping[str, int], rows: int
     ) -> Summed[Any]:
-        """The total of the replies of a whole roster, whose sites introduced themselves with so many rows."""
+        """Return the total of the replies of all sites of the question, which have this many rows.
+
+        Raises RunError if the masks do not cancel, or if such rows cannot have this total.
+        """
         sites = tuple(site for site in self.members if site in replies)
         count, vector = masks.total(
             numpy_arrays(replies[site].content.array_records["arrays"])[WORDS] for site in sites
@@ -151,61 +154,63 @@ class Masking:
         if not 0 <= count <= len(sites):
             raise RunError(
                 f"the masks of a total of `{name}` did not cancel: a site answered another question than the others,"
-                " or words were changed on their way. No site can be named; nothing was learned from the total"
+                " or its reply was changed in transit. The site cannot be identified; the total was not used"
             )
         self.totals += 1
         silent = len(sites) - count
-        self.silences += silent
+        self.empty += silent
         if silent:
-            logger.warning("%d of %d sites added nothing to `%s`; no message says which", silent, len(sites), name)
+            logger.warning("%d of %d sites added zero to `%s`; masks hide which", silent, len(sites), name)
         if count == 0:
             return Summed(None, ())
         try:
             found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
-        reason = None if silent else refusal_of(found, Described(rows))  # what rows of one site meet, those of all do
+        reason = (
+            None if silent else refusal_of(found, Described(rows))
+        )  # conditions on one site's rows hold for all rows
         if reason:
             raise RunError(
-                f"no {rows} rows have such a total of `{name}`: {reason}. Under masks no site can be named;"
-                " `privacy.secure-aggregation = false` names it"
+                f"no {rows} rows have such a total of `{name}`: {reason}. Under masks the site at fault cannot be"
+                " identified; `privacy.secure-aggregation = false` names it"
             )
         return Summed(found, sites, silent)
 
-    def usual(self, contract: MaskedContract, replies: Mapping[str, Message]) -> dict[str, Message]:
-        """The replies with the layout that most sites send."""
+    def with_usual_layout(self, contract: MaskedContract, replies: Mapping[str, Message]) -> dict[str, Message]:
+        """Return the replies with the layout that most sites send."""
         layouts = {site: json.dumps(contract.layout(reply)) for site, reply in replies.items()}
         most = Counter(layouts.values()).most_common(1)
         return {site: reply for site, reply in replies.items() if layouts[site] == most[0][0]}
 
-    def words(self) -> str:
-        """One sentence on what the server sees."""
+    def what_the_server_sees(self) -> str:
+        """Return one sentence on what the server sees."""
         if self.simulated:
             return (
                 "totals under masks, simulated: keys follow from site ids and one machine holds all rows, so nothing is"
-                " secret here. On real machines the server would see of a site: " + SEEN
+                " secret here. On real machines the server would see of each site: " + SEEN
             )
         return f"totals under masks: the server sees sums over {len(self.members)} sites, and of each site: {SEEN}"
 
     def warnings(self) -> list[str]:
-        """What a reader of the results should know."""
-        said = [
-            f"Site {site} was {why} and took no part in later totals. The totals before and after differ by what it"
-            " added; if its late reply reached the server, the server can compute that."
+        """Return warnings for readers of the results."""
+        found = [
+            f"Site {site} was {why} and did not take part in later totals. The totals before and after differ by its"
+            " summand; if its late reply reached the server, the server can compute it."
             for site, why in self.left_out.items()
         ]
-        if self.silences:
-            said.append(
-                f"{self.silences} summand(s) under masks were empty. No message says whose, but the number of rows in a"
-                " total may; totals with and without them differ by what that site adds."
+        if self.empty:
+            found.append(
+                f"{self.empty} summand(s) under masks were empty. Masks hide whose, but the number of rows in a total"
+                " may reveal it; totals with and without them differ by the summand of that site."
             )
-        return said
+        return found
 
     def facts(self) -> Json:
-        """What ``metrics.json`` and a checkpoint hold."""
-        return {"left_out": dict(self.left_out), "totals": self.totals, "empty_summands": self.silences}
+        """Return the entries of ``metrics.json`` and of a checkpoint."""
+        return {"left_out": dict(self.left_out), "totals": self.totals, "empty_summands": self.empty}
 
     def restore(self, facts: Facts) -> None:
         """Undo :meth:`facts`."""
         self.left_out = dict(facts["left_out"])
-        self.totals, self.silences = int(facts["totals"]), int(facts["empty_summands"])
+        self.totals, self.empty = int(facts["totals"]), int(facts["empty_summands"])

@@ -1,15 +1,14 @@
-"""The site's half of a deep-kernel Gaussian process: steps on the evidence of its rows, sums, personal prediction."""
+"""The client of a deep-kernel GP: steps on the evidence of its rows, sums, and personal predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.deep_kernel.model import (
@@ -21,32 +20,30 @@ from fedgp_flower.methods.deep_kernel.model import (
     heads_of,
 )
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Confusion, Step, Stepped
+from fedgp_flower.scores import Prediction, Scores
+from fedgp_flower.shared_messages import Step, Stepped
 from fedgp_flower.typing import Array
 
 
 class DeepKernelClient(SiteClient):
-    """A personal head needs the shared one and this site's rows: the site keeps nothing."""
+    """A stateless client: its personal head follows from the shared one and its rows."""
 
-    @property
-    def options(self) -> DeepKernelOptions:
-        """The table ``deep.*``."""
-        return cast(DeepKernelOptions, self.config.options)
+    options: DeepKernelOptions
+    confusion = confusion
 
     def model(self, values: Mapping[str, ndarray] | None = None) -> DeepKernel:
-        """The network at given weights, or as it starts."""
+        """The network at given or initial weights."""
         start = DeepKernel(self.options, self.config.model, self.rows.x.shape[1], self.config.seed)
         return start if values is None else start.load(values)
 
     def train(self, request: Step) -> Stepped:
         """Local steps on the log evidence of this site's rows, by row."""
         model, steps = self.model(request.values), self.options.local_steps
-        value = climbed(model, self.rows.x, self.rows.y, steps=steps, learning_rate=request.learning_rate)
+        value = adam_steps(model, self.rows.x, self.rows.y, steps=steps, learning_rate=request.learning_rate)
         return Stepped.of(request, model.to_arrays(), value)
 
     def heads(self, request: HeadRequest) -> Heads:
-        """What this site's rows say of the shared head."""
+        """Sums of this site's rows for the shared head."""
         with torch.no_grad():
             sums = self.model(request.values).sums(*self.tensors)
             return heads_of([sums.without_personal(float(share)) for share in request.shares])
@@ -57,35 +54,19 @@ class DeepKernelClient(SiteClient):
         shared = DeepPosterior(self.model(request.values), mean, covariance, request.share)
         return Prediction(*shared.personal(*self.tensors).moments(inputs))
 
-    def score(self, request: HeadPosterior) -> Scores:
-        """Scores by the kind of the target."""
-        found = self.predict(request, self.rows.x_test)
-        return self._scored(found, self.rows.y_test)
-
-    def confusion(self, request: HeadPosterior) -> Confusion:
-        """Which class was taken for which; only where there are several."""
-        return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
-
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of this model of the rows alone."""
+        """Scores of this model fitted to the site's rows."""
         del pooled
         x, y = data.x, data.y
         model, steps = self.model(), self.options.local_steps * self.config.num_server_rounds
-        climbed(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
+        adam_steps(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
         with torch.no_grad():
             head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).posterior(1.0)
-        return self._scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
-
-    def _scored(self, found: Prediction, target: Array) -> Scores:
-        if found.mean.ndim == 2:
-            return class_scores(found.mean, target)
-        if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(found.mean, target)
-        return self.units.gaussian_scores(found, target)
+        return self.scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
 
 
-def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:
-    """Steps of Adam on the evidence per row, and its value; none where all targets are one number."""
+def adam_steps(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:
+    """Take steps of Adam on the evidence per row and return its value; no steps if all targets are equal."""
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
 
     def objective() -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""A Gaussian process on learned features, with a head for all sites and a personal one at each; all exact.
+"""A Gaussian process on learned features, with a shared and a personal head at each site, in closed form.
 
     f_c(x) at site k = φ(x)ᵀ (w_c + v_kc),   w_c ~ N(0, (1 − ρ) I),   v_kc ~ N(0, ρ I),   φ(x) [F] from a network
 
-so that cov(f_c(x), f_c(x')) = φ(x)ᵀφ(x') within a site and (1 − ρ) times that between sites. A site has
+so that cov(f_c(x), f_c(x')) = φ(x)ᵀφ(x') within a site and (1 − ρ) times that between sites. A site computes
 
-    G = Φᵀ D⁻¹ Φ,   g = Φᵀ D⁻¹ t,   and without its v_k, which it integrates out,
+    G = Φᵀ D⁻¹ Φ,   g = Φᵀ D⁻¹ t,   and with v_k integrated out
     B = (I + ρ G)⁻¹ G,   b = (I + ρ G)⁻¹ g,   log p(t | w) = e + bᵀw − ½ wᵀB w,
 
-and ΣB, Σb, Σe over sites give q(w) and the evidence of all rows: with ρ = 0 those of the pooled Gaussian process.
+Sums ΣB, Σb, Σe over sites give q(w) and the evidence of all rows; ρ = 0 is the pooled Gaussian process.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from fedgp_flower.typing import AnyShape, Array, NamedArrays, Rows, Scalar, Targ
 Means = Float[Tensor, "C F"]
 Covariances = Float[Tensor, "C F F"]
 PREDICTION_SEED, PREDICTION_DRAWS = 24, 200
-"""Draws of a prediction are always the same: it is a function of the posterior alone."""
+"""Draws have a fixed seed, so that a prediction is a function of the posterior."""
 HIDDEN = 50
 """Units of the first dense layer."""
 CONCENTRATION = 0.01
-"""α of a class that a row is not of: a small value trusts labels (Milios et al. 2018)."""
+"""α of the classes other than the label; a small value trusts labels (Milios et al. 2018)."""
 
 
-# Messages, besides those of federated averaging.
+# Messages, in addition to those of federated averaging.
 
 
 @message()
 class HeadRequest:
-    """At which weights, and for which shares of personal heads, sums are wanted."""
+    """Request for sums at given weights, for each share ρ of personal heads."""
 
     values: Mapping[str, AnyShape] = leaves("weights of the network")
     shares: Float[ndarray, " J"] = leaves("ρ, to choose from")
@@ -53,7 +53,7 @@ class HeadRequest:
 
 @message("query.heads", summand=True)
 class Heads:
-    """What a site's rows say of the shared head, its personal one integrated out, for each ρ."""
+    """A site's sums for the shared head, with the personal one integrated out, for each ρ."""
 
     precision: Float[ndarray, "J C F F"] = leaves(
         "B = (I + ρ G)⁻¹ G, G = Φᵀ D⁻¹ Φ of the features Φ of its rows", symmetric=True
@@ -62,23 +62,23 @@ class Heads:
     constant: Float[ndarray, " J"] = leaves("log density of the rows where the shared head is zero")
 
     def num_parameters(self) -> int:
-        """Entries of a head."""
+        """Number of entries of a head."""
         return int(np.prod(self.shift.shape[1:]))
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
-        """Why these cannot be sums over rows, or None: B is positive semi-definite."""
+        """Return why these cannot be sums over rows, or None."""
         del described
         size = max(float(np.abs(self.precision).max()), 1e-300)
-        scaled = self.precision / size  # units first: a liar's numbers may be huge
+        scaled = self.precision / size  # invalid numbers may be huge
         if np.linalg.eigvalsh(scaled).min() < -1e-6:
-            return "`precision` is that of no rows: it is not positive semi-definite"
+            return "`precision` is not positive semi-definite"
         return None
 
 
 @message()
 class HeadPosterior:
-    """Weights of the network, and the shared head of all rows."""
+    """Weights of the network, and the posterior of the shared head."""
 
     values: Mapping[str, AnyShape] = leaves("weights of the network")
     mean: Float[ndarray, "C F"] = leaves("E w_c")
@@ -86,44 +86,44 @@ class HeadPosterior:
     share: float = leaves("ρ, personal heads' share of the prior variance")
 
 
-# What sites compute.
+# Computations of sites.
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSums:
-    """What rows say of heads w: log p(t | w) = constant + Σ_c (shiftᵀw − ½ wᵀ precision w)."""
+    """Sufficient statistics for heads w: log p(t | w) = constant + Σ_c (shiftᵀw − ½ wᵀ precision w)."""
 
     precision: Covariances
-    """G, or B where a personal head is integrated out."""
+    """G, or B with the personal head integrated out."""
     shift: Means
     """g, or b."""
     constant: Scalar
     """log N(t; 0, D), or e."""
 
     def posterior(self, prior: float) -> tuple[Means, Covariances]:
-        """Mean and covariance of w_c, N(0, prior · I) a priori."""
+        """Mean and covariance of w_c with prior N(0, prior · I)."""
         covariance = prior * torch.cholesky_inverse(self._factor(prior))
         return (covariance @ self.shift[..., None])[..., 0], covariance
 
     def log_evidence(self, prior: float) -> Scalar:
-        """The log density of the rows, w_c ~ N(0, prior · I) integrated out."""
+        """Log evidence of the rows with w_c ~ N(0, prior · I)."""
         factor = self._factor(prior)
         white = torch.linalg.solve_triangular(factor, self.shift[..., None], upper=False)
         return self.constant + 0.5 * prior * white.square().sum() - factor.diagonal(dim1=-2, dim2=-1).log().sum()
 
     def without_personal(self, share: float) -> HeadSums:
-        """What a site's rows say of the shared head, v_k ~ N(0, ρ I) integrated out."""
+        """Sums for the shared head, with v_k ~ N(0, ρ I) integrated out."""
         factor = self._factor(share)
         precision = torch.cholesky_solve(self.precision, factor)
         shift = torch.cholesky_solve(self.shift[..., None], factor)[..., 0]
         return HeadSums((precision + precision.mT) / 2, shift, self.log_evidence(share))
 
     def personal(self, mean: Means, covariance: Covariances, share: float) -> tuple[Means, Covariances]:
-        """Mean and covariance of w_c + v_kc, from those of w_c given all rows, these among them."""
+        """Mean and covariance of w_c + v_kc, from those of w_c given all rows including these."""
         factor = self._factor(share)
-        moved = torch.cholesky_solve((mean + share * self.shift)[..., None], factor)[..., 0]
-        both = torch.cholesky_solve(torch.cholesky_solve(covariance, factor).mT, factor)
-        return moved, share * torch.cholesky_inverse(factor) + both
+        centre = torch.cholesky_solve((mean + share * self.shift)[..., None], factor)[..., 0]
+        spread = torch.cholesky_solve(torch.cholesky_solve(covariance, factor).mT, factor)
+        return centre, share * torch.cholesky_inverse(factor) + spread
 
     def _factor(self, scale: float) -> Covariances:
         eye = torch.eye(self.shift.shape[-1], dtype=self.shift.dtype)
@@ -131,19 +131,19 @@ class HeadSums:
 
 
 def heads_of(each: Sequence[HeadSums]) -> Heads:
-    """The message with what rows say at every ρ."""
+    """The message with sums at every ρ."""
     parts = zip(*((sums.precision, sums.shift, sums.constant) for sums in each), strict=True)
     return Heads(*(torch.stack(part).detach().numpy() for part in parts))
 
 
 def sums_of(heads: Heads) -> list[HeadSums]:
-    """What the rows behind a message say, at every ρ."""
+    """The sums of a message at every ρ."""
     parts = map(torch.from_numpy, (heads.precision, heads.shift, heads.constant))
     return [HeadSums(*part) for part in zip(*parts, strict=True)]
 
 
 def network(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
-    """Two rectified layers; for square images row by row twice 3 × 3 filters at every second pixel, then a layer."""
+    """Two rectified layers, or for square images two 3 × 3 convolutions of stride 2 and a layer."""
     if options.network == "dense":
         first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, options.features)
         return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
@@ -177,7 +177,7 @@ class Classes(nn.Module):
     """Classes 0 … C−1 as values of C functions (Milios et al., Dirichlet-based Gaussian processes, 2018).
 
     With α_nc = α + 1[y_n = c], s²_nc = log(1/α_nc + 1) is the variance of the noise of a value log α_nc − s²_nc/2, and
-    P(y = c) = E softmax(f)_c; of two classes by name that of the second one.
+    P(y = c) = E softmax(f)_c; for bernoulli targets only the second.
     """
 
     noise: Tensor
@@ -196,14 +196,14 @@ class Classes(nn.Module):
         return alpha.log() - variance / 2, variance
 
     def predict(self, mean: Float[Tensor, "C N"], variance: Float[Tensor, "C N"]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the indicator of the second class [N], or of all classes [N, C]: a mean over draws."""
+        """Mean and variance of the indicator of the second class [N], or of all classes [N, C], from draws."""
         every = (mean + variance.sqrt() * self.noise).softmax(1).mean(0).mT
         probability = every[:, 1] if self.binary else every
         return probability, probability * (1 - probability)
 
 
 class DeepKernel(nn.Module):
-    """φ(x) = (1, network(x)), and how targets are observed."""
+    """φ(x) = (1, network(x)), and the likelihood."""
 
     def __init__(self, options: DeepKernelOptions, section: ModelSection, inputs: int, seed: int = 0) -> None:
         super().__init__()
@@ -220,18 +220,18 @@ class DeepKernel(nn.Module):
         return torch.cat([inputs.new_ones(len(inputs), 1), self.network(inputs)], 1)
 
     def sums(self, inputs: Rows, targets: Targets) -> HeadSums:
-        """What rows say of heads."""
+        """Sums of rows for the heads."""
         features, (values, variances) = self.features(inputs), self.observed.values(targets)  # φ, t, diagonal of D
         weighted = features / variances[..., None]  # [C, N, F]
         constant = -0.5 * (values.square() / variances + variances.log() + math.log(2 * math.pi)).sum()
         return HeadSums(weighted.mT @ features, (weighted.mT @ values[..., None])[..., 0], constant)
 
     def to_arrays(self) -> NamedArrays:
-        """Weights under their names."""
+        """Weights by name."""
         return {name: p.detach().numpy().copy() for name, p in self.named_parameters()}
 
     def load(self, values: Mapping[str, np.ndarray]) -> DeepKernel:
-        """This model with other weights."""
+        """Set the weights, and return the model."""
         parameters = dict(self.named_parameters())
         expected, got = ({n: tuple(v.shape) for n, v in these.items()} for these in (parameters, values))
         if expected != got:
@@ -243,7 +243,7 @@ class DeepKernel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class DeepPosterior:
-    """The network, and q(w) of the shared head; where ρ is 0, of any head."""
+    """The network, and q(w) of the shared head, or of a personal one with ρ = 0."""
 
     model: DeepKernel
     mean: Means

@@ -1,4 +1,4 @@
-"""The table ``deep.*``. Reading a configuration loads no PyTorch, so options stand apart from messages."""
+"""The table ``deep.*``, in a module that does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class DeepKernelOptions(MethodOptions):
     """Learning rate of Adam."""
 
     def check(self, core: CoreConfig) -> None:
-        """No key that is not read."""
+        """Raise ConfigError for keys that are ignored."""
         if unread := core.optimizer.unread():
             raise ConfigError(
                 f"{unread}: deep-kernel takes steps of Adam; see `deep.learning-rate`, `deep.local-steps`"
             )
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: deep-kernel works on the 'cpu' in 'float64'")
+        core.require_float64_on_cpu()
         core.require_whole_rosters("averaging.fraction", core.averaging.fraction)

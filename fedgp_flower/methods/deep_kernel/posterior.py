@@ -1,4 +1,4 @@
-"""What a finished run of a deep kernel predicts and shows."""
+"""Predictions and report panels of a finished deep-kernel run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weights_of(saved: Posterior) -> NamedArrays:
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
-    """The posterior of a finished run, for a site that nobody has seen."""
+    """The posterior of a finished run for a new site."""
     options = DeepKernelOptions.model_validate(saved.model["deep"]).of_classes(int(saved.model["classes"]))
     section = ModelSection.model_validate({"likelihood": saved.likelihood})
     model = DeepKernel(options, section, len(names)).load(weights_of(saved))
@@ -36,7 +36,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
 
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """The same with the head of a site, from its training rows."""
+    """Predictor with the personal head of a site, from its training rows."""
     if run.saved is None:
         return None
     client, arrays = at_site(DeepKernelClient, run, config, site, state)
@@ -45,13 +45,13 @@ def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -
 
 
 def panels(run: Run) -> list[Panel]:
-    """The evidence by ρ, and which class was taken for which."""
+    """Table of the evidence by ρ."""
     details = run.metrics.method_details
     rows = [
         (f"{share:g}", f"{value:,.1f}") for share, value in zip(details["shares"], details["evidence"], strict=True)
     ]
     caption = (
-        "Share ρ of the prior variance that heads of sites have for themselves, and the log evidence of all training"
-        f" rows, in nats. The largest one is taken: {details['share']:g}. At 0 all sites have the same head."
+        "Share ρ of personal heads in the prior variance, and the log evidence of all training rows, in nats. The run"
+        f" uses ρ = {details['share']:g}, with the highest evidence. At 0 all sites have the same head."
     )
     return [Panel("Personal heads", html_table(("ρ", "log evidence"), rows), caption)]

@@ -1,11 +1,10 @@
-"""The site's half of FedMGP: one unit, which sees the shared latent functions smoothed and scaled."""
+"""The client of FedMGP: one unit, whose output is a smoothed and scaled copy of the shared latent functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -26,16 +25,17 @@ from fedgp_flower.typing import Array, Indices
 
 
 class FedMGPClient(SiteClient):
-    """One unit: shared latent functions come from the server; smoothing, amplitudes and noise stay here."""
+    """One unit: the server sends the latent functions; smoothing, amplitudes and noise never leave the unit."""
+
+    options: FedMGPOptions
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.options = cast(FedMGPOptions, setting.config.options)
         self.likelihood: str = setting.config.model.likelihood
         self.gaussian = self.likelihood == "gaussian"
 
     def data(self, latents: LatentFunctions) -> UnitData:
-        """The rows as seen from the pseudo-inputs, with targets that a regression can start from."""
+        """The unit's rows; counts and classes become real-valued targets from which a Gaussian fit can start."""
         y = self.rows.y
         if self.likelihood in ("poisson", "bernoulli"):
             y = np.log(y + 0.5) if self.likelihood == "poisson" else 2 * y - 1
@@ -43,17 +43,17 @@ class FedMGPClient(SiteClient):
 
     @property
     def memory(self) -> UnitState | None:
-        """What the unit remembers of earlier rounds."""
+        """The state saved in an earlier round."""
         return decode(UnitState, self.state.arrays) if self.state.arrays else None
 
     def remember(self, state: UnitState, known: Known) -> None:
-        """Keep a state for the next round."""
+        """Save a state for the next round."""
         self.state.replace(encode(replace(state, round=self.setting.round, based_on=known.report)))
 
     # Handlers.
 
     def first(self, request: messages.FirstLook) -> FirstStatistics:
-        """Statistics at the parameters that every unit starts from."""
+        """Statistics at the initial parameters φ_m."""
         data, sign = self.data(request.latents), 1.0
         sums = unit.statistics(data, request.latents, unit.starting_parameters(data, request.latents))
         if request.direction is not None:
@@ -61,15 +61,15 @@ class FedMGPClient(SiteClient):
         return FirstStatistics(replace(sums, shift=sign * sums.shift))
 
     def directions(self, request: LatentFunctions) -> messages.Directions:
-        """Where the unit's first look at g points."""
+        """Outer product m mᵀ of the first statistics."""
         mean = posterior(self.first(messages.FirstLook(request)).statistics).mean
         return messages.Directions(np.outer(mean, mean))
 
     def exact(self, request: messages.TrialMoves) -> messages.TrialStatistics:
-        """One exact round: improve φ_m with q fixed, answer with statistics at every trial move."""
+        """One exact round: improve φ_m for fixed q and return the statistics at every trial move."""
         latents, q, known = request.view.latents, request.view.posterior, request.view.known
         data, memory = self.data(latents), self.memory
-        phi = None if memory is None else memory.agreed(data, known)
+        phi = None if memory is None else memory.accepted(data, known)
         state, answers = unit.respond(data, latents, q, request.moves, phi, smooth=request.smooth)
         self.remember(state, known)
         return messages.TrialStatistics.of(answers)
@@ -81,7 +81,7 @@ class FedMGPClient(SiteClient):
         memory, data = self.memory, self.data(latents)
         if memory is None:
             before = unit.fit_alone(data, latents, q)
-        else:  # a round that is asked for again starts where it started before
+        else:  # a repeated round starts again from the same φ_m
             before = memory.before if memory.round == self.setting.round else memory.proposed
         steps = unit.LocalSteps(
             self.options.local_steps, request.learning_rate, NATURAL_STEP, request.share, self.batches()
@@ -102,7 +102,7 @@ class FedMGPClient(SiteClient):
         return messages.PseudoGradient(update, fit, float(self.num_examples))
 
     def batches(self) -> Callable[[], Indices | None]:
-        """Mini-batches without replacement, the same where a round is repeated."""
+        """Return a sampler of mini-batches without replacement; a repeated round draws the same batches."""
         rng = np.random.default_rng([self.config.seed, self.setting.round, *self.site.site.encode()])
         batch, rows = self.config.optimizer.batch_size, self.num_examples
         return lambda: None if batch == 0 or batch >= rows else rng.permutation(rows)[:batch]
@@ -110,11 +110,11 @@ class FedMGPClient(SiteClient):
     # Prediction.
 
     def function(self, request: View, inputs: Array) -> tuple[Array, Array, UnitParameters]:
-        """Mean and variance of f at standardised inputs [N, D], and φ_m: behind the report that counts, or fitted."""
+        """Mean and variance of f at standardised inputs [N, D], and φ_m of the accepted report or fitted now."""
         latents, q, memory = request.latents, request.posterior, self.memory
         data = self.data(latents)
-        phi = None if memory is None else memory.agreed(data, request.known)
-        few = self.num_examples < unit.FEW or (phi is None and self.num_examples <= MOST_ROWS)
+        phi = None if memory is None else memory.accepted(data, request.known)
+        few = self.num_examples < unit.FEW_ROWS or (phi is None and self.num_examples <= MOST_ROWS)
         if phi is None:
             phi = unit.fit_alone(data, latents, q)
             if not self.gaussian:
@@ -140,7 +140,7 @@ class FedMGPClient(SiteClient):
         return point.scores(mean, variance, self.rows.y_test, learned, self.units)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of a GP of the unit's rows; in a simulation of the same multi-output model of all units' rows."""
+        """Scores of a GP fitted to the unit's rows or, if ``pooled``, of the multi-output model fitted to all rows."""
         if not (pooled and self.gaussian):
             return super().alone(data, pooled)
         units = [site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)]

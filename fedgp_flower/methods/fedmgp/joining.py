@@ -1,9 +1,9 @@
-"""A unit that joins with few rows: its parameters φ_m = (R, s, σ) are integrated over, not taken as a point.
+"""Prediction for a unit that joins with few rows: an integral over its parameters φ_m = (R, s, σ).
 
-Given q(u) = N(m, V) and φ_m its targets are N(s A m, s² B + σ² I), with A the features of a smoothing R and
-B = A V Aᵀ + diag(a² − ‖A_n‖²). φ_m lies on a grid of ρ = log(1 + 2R/S), log σ and s, drawn together around its
-posterior twice; predictions are mixtures over it. A priori p(ρ) ∝ exp(−2ρ), s ~ N(0, 10 ȳ²/a²) and log σ ~
-N(½ log .09 ȳ², 1.5²), with ȳ² the mean square of the targets, drawn to 1. For one latent function of one input.
+Given q(u) = N(m, V) and φ_m, its targets are N(s A m, s² B + σ² I), with features A of smoothing R and
+B = A V Aᵀ + diag(a² − ‖A_n‖²). Predictions are mixtures over a grid of ρ = log(1 + 2R/S), log σ and s, which is
+refined twice around the posterior. Priors are p(ρ) ∝ exp(−2ρ), s ~ N(0, 10 ȳ²/a²) and log σ ~ N(½ log .09 ȳ², 1.5²)
+with ȳ² the mean square of the targets, shrunk towards 1. For one latent function of one input.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fedgp_flower.methods.fedmgp.unit import feature, mean_square, squared_gaps
 from fedgp_flower.typing import Array
 
 MOST_ROWS = 200
-"""Beyond, φ_m is as good as known."""
+"""With more rows φ_m is a point estimate."""
 WIDEST = 5.0
-"""Largest ρ: smoothing 74 times as wide as the latent function."""
+"""Largest ρ; R is then 74 S."""
 DECAY = 2.0
 """Rate of p(ρ)."""
 NODES = 25
-"""Of ρ, of log σ and of s."""
+"""Grid points of each of ρ, log σ and s."""
 SPREAD, AMPLITUDES = 1.5, 10.0
 """Prior sd of log σ; prior variance of s over ȳ²/a²."""
 
@@ -34,41 +34,41 @@ def predict_joining(
     rows: tuple[Array, Array], x: Array, latents: LatentFunctions, q: LatentPosterior
 ) -> tuple[Array, Array, float]:
     """Mean and variance of f at ``x`` [N', 1] given q(u) and the unit's ``rows``, and the mean of σ²."""
-    (seen, y), scale, height, [factor] = rows, latents.scales[0], float(latents.amplitudes[0]), latents.whitening()
-    gaps, N, power = squared_gaps(np.concatenate([seen, x]), latents.inducing), len(y), mean_square(y)
+    (x_train, y), scale, height, [factor] = rows, latents.scales[0], float(latents.amplitudes[0]), latents.whitening()
+    gaps, N, power = squared_gaps(np.concatenate([x_train, x]), latents.inducing), len(y), mean_square(y)
     variance, centre = AMPLITUDES * power / height**2, 0.5 * math.log(START_NOISE * power)
-    rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
+    rho, log_sd = midpoints(0.0, WIDEST), midpoints(centre - 3 * SPREAD, centre + 3 * SPREAD)
     for _ in range(3):
         K = np.stack([feature(gaps, scale, height, factor, scale * math.expm1(width) / 2) for width in rho])
         KV, left = K @ q.covariance, np.maximum(height**2 - np.square(K).sum(2), 0)  # [R, N + N', J], [R, N + N']
         B = KV[:, :N] @ K[:, :N].transpose(0, 2, 1) + left[:, :N, None] * np.eye(N)
         values, vectors = np.linalg.eigh(B)
         values, f = np.maximum(values, 0), K @ q.mean  # f for s = 1
-        turned_f, turned_y = (f[:, None, :N] @ vectors)[:, 0], y @ vectors  # [R, N]
+        rotated_f, rotated_y = (f[:, None, :N] @ vectors)[:, 0], y @ vectors  # [R, N]
         noise = np.exp(2 * log_sd)[:, None]
-        s, weights = amplitudes(turned_f[:, None], turned_y[:, None], values[:, None], noise, variance)
+        s, weights = amplitudes(rotated_f[:, None], rotated_y[:, None], values[:, None], noise, variance)
         weights = weights - 0.5 * np.square((log_sd - centre) / SPREAD)[:, None] - DECAY * rho[:, None, None]
         weights = np.exp(weights - logsumexp(weights))
-        rho = drawn_together(rho, weights.sum((1, 2)), 0.0, WIDEST)
-        log_sd = drawn_together(log_sd, weights.sum((0, 2)))
+        rho = refined(rho, weights.sum((1, 2)), 0.0, WIDEST)
+        log_sd = refined(log_sd, weights.sum((0, 2)))
     mean, square = np.zeros(len(x)), np.zeros(len(x))
     kept = np.where(weights > 1e-6 * weights.max(), weights, 0)
     kept /= kept.sum()
     spread = (KV * K).sum(2) + left  # the diagonal of B
-    for r, share in enumerate(kept):
-        heavy = share > 0
-        a, level = s[r][heavy][:, None], np.broadcast_to(noise, share.shape)[heavy][:, None]  # [H, 1]
-        across, total = KV[r, N:] @ K[r, :N].T @ vectors[r], a**2 * values[r] + level
-        means = a * f[r, N:] + a**2 * ((turned_y[r] - a * turned_f[r]) / total) @ across.T  # given s, σ² and the rows
-        around = a**2 * spread[r, N:] - a**4 * (1 / total) @ np.square(across).T
-        mean, square = mean + share[heavy] @ means, square + share[heavy] @ (around + means**2)
+    for r, weight in enumerate(kept):
+        used = weight > 0
+        a, sigma2 = s[r][used][:, None], np.broadcast_to(noise, weight.shape)[used][:, None]  # [H, 1]
+        across, total = KV[r, N:] @ K[r, :N].T @ vectors[r], a**2 * values[r] + sigma2
+        means = a * f[r, N:] + a**2 * ((rotated_y[r] - a * rotated_f[r]) / total) @ across.T  # given s, σ² and the rows
+        variances = a**2 * spread[r, N:] - a**4 * (1 / total) @ np.square(across).T
+        mean, square = mean + weight[used] @ means, square + weight[used] @ (variances + means**2)
     return mean, square - mean**2, float(kept.sum((0, 2)) @ noise[:, 0])
 
 
 def amplitudes(f: Array, y: Array, values: Array, noise: Array, variance: float) -> tuple[Array, Array]:
-    """Amplitudes s [R, S, T] around the best at each R and σ² [S, 1], and log p(y, s | R, σ) + log of their distance.
+    """Grid of s [R, S, T] around the mode at each R and σ² [S, 1], and log p(y, s | R, σ) + log spacing.
 
-    ``f`` for s = 1 and ``y`` are in the eigenvectors of B, ``values`` its eigenvalues, all [R, 1, N].
+    ``f``, for s = 1, and ``y`` are in the eigenvectors of B, ``values`` its eigenvalues, all [R, 1, N].
     """
     level = np.asarray(variance / AMPLITUDES)  # s²
     for _ in range(3):
@@ -83,13 +83,13 @@ def amplitudes(f: Array, y: Array, values: Array, noise: Array, variance: float)
     return s, fit - 0.5 * s**2 / variance + np.log(sd)
 
 
-def drawn_together(nodes: Array, weights: Array, low: float = -math.inf, high: float = math.inf) -> Array:
-    """Nodes over the mean ± 5 sd of the weights; half a distance between nodes is the least sd."""
+def refined(nodes: Array, weights: Array, low: float = -math.inf, high: float = math.inf) -> Array:
+    """New nodes over mean ± 5 sd of the weighted ``nodes``; the sd is at least half a node distance."""
     mean = float(weights @ nodes)
     sd = max(math.sqrt(float(weights @ np.square(nodes - mean))), 0.5 * float(nodes[1] - nodes[0]))
-    return middles(max(mean - 5 * sd, low), min(mean + 5 * sd, high))
+    return midpoints(max(mean - 5 * sd, low), min(mean + 5 * sd, high))
 
 
-def middles(low: float, high: float) -> Array:
-    """The middles of equal parts of an interval: nodes of equal weight."""
+def midpoints(low: float, high: float) -> Array:
+    """Midpoints of equal parts of an interval."""
     return low + (high - low) * (np.arange(NODES) + 0.5) / NODES

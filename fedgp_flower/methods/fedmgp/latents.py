@@ -1,4 +1,4 @@
-"""What a unit and the server of FedMGP share: whitened latent functions g_i = L_i u_i, their posterior, its sums."""
+"""Latent functions g_i = L_i u_i that units of FedMGP share, the posterior q(u), and its sufficient statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRECISION, SHIFT = "natural.precision", "natural.shift"
 
 @message()
 class LatentFunctions:
-    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17)."""
+    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) with J pseudo-inputs W (Eq. 17)."""
 
     inducing: Float[ndarray, "J D"] = leaves("W, pseudo-inputs")
     scales: Float[ndarray, "I D"] = leaves("diagonals of S_i, squared lengthscales")
@@ -54,7 +54,7 @@ def spacing(inducing: Array) -> Array:
 
 
 def latents_at(inducing: Array, multiples: Sequence[float], jitter: float) -> LatentFunctions:
-    """Lengthscales = spacing of the pseudo-inputs times a multiple per latent function; longer ones make g collapse."""
+    """Initial latent functions; each lengthscale is a multiple of the spacing of the pseudo-inputs."""
     scales = np.outer(np.square(multiples), spacing(inducing) ** 2)
     return LatentFunctions(inducing, scales, np.ones(len(multiples)), jitter)
 
@@ -80,8 +80,8 @@ class LatentPosterior:
 class Move:
     """A trial change of the shared lengthscales together with the parameters of the units.
 
-    ``stretch`` 1 takes the unit's improved parameters, more extrapolates beyond them. When S_i changes a unit keeps
-    either the ``gain`` of its convolution, v = s (|2R + S| / |S|)^¼, or the ``width`` of its output, 2R + S.
+    With ``stretch`` = 1 a unit takes its improved parameters, above 1 it extrapolates. When S_i changes it keeps either
+    the ``gain`` of its convolution, v = s (|2R + S| / |S|)^¼, or the ``width`` of its output, 2R + S.
     """
 
     offset: Float[ndarray, "I D"] = leaves("change of log S")
@@ -91,9 +91,9 @@ class Move:
 
 @message()
 class UnitStatistics:
-    """What exact rounds need of a unit's data: log of ∏ p(y_m | u), averaged over f_m given u, is quadratic in u.
+    """Sufficient statistics of a unit: E log p(y_m | f_m) given u = evidence + Σ_i slack_i + bᵀu − ½ uᵀGu.
 
-    evidence + Σ_i slack_i + bᵀu − ½ uᵀGu. The slack is −½ tr(Ω_m)/σ²: what the pseudo-inputs cannot explain.
+    The slack −½ tr(Ω_m)/σ² accounts for the variance that the pseudo-inputs do not explain.
     """
 
     precision: Float[ndarray, "L L"] = leaves("G = Σ_n k_n k_nᵀ / σ²", symmetric=True)
@@ -107,13 +107,13 @@ class UnitStatistics:
         return float(self.evidence + self.slack.sum() + fit)
 
     def rescaled(self, factors: Array) -> UnitStatistics:
-        """The same unit when every latent function i is multiplied by ``factors[i]``."""
+        """The statistics after latent function i is multiplied by ``factors[i]``."""
         wide = np.repeat(factors, self.shift.size // factors.size)
         precision = wide[:, None] * self.precision * wide
         return UnitStatistics(precision, wide * self.shift, self.evidence, factors**2 * self.slack)
 
     def rotated(self, old: Array, new: Array) -> UnitStatistics:
-        """The same knowledge of g in other whitened coordinates: u_old = T u_new with T = L_old⁻¹ L_new for each i."""
+        """The statistics in new whitened coordinates, u_old = T u_new with T = L_old⁻¹ L_new for each i."""
         turn = block_diag(*(solve_triangular(L, L_new, lower=True) for L, L_new in zip(old, new, strict=True)))
         return UnitStatistics(turn.T @ self.precision @ turn, turn.T @ self.shift, self.evidence, self.slack)
 
@@ -122,7 +122,7 @@ class UnitStatistics:
 
 
 def to_natural(q: LatentPosterior, count: int) -> tuple[Array, Array]:
-    """λ [I, J, J] and h [I, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q)."""
+    """λ [I, J, J] and h [I, J] of the product over latent functions that minimises KL(product ‖ q)."""
     mean, eye = q.mean.reshape(count, -1), np.eye(len(q.mean))
     joint = cho_solve(cho_factor(q.covariance, lower=True), eye).reshape(*mean.shape, *mean.shape)
     precision = np.einsum("iaib->iab", joint)
@@ -166,7 +166,7 @@ def posterior(total: UnitStatistics) -> LatentPosterior:
 
 
 def shared_evidence(total: UnitStatistics) -> float:
-    """½ bᵀP⁻¹b − ½ log|P| with P = I + G: what these statistics say about u, as log evidence."""
+    """½ bᵀP⁻¹b − ½ log|P| with P = I + G, the part of the log evidence that depends on u."""
     lower, _ = _factor(total)
     z = solve_triangular(lower, total.shift, lower=True)
     return float(0.5 * z @ z - np.log(np.diag(lower)).sum())
@@ -188,7 +188,7 @@ def _factor(total: UnitStatistics) -> tuple[Array, bool]:
 
 
 def best_scales(total: UnitStatistics, num_latents: int) -> tuple[float, Array]:
-    """Amplitudes a [I] with the best bound; its slope in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J."""
+    """Highest bound and its amplitudes a [I]; the slope in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J."""
 
     def negative(log_a: Array) -> tuple[float, Array]:
         trial = total.rescaled(np.exp(log_a))
@@ -196,7 +196,7 @@ def best_scales(total: UnitStatistics, num_latents: int) -> tuple[float, Array]:
         moments = (q.mean**2 + np.diag(q.covariance)).reshape(num_latents, -1)
         return -pooled_bound(trial), moments.shape[1] - 2 * trial.slack - moments.sum(axis=1)
 
-    start, bounds = np.zeros(num_latents), [(-2.0, 2.0)] * num_latents  # how far a logarithm moves in one step
+    start, bounds = np.zeros(num_latents), [(-2.0, 2.0)] * num_latents  # largest change of log a in one step
     limits = {"maxiter": 50, "ftol": 1e-12, "gtol": 1e-7}
     best = minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=limits)
     value = negative(start)[0]

@@ -1,4 +1,4 @@
-"""What server and units of FedMGP say to each other; what a unit alone knows, φ_m, is in none of it."""
+"""Messages between the server and the units of FedMGP; none contains a unit's parameters φ_m."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedgp_flower.shared_messages import MOVE, Described
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
-"""W as it was at the start, sent to a site once: the pooled baseline has the same."""
+"""Name of the initial W, sent to each site once for the pooled baseline."""
 
 
 @message()
 class Known:
-    """What the server knows of a unit's memory: which of its parameters are behind the statistics that count."""
+    """The report of a unit that the server uses, which identifies φ_m in the unit's memory."""
 
     report: int = leaves("round of the last report that counts, 0 for none")
     move: Move = leaves("the trial move that the server took then")
@@ -28,7 +28,7 @@ class Known:
 
 @message()
 class View:
-    """Latent functions and q(u) as one unit sees them: with what it alone knows, all that predicts."""
+    """Latent functions and q(u) for one unit, which predicts from them and its φ_m."""
 
     latents: LatentFunctions
     posterior: LatentPosterior
@@ -37,7 +37,7 @@ class View:
 
 @message()
 class FirstLook:
-    """Ask for first statistics; with a direction, for those of −y where the unit's m points away from it."""
+    """Request for first statistics; with a direction, a unit with mᵀdirection < 0 flips the sign of y."""
 
     latents: LatentFunctions
     direction: Float[ndarray, " L"] | None = None
@@ -45,26 +45,26 @@ class FirstLook:
 
 @message("query.first", summand=True, counts="L")
 class FirstStatistics:
-    """One unit's first look at g: statistics at the parameters that every unit starts from."""
+    """A unit's statistics at the initial parameters."""
 
     statistics: UnitStatistics = leaves("of the rows at the starting parameters")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
+        """Return why no rows of the described number could produce this, or None."""
         good = possible_start(self.statistics, described.rows)
         return None if good else "first statistics that its rows cannot produce"
 
 
 @message("query.directions", summand=True, counts="L")
 class Directions:
-    """Where a unit's first look at g points, whatever its sign: the sum has as first eigenvector what most share."""
+    """m mᵀ, free of the sign of m; the first eigenvector of the sum is the direction that most units share."""
 
     outer: Float[ndarray, "L L"] = leaves("m mᵀ, m = (I + G)⁻¹ b of the first statistics", symmetric=True)
 
 
 @message()
 class TrialMoves:
-    """Improve φ_m with q(u) fixed, and answer with statistics at every trial move."""
+    """Request to improve φ_m for fixed q(u) and return statistics at every trial move."""
 
     view: View
     moves: tuple[Move, ...]
@@ -87,19 +87,19 @@ class TrialStatistics:
         return TrialStatistics(*(np.stack(part) for part in parts))
 
     def each(self) -> tuple[UnitStatistics, ...]:
-        """UnitStatistics at every move."""
+        """The statistics at every move."""
         parts = zip(self.precision, self.shift, self.evidence.tolist(), self.slack, strict=True)
         return tuple(UnitStatistics(*part) for part in parts)
 
     def refusal(self, _: Described) -> str | None:
-        """Why this cannot come from any rows, or None; the algorithm checks what depends on the question."""
+        """Return why no rows could produce this, or None; the strategy makes the checks that need the request."""
         good = all(semidefinite(each) for each in self.each())
         return None if good else "statistics that no rows can produce: a precision is not positive semi-definite"
 
 
 @message()
 class Broadcast:
-    """θ as Algorithm 2 broadcasts it: take local steps from here."""
+    """θ of Algorithm 2, from which units take local steps."""
 
     parameters: Mapping[str, AnyShape] = leaves("θ")
     inducing: Float[ndarray, "J D"] = leaves("W")
@@ -110,7 +110,7 @@ class Broadcast:
 
 @message("train", summand=True, counts="parameters")
 class PseudoGradient:
-    """What local steps make of θ (Algorithm 2)."""
+    """Change of θ in local steps (Algorithm 2)."""
 
     parameters: Mapping[str, AnyShape] = leaves("Δ_m = θ − θ_m, under each parameter's name", as_sent=True)
     fit: float = leaves("sum over rows of E_q log p(y | f) after the steps")
@@ -118,7 +118,7 @@ class PseudoGradient:
 
     @staticmethod
     def outliers(answers: Mapping[str, PseudoGradient], _: Mapping[str, int]) -> dict[str, str]:
-        """Single units that moved too far; λ and h grow with the rows, so the rules of aggregation judge these."""
+        """Return the units whose θ moved too far; λ and h grow with the rows and are left to the aggregation rule."""
         return {
             site: f"`parameters.{name}`: {reason}"
             for site, answer in answers.items()

@@ -1,7 +1,7 @@
-"""The model of one unit as a GPyTorch model: a sparse multi-output GP of which the unit sees one output.
+"""The model of one unit in GPyTorch: a sparse multi-output GP with one output observed at the unit.
 
-The units share θ = {S, q(u)}; the unit alone knows φ_m = {R_m, s_m, likelihood}. q is whitened, g_i = L_i u_i, and
-q(u) is a product of B Gaussians of K numbers each: of I latent functions, or one joint Gaussian.
+Units share θ = {S, q(u)}; only the unit knows φ_m = {R_m, s_m, likelihood}. Latents are whitened, g_i = L_i u_i, and
+q(u) is a product of B Gaussians of dimension K: one per latent function, or one joint Gaussian.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
 from fedgp_flower.typing import Array, NamedArrays
 
-SHARED = ("kernel.raw_scales", "variational.")  # how names of parameters that travel begin
+SHARED = ("kernel.raw_scales", "variational.")  # prefixes of the parameters θ that units send
 
 
 class MultiOutputGP(GP):
@@ -62,7 +62,7 @@ class MultiOutputGP(GP):
         return model
 
     def forward(self, x: Tensor) -> MultivariateNormal:
-        """q(f) at rows [N, D]: joint where the model predicts, marginals alone where it is trained (Eq. 12)."""
+        """q(f) at rows [N, D]: the joint when predicting, only the marginals when training (Eq. 12)."""
         latent = self.kernel.latent(self.inducing)
         cross, ones = self.kernel.cross(x, self.inducing).mT, latent.new_ones(len(latent))
         rows = whitened(latent, cross, variance=ones, jitter=self.jitter, of="C_gg")  # L⁻¹ C_gf, [I, J, N]
@@ -91,12 +91,12 @@ class MultiOutputGP(GP):
 
     @property
     def shared(self) -> dict[str, torch.nn.Parameter]:
-        """θ: what travels."""
+        """θ, which the unit sends."""
         return {name: p for name, p in self.named_parameters() if name.startswith(SHARED)}
 
     @property
     def personal(self) -> list[torch.nn.Parameter]:
-        """φ_m: what never leaves the unit."""
+        """φ_m, which never leaves the unit."""
         return [p for name, p in self.named_parameters() if not name.startswith(SHARED)]
 
     @torch.no_grad()
@@ -116,14 +116,14 @@ class MultiOutputGP(GP):
 def fit_personal(
     latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, kind: str, x: Tensor, y: Tensor
 ) -> UnitParameters:
-    """φ_m that maximises E_q log p(y | f) with θ as it is, for any likelihood."""
+    """φ_m that maximises E_q log p(y | f) for fixed θ and any likelihood."""
     model = MultiOutputGP.of(latents, q, phi, likelihood=kind)
     maximise(lambda: model.expected_log_likelihood(x, y).sum(), model.personal, max_evaluations=200)
     return model.unit_parameters()
 
 
 def observed(kind: str, parameters: UnitParameters) -> tuple[PointLikelihood, Tensor]:
-    """A likelihood and its parameters [R] at a unit; one that is not trained yet starts from the unit's noise σ²."""
+    """A likelihood and its parameters [R] at a unit; before training these derive from the unit's noise σ²."""
     point = build_point_likelihood(kind, noise=parameters.noise)
     trained = torch.tensor(parameters.likelihood, dtype=torch.float64)
     return point, trained if len(trained) else point.initial
@@ -145,13 +145,13 @@ def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSt
     return {name: p.detach().numpy().copy() for name, p in model.shared.items()}
 
 
-# What a simulation compares with: the same model fitted where the rows of all units are.
+# The pooled baseline of a simulation: the same model fitted to the rows of all units.
 
 
 def starting_point(
     units: Sequence[tuple[Array, Array]], inducing: Array, multiples: Sequence[float]
 ) -> tuple[LatentFunctions, list[UnitParameters]]:
-    """Lengthscales from the spacing of the pseudo-inputs, and φ_m by regression on q(u) of the unit with most rows."""
+    """Initial latent functions, and φ_m fitted to q(u) of the unit with most rows."""
     latents, data = latents_at(inducing, multiples, 1e-8), [UnitData.build(x, y, inducing) for x, y in units]
     phi = [unit.starting_parameters(rows, latents) for rows in data]
     first = max(range(len(data)), key=lambda m: data[m].y.size)
@@ -167,14 +167,14 @@ def fit_pooled(
     *,
     max_evaluations: int = 600,
 ) -> tuple[LatentFunctions, LatentPosterior, list[UnitParameters], float]:
-    """The multi-output GP with the highest bound by L-BFGS over log S, log R, s and log σ², and that bound."""
+    """Maximise the bound by L-BFGS over log S, log R, s and log σ²; return the fit and the bound."""
     rows, W = [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in units], torch.from_numpy(latents.inducing)
     start = np.log(latents.scales), np.log([p.smoothing for p in phi]), np.log([p.noise for p in phi])
     gains = np.stack([p.amplitudes * latents.amplitudes for p in phi])
     learned = [torch.tensor(values, requires_grad=True) for values in (*start, gains)]
 
     def bound() -> Tensor:
-        """½ bᵀP⁻¹b − ½ log|P| and the rest, P = I + Σ AᵀA/σ² and b = Σ Aᵀy/σ² with rows A = [s_i L_i⁻¹c_i]ᵀ."""
+        """The collapsed bound, with P = I + Σ AᵀA/σ², b = Σ Aᵀy/σ² and rows A = [s_i L_i⁻¹c_i]ᵀ."""
         log_s, log_r, log_noise, amplitudes = learned
         scales, none = log_s.exp(), torch.zeros_like(log_s)
         latent = smoothed_covariance(W, W, scales, none, none)
@@ -197,5 +197,5 @@ def fit_pooled(
     fitted = replace(latents, scales=scales, amplitudes=np.ones(len(scales)))
     parts = zip(smoothing, learned[3].detach().numpy(), noise.tolist(), strict=True)
     data, best = [UnitData.build(x, y, latents.inducing) for x, y in units], [UnitParameters(*part) for part in parts]
-    total = add([unit.statistics(seen, fitted, each) for seen, each in zip(data, best, strict=True)])
+    total = add([unit.statistics(part, fitted, p) for part, p in zip(data, best, strict=True)])
     return fitted, posterior(total), best, value

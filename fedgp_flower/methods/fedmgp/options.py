@@ -11,7 +11,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, MethodOptions, PositiveInt
 
 START_RATIO = 3.0
-"""Lengthscale of every further latent function over the one before, at the start: alike, they would stay so."""
+"""Initial ratio of successive lengthscales; equal ones would stay equal."""
 NATURAL_STEP = 0.03
 """Step size ρ of the local steps of ``fedmgp`` on q(u), for Gaussian noise."""
 
@@ -53,8 +53,7 @@ class FedMGPOptions(MethodOptions):
     def _check_core(self, core: CoreConfig) -> None:
         if core.model.kernel != "rbf":
             raise ConfigError(f"`model.kernel` = {core.model.kernel!r}: a convolution in closed form needs 'rbf'")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: fedmgp computes on the CPU in float64")
+        core.require_float64_on_cpu()
         if not core.model.ard:
             raise ConfigError("`model.ard` = false: every latent function of fedmgp has a lengthscale for each input")
         if not core.standardise:
@@ -64,8 +63,8 @@ class FedMGPOptions(MethodOptions):
         core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
         if core.privacy.secure_aggregation and self.aggregation != "mean":
             raise ConfigError(
-                f"`fedmgp.aggregation` = {self.aggregation!r} weighs, compares or remembers single units, and totals"
-                " under masks show none; set it to 'mean', or `privacy.secure-aggregation` to false"
+                f"`fedmgp.aggregation` = {self.aggregation!r} uses updates of single units, but masks show only"
+                " totals; set it to 'mean', or `privacy.secure-aggregation` to false"
             )
 
 
@@ -83,5 +82,5 @@ class FedMGPExactOptions(FedMGPOptions):
         if self.aggregation not in ("mean", "agreement"):
             raise ConfigError(
                 f"`fedmgp.aggregation` = {self.aggregation!r} needs `method` = 'fedmgp': statistics of units differ in"
-                " scale and coverage, so exact rounds know only 'mean' and 'agreement'"
+                " scale and coverage, so exact rounds support only 'mean' and 'agreement'"
             )

@@ -1,4 +1,4 @@
-"""What a unit of a finished FedMGP run predicts, and what the report shows of units and what they share."""
+"""Predictions of a unit of a finished FedMGP run, and the panels of its report."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from fedgp_flower.run.report import Panel
 from fedgp_flower.typing import NamedArrays
 
 MOST_UNITS, POINTS = 12, 161
-"""Units that are drawn, and points of a curve."""
+"""Most units in a figure, and points of a curve."""
 
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """A unit's observations (paper, Eq. 16) by φ_m behind its last report, or fitted to its rows; None where lost."""
+    """Predictor of a unit (paper, Eq. 16) with φ_m of its last report, else fitted; None if its state was lost."""
     if run.saved is None:
         return None
     saved = run.saved.model
-    told = saved["known"].get(site.site)
-    if told is not None and told["report"] and not state:
+    report = saved["known"].get(site.site)
+    if report is not None and report["report"] and not state:
         return None
-    client, arrays = at_site(FedMGPClient, run, config, site, state if told and told["report"] else {})
+    client, arrays = at_site(FedMGPClient, run, config, site, state if report and report["report"] else {})
     inducing, scales, amplitudes = (arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
-    told = told or {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
-    known = Known(told["report"], Move(np.array(told["offset"], np.float64), told["stretch"], told["hold"]))
+    report = report or {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
+    known = Known(report["report"], Move(np.array(report["offset"], np.float64), report["stretch"], report["hold"]))
     q = LatentPosterior(arrays["posterior.mean"], arrays["posterior.covariance"])
     return predictor(client, View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known))
 
 
 def panels(run: Run) -> list[Panel]:
-    """Along one input: what simulated units predict, and the latent functions."""
+    """Predictions of simulated units and the latent functions, for a single input."""
     if run.saved is None or len(run.saved.inputs) != 1:
         return []
     saved, sections = run.saved, []
@@ -51,13 +51,13 @@ def panels(run: Run) -> list[Panel]:
     if run.predictions is not None and not saved.schema["target"].get("levels"):
         units = {}
         for site, label in [*run.metrics.labels.items()][:MOST_UNITS]:
-            with suppress(RunError):  # what a unit kept may be lost, or elsewhere
+            with suppress(RunError):  # the unit's state may be lost, or on another machine
                 units[label] = Predictor.at_site(run.path, site)
         if units:
             frame = pd.DataFrame({saved.schema["features"][0]["name"]: np.linspace(W.min(), W.max(), POINTS)})
             caption = "Mean and 95 % interval of an observation. Grey: rows the unit trained on; red: held-out rows."
             sections.append(Panel("Units", site_curves(units, frame), caption))
-    caption = "Mean and 95 % interval at the pseudo-inputs, all that the units share."
+    caption = "Mean and 95 % interval at the pseudo-inputs; units share nothing else."
     return [*sections, Panel("Shared latent functions", latents(saved, W), caption)]
 
 

@@ -1,11 +1,11 @@
-"""The mathematics of a unit with Gaussian noise: its parameters φ_m, its sums, and its local steps.
+"""One unit with Gaussian noise: its parameters φ_m, sufficient statistics and local steps.
 
-In rounds of Algorithm 2 q(u_i) = N(λ_i⁻¹h_i, λ_i⁻¹). With G and b of a mini-batch times N_m/|B| and m = λ⁻¹h, a step is
+In rounds of Algorithm 2 q(u_i) = N(λ_i⁻¹h_i, λ_i⁻¹). With m = λ⁻¹h, and G and b of a mini-batch times N_m/|B|:
 
     λ_i ← (1 − ρ) λ_i + ρ (I + G_ii / p_m),    h_i ← (1 − ρ) h_i + ρ (b_i − Σ_{j≠i} G_ij m_j) / p_m,
 
-a natural-gradient step of size ρ on the local risk R_m (Eq. 14; Hoffman et al., JMLR 14, 2013, Section 2). As λ and h
-enter linearly, their average over units with weights p_m is a step on the pooled bound.
+a natural-gradient step of size ρ on the local risk R_m (Eq. 14; Hoffman et al., JMLR 14, 2013, Section 2). Steps are
+linear in λ and h, so their average over units with weights p_m is a step on the pooled bound.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fedgp_flower.methods.fedmgp.trust import START_NOISE
 from fedgp_flower.typing import Array, Indices, NamedArrays
 
 WINDOW, EVALUATIONS = 1.5, 12
-"""Half-width of the search in log R, and its evaluations."""
+"""Half-width of the search over log R, and its number of evaluations."""
 LEAST_NOISE = 1e-6
 """Smallest noise variance, relative to the mean square of y."""
-FEW = 10
-"""Rows below which noise is not less than where it starts: f goes through so few rows."""
+FEW_ROWS = 10
+"""With fewer rows the noise stays at or above its starting value, because f could interpolate them."""
 SMOOTHING, AMPLITUDES, NOISE = "log R", "s", "log σ²"
 DIVERGED = "local steps diverged: a parameter is not finite. Lower `optimizer.learning-rate`."
 _GRID = np.log([0.003, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])
-"""First search of log R, relative to S."""
+"""Initial grid of log R, relative to S."""
 
 
 @message()
@@ -53,46 +53,46 @@ class UnitParameters:
 
 @dataclass(frozen=True, slots=True)
 class UnitData:
-    """A unit's targets, squared distances of its rows to the pseudo-inputs, and the bounds of its smoothing."""
+    """A unit's targets, its squared distances to the pseudo-inputs, and bounds of its smoothing."""
 
     y: Array  # [N]
     gaps: Array  # [D, N, J]
-    lower: Array  # [D]  a width R nobody can see between pseudo-inputs
-    upper: Array  # [D]  ten times the extent of the pseudo-inputs, squared
+    lower: Array  # [D]  smallest R, far below the spacing of the pseudo-inputs
+    upper: Array  # [D]  largest R, (10 × extent of the pseudo-inputs)²
 
     @classmethod
     def build(cls, x: Array, y: Array, inducing: Array) -> UnitData:
-        """Rows ``x`` [N, D], targets ``y`` [N] and pseudo-inputs [J, D]."""
+        """Build from rows ``x`` [N, D], targets ``y`` [N] and pseudo-inputs [J, D]."""
         least, extent = 1e-3 * shared.spacing(inducing) ** 2, np.ptp(inducing, axis=0)
         return cls(y, squared_gaps(x, inducing), least, 100.0 * extent**2)
 
 
 @message()
 class UnitState:
-    """What a unit remembers: where its last round started and ended, and the lengthscales of that round."""
+    """Memory of a unit: φ_m before and after its last round, and the lengthscales of that round."""
 
     before: UnitParameters
     proposed: UnitParameters
     scales: Float[ndarray, "I D"]
     round: int = 0
-    """Round of the request that it answered with this."""
+    """Round of the request that this state answered."""
     based_on: int = 0
-    """Round of the report that counted then."""
+    """Round of the report that the server used then."""
 
-    def agreed(self, data: UnitData, known: Known) -> UnitParameters | None:
-        """The parameters behind the report that counts; None where the unit must start afresh."""
+    def accepted(self, data: UnitData, known: Known) -> UnitParameters | None:
+        """Return φ_m of the report that the server uses; None if the unit must start again."""
         if known.report == self.round:
             return moved(data, self, known.move)[1]
         return self.before if known.report == self.based_on > 0 else None
 
 
 def squared_gaps(x: Array, inducing: Array) -> Array:
-    """(x_nd − w_jd)² by dimension.  [D, N, J]."""
+    """Return (x_nd − w_jd)².  [D, N, J]."""
     return np.asarray(np.square(x.T[:, :, None] - inducing.T[:, None, :]))
 
 
 def feature(gaps: Array, scale: Array, amplitude: float, factor: Array, smoothing: Array) -> Array:
-    """K_i = C_{f g_i} L_i⁻ᵀ / a_i for s_i = 1, so that E[f_n | u] = Σ_i s_i k_niᵀ u_i.  [N, J].
+    """Return K_i = C_{f g_i} L_i⁻ᵀ / a_i for s_i = 1, so that E[f_n | u] = Σ_i s_i k_niᵀ u_i.  [N, J].
 
     With unit-variance f: c_fg = a² (|2R + S| |S|)^¼ |R + S|^(−½) exp(−½ (x − w)ᵀ (R + S)⁻¹ (x − w)) (Eq. 18 rescaled).
     """
@@ -103,7 +103,7 @@ def feature(gaps: Array, scale: Array, amplitude: float, factor: Array, smoothin
         exponent -= gap * (0.5 / w)
     cross = np.exp(exponent, out=exponent)
     cross *= height
-    solved, _ = dtrtrs(factor.T, cross.T, lower=0, trans=1, overwrite_b=1)  # L⁻¹ C_gf, both passed without a copy
+    solved, _ = dtrtrs(factor.T, cross.T, lower=0, trans=1, overwrite_b=1)  # L⁻¹ C_gf, without copies
     return np.asarray(solved).T
 
 
@@ -114,7 +114,7 @@ def features(gaps: Array, latents: LatentFunctions, factors: Array, smoothing: A
 
 
 def starting_parameters(data: UnitData, latents: LatentFunctions, *, smooth: bool = True) -> UnitParameters:
-    """F as large as the data, noise a tenth of their variance, R = S/4 or, where units do not smooth yet, the least."""
+    """Return the initial φ_m: f has the power of the targets, and R = S/4, or its minimum if ``smooth`` is false."""
     power = float(np.mean(data.y**2))
     smoothing = latents.scales / 4 if smooth else np.broadcast_to(data.lower, latents.scales.shape).copy()
     amplitudes = np.sqrt(power / len(latents.scales)) / latents.amplitudes
@@ -122,12 +122,12 @@ def starting_parameters(data: UnitData, latents: LatentFunctions, *, smooth: boo
 
 
 def least_noise(y: Array) -> float:
-    """Smallest noise variance of a unit with targets y."""
-    return START_NOISE * mean_square(y) if len(y) < FEW else LEAST_NOISE * float(np.mean(y**2))
+    """Return the smallest noise variance allowed for targets y."""
+    return START_NOISE * mean_square(y) if len(y) < FEW_ROWS else LEAST_NOISE * float(np.mean(y**2))
 
 
 def mean_square(y: Array) -> float:
-    """Of a unit's targets; where it is below 1, as it is of all units, one more target of 1 counts."""
+    """Return the mean square of a unit's targets; a value below 1 is shrunk towards 1 by one pseudo-observation."""
     return max(float(np.mean(y**2)), (float(y @ y) + 1) / (len(y) + 1))
 
 
@@ -137,7 +137,7 @@ def mean_square(y: Array) -> float:
 def _regression(
     data: UnitData, latents: LatentFunctions, q: LatentPosterior
 ) -> Callable[[Sequence[Array]], tuple[Array, float]]:
-    """From features K_i to s = H⁻¹c and σ² = (yᵀy − cᵀs)/N, with F at the rows, H = E_q FᵀF and c = E_q Fᵀy."""
+    """Return a solver that maps features K_i to s = H⁻¹c and σ² = (yᵀy − cᵀs)/N, H = E_q FᵀF and c = E_q Fᵀy."""
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
     y, power, means = data.y, float(data.y @ data.y), q.mean.reshape(count, J)
     least = least_noise(y)
@@ -168,7 +168,7 @@ def maximise(
     smooth: bool = True,
     coarse: bool = False,
 ) -> UnitParameters:
-    """Improve φ_m with q(u) fixed: R one coordinate at a time, ``coarse`` on a grid first; s and σ² in closed form."""
+    """Improve φ_m for fixed q(u): a search per coordinate of log R, ``coarse`` on a grid first, then s and σ²."""
     solve, factors, smoothing = _regression(data, latents, q), latents.whitening(), phi.smoothing.copy()
     K = features(data.gaps, latents, factors, smoothing)
     lower, upper = np.log(data.lower), np.log(data.upper)
@@ -198,7 +198,7 @@ def maximise(
 
 
 def moved(data: UnitData, state: UnitState, move: Move) -> tuple[Array, UnitParameters]:
-    """Lengthscales [I, D] and the unit's parameters after a trial move; a unit needs only the move to follow."""
+    """Return the lengthscales [I, D] and φ_m after a trial move."""
     scales = state.scales * np.exp(move.offset)
     before, after, smoothing, noise = state.before, state.proposed, state.proposed.smoothing, state.proposed.noise
     if move.stretch != 1.0:
@@ -214,7 +214,7 @@ def moved(data: UnitData, state: UnitState, move: Move) -> tuple[Array, UnitPara
 
 
 def statistics(data: UnitData, latents: LatentFunctions, phi: UnitParameters) -> shared.UnitStatistics:
-    """The unit's sums for q(u) and the bound."""
+    """Return the unit's sufficient statistics for q(u) and the bound."""
     s, noise, N = phi.amplitudes, phi.noise, data.y.size
     scaled = [
         si * Ki for si, Ki in zip(s, features(data.gaps, latents, latents.whitening(), phi.smoothing), strict=True)
@@ -234,10 +234,10 @@ def respond(
     *,
     smooth: bool = True,
 ) -> tuple[UnitState, list[shared.UnitStatistics]]:
-    """One round at a unit: improve φ_m, then statistics at every trial move; a newcomer has no parameters yet."""
+    """Improve φ_m, and return the new state and the statistics at every trial move; ``phi`` is None for a new unit."""
     start = starting_parameters(data, latents, smooth=smooth) if phi is None else phi
-    unsearched = phi is None or bool(np.all(phi.smoothing <= data.lower))  # new, or just released
-    proposed = maximise(data, latents, q, start, smooth=smooth, coarse=unsearched)
+    coarse = phi is None or bool(np.all(phi.smoothing <= data.lower))  # R was not searched before
+    proposed = maximise(data, latents, q, start, smooth=smooth, coarse=coarse)
     state = UnitState(proposed if phi is None else start, proposed, latents.scales)
     trials = [moved(data, state, move) for move in moves]
     return state, [statistics(data, replace(latents, scales=scales), trial) for scales, trial in trials]
@@ -253,7 +253,7 @@ def predict(x: Array, latents: LatentFunctions, q: LatentPosterior, phi: UnitPar
 
 
 def fit_alone(data: UnitData, latents: LatentFunctions, q: LatentPosterior) -> UnitParameters:
-    """φ_m fitted with g as it is, in 20 sweeps: what a unit that joins late does, and nothing of it goes back."""
+    """Fit φ_m of a unit that joins late, in 20 sweeps with g and q(u) fixed."""
     phi = starting_parameters(data, latents)
     for sweep in range(20):
         phi = maximise(data, latents, q, phi, coarse=sweep == 0)
@@ -265,7 +265,7 @@ def fit_alone(data: UnitData, latents: LatentFunctions, q: LatentPosterior) -> U
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """How many, Adam's rate, the size ρ of steps on q(u), the unit's weight p_m, and rows of a mini-batch or None."""
+    """Number of steps, Adam's rate, step size ρ of q(u), the unit's weight p_m, and a sampler of mini-batches."""
 
     count: int
     rate: float
@@ -277,7 +277,7 @@ class LocalSteps:
 def natural_steps(
     theta: Mapping[str, Array], data: UnitData, latents: LatentFunctions, phi: UnitParameters, steps: LocalSteps
 ) -> tuple[NamedArrays, UnitParameters]:
-    """θ = {log S, λ, h} and φ_m after local steps; ``latents`` are those at θ. A diverged step is never sent."""
+    """Return θ = {log S, λ, h} and φ_m after local steps; raise NumericsError if one diverges."""
     precision, shift, rho = theta[PRECISION], theta[SHIFT], steps.natural
     inner = squared_gaps(latents.inducing, latents.inducing)
     free = {SCALES: theta[SCALES], AMPLITUDES: phi.amplitudes, NOISE: np.log([phi.noise])}
@@ -289,7 +289,7 @@ def natural_steps(
         part = data if rows is None else replace(data, y=data.y[rows], gaps=data.gaps[:, rows])
         scale = len(data.y) / (len(part.y) * steps.weight)
         q = shared.from_natural(precision, shift)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # the check below speaks for all of them
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # divergence is checked below
             here = replace(latents, scales=np.exp(free[SCALES]))
             slopes, target = risk_slopes(part, inner, here, phi, q, scale)
         precision = (1 - rho) * precision + rho * (np.eye(precision.shape[1]) + target[0])
@@ -306,14 +306,14 @@ def natural_steps(
 def risk_slopes(
     data: UnitData, inner: Array, latents: LatentFunctions, phi: UnitParameters, q: tuple[Array, Array], scale: float
 ) -> tuple[NamedArrays, tuple[Array, Array]]:
-    """Gradient of the local risk R_m in log S, log R, s and log σ², and where a whole step on q(u) leads.
+    """Return the gradient of R_m in log S, log R, s and log σ², and the target of a full natural step on q(u).
 
     With K_i = L_i⁻¹ c_{g_i f} [J, N] the mean of f is Σ_i s_i K_iᵀ m_i and its variance Σ_i s_i² (1 − ‖k_in‖² +
-    ‖T_iᵀ k_in‖²). The reverse pass through the Cholesky factor is written out (Murray 2016): a tenth of the time that
-    autograd takes. The step on q(u) leads to G_ii [I, J, J] and b_i − Σ_{j≠i} G_ij m_j [I, J], times ``scale``.
+    ‖T_iᵀ k_in‖²). The reverse pass through the Cholesky factor is written by hand (Murray 2016); autograd takes ten
+    times as long. The target is G_ii [I, J, J] and b_i − Σ_{j≠i} G_ij m_j [I, J], times ``scale``.
 
-    ``data`` are the rows of a mini-batch, ``inner`` the squared distances of the pseudo-inputs [D, J, J], ``q`` means m
-    [I, J] and factors T [I, J, J], ``scale`` = N_m / (|B| p_m); latent functions have amplitude 1.
+    ``data`` is a mini-batch, ``inner`` holds squared distances of pseudo-inputs [D, J, J], ``q`` means m [I, J] and
+    factors T [I, J, J], and ``scale`` = N_m / (|B| p_m). Latent functions have amplitude 1.
     """
     (m, T), s, noise, L = q, phi.amplitudes, phi.noise, latents.whitening()
     K = np.stack([part.T for part in features(data.gaps, latents, L, phi.smoothing)])  # [I, J, N]
@@ -343,12 +343,12 @@ def risk_slopes(
 
 
 def _solve(factor: Array, right: Array) -> Array:
-    """L⁻ᵀB; a row-major L is passed as the upper factor Lᵀ without a copy."""
+    """Return L⁻ᵀB; a row-major L is passed as the upper factor Lᵀ without a copy."""
     return np.asarray(dtrtrs(factor.T, right, lower=0, trans=0)[0])
 
 
 def _through_cholesky(L: Array, L_bar: Array) -> Array:
-    """Gradient in the matrix from that in its factor: sym(L⁻ᵀ Φ(Lᵀ L̄) L⁻¹), Φ = lower triangle, half the diagonal."""
+    """Gradient in a matrix from that in its factor: sym(L⁻ᵀ Φ(Lᵀ L̄) L⁻¹), Φ = lower triangle, half the diagonal."""
     inner = np.tril(L.T @ L_bar)
     inner[np.diag_indices_from(inner)] *= 0.5
     full = _solve(L, _solve(L, inner).T)  # (L⁻ᵀ Φ L⁻¹)ᵀ

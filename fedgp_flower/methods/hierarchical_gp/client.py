@@ -1,4 +1,4 @@
-"""The site's half of the hierarchical GP. It keeps nothing: its deviation follows from its rows and q(Z_G)."""
+"""The stateless client of the hierarchical GP: its deviation follows from its rows and q(Z_G)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS = 400
-"""Every so many-th row of a longer series counts, so that no more are left: a unit factorises matrices of its rows."""
+"""Longer series are thinned evenly to at most this many rows, because a unit factorises matrices of its rows."""
 
 
 class HierarchicalClient(SiteClient):
     """Sums of the site's rows with the deviation integrated out, and predictions with it."""
+
+    options: HierarchicalOptions
 
     def expansion(self, request: Parameters) -> ExpansionShare:
         """P, p and c of the site's rows, and their derivatives by θ."""
@@ -41,50 +43,44 @@ class HierarchicalClient(SiteClient):
         return replace(share, count=np.array(float(self.num_examples)))
 
     def calibration(self, request: CalibrationRequest) -> Calibration:
-        """How well the unit is predicted from its first rows and the other units."""
+        """Errors of predictions of the unit from its first rows and the other units."""
         total = (torch.tensor(part) for part in (request.precision, request.shift))
         return rough.calibration(self.unit(request.values), GlobalPosterior.of(request.values), *total)
 
     def predict(self, request: HierarchicalView, inputs: Array) -> Prediction:
-        """An observation at this site."""
-        found = self.deviation(request.values).predict(self.placed(inputs), GlobalPosterior.of(request.values))
+        """Mean and variance of an observation at this site."""
+        found = self.deviation(request.values).predict(self.rescaled(inputs), GlobalPosterior.of(request.values))
         mean, variance = (part.numpy() for part in found)
         if request.factors is not None:
-            last = float(self.placed(self.rows.x).max())
-            variance = rough.widened(variance, self.placed(inputs).numpy(), last, request.factors)
+            last = float(self.rescaled(self.rows.x).max())
+            variance = rough.widened(variance, self.rescaled(inputs).numpy(), last, request.factors)
         return Prediction(mean, variance)
 
     def shown(self, request: HierarchicalView) -> NamedArrays:
-        """Held-out rows with their predictions, and the trend and the deviation that add up to them."""
-        x, q_global = self.placed(self.rows.x_test), GlobalPosterior.of(request.values)
+        """Held-out rows with their predictions, trend and deviation."""
+        x, q_global = self.rescaled(self.rows.x_test), GlobalPosterior.of(request.values)
         trend = self.deviation(request.values).trend(x, q_global).numpy()
         whole = self.predict(request, self.rows.x_test).mean
         return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
 
-    # What the handlers work with.
-
-    @property
-    def rough(self) -> bool:
-        """Whether the site is a unit along one input."""
-        assert isinstance(self.config.options, HierarchicalOptions)
-        return self.config.options.rough
+    # Helpers of the handlers.
 
     def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | RoughDeviation:
-        """The rows of the site at a θ."""
-        if self.rough:
+        """The rows of the site at θ = ``values``."""
+        if self.options.rough:
             return self.unit(values)
         model = shaped_gp(self.config.model, self.setting.constants[SHARED])
         model.load_theta(values)
         return SmoothDeviation(model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
 
     def unit(self, values: Mapping[str, ndarray]) -> RoughDeviation:
-        """The rows of a unit at a θ, in the order of the input."""
+        """The rows of a unit at θ = ``values``, ordered by the input."""
         every = -(-self.num_examples // MOST_ROWS)
         order = np.argsort(self.rows.x[:, 0], kind="stable")[::-1][::every][::-1]
-        x, y = self.placed(self.rows.x[order]), torch.from_numpy(self.rows.y[order].copy())
-        inducing = self.placed(self.setting.constants[SHARED])
+        x, y = self.rescaled(self.rows.x[order]), torch.from_numpy(self.rows.y[order].copy())
+        inducing = self.rescaled(self.setting.constants[SHARED])
         return RoughDeviation(x, y, inducing, rough.theta_of(values), self.config.model.jitter)
 
-    def placed(self, inputs: Array) -> Tensor:
-        """Inputs [N, D]; of units as shares [N] of the range of the pseudo-inputs."""
-        return rough.placed(inputs, self.setting.constants[SHARED]) if self.rough else torch.from_numpy(inputs)
+    def rescaled(self, inputs: Array) -> Tensor:
+        """Inputs [N, D], or for rough deviations [N] rescaled to [0, 1]."""
+        return rough.rescale(inputs, self.setting.constants[SHARED]) if self.options.rough else torch.from_numpy(inputs)

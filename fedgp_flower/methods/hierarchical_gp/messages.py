@@ -1,6 +1,6 @@
-"""What the server and the sites of a hierarchical GP say to each other.
+"""Messages of the hierarchical GP.
 
-A site integrates its deviation out. Its sums and their derivatives give a Newton step on the bound of all rows.
+Sites integrate their deviations out; their sums and derivatives give a Newton step on the bound of all rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedgp_flower.typing import AnyShape
 
 @message("train.expansion", summand=True, counts="G T W")
 class ExpansionShare:
-    """What Z_G sees of a site's rows, its deviation integrated out, and total derivatives by θ: its shape z follows."""
+    """A site's sums for Z_G with its deviation integrated out, and their total derivatives by θ."""
 
     precision: Float[ndarray, "G G"] = leaves("P = Φ R⁻¹ Φᵀ", symmetric=True)
     shift: Float[ndarray, " G"] = leaves("p = Φ R⁻¹ y")
@@ -33,12 +33,12 @@ class ExpansionShare:
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
-        """Why sums cannot come from so many rows, or None."""
+        """Return why the described rows cannot produce these sums, or None."""
         rows = described.rows
         if float(self.count) != rows:
-            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
+            return f"sums of {float(self.count):g} rows from a site with {rows}"
         if (self.squares < 0).any() or (self.known > rows).any():  # holds of a total too: a site has a row or more
-            return "`squares` or `known` are those of no shape"
+            return "`squares` or `known` are out of range"
         size = max(float(np.abs(self.precision).max()), 1e-300)
         if not np.linalg.eigvalsh(self.precision / size)[0] >= -1e-6:
             return "`precision` is not positive semi-definite"
@@ -46,13 +46,13 @@ class ExpansionShare:
 
     @staticmethod
     def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:
-        """Precisions that dwarf those of the other sites."""
+        """Return sites whose precision dwarfs those of the others."""
         return dwarfing(answers, rows, "precision", lambda share: float(np.trace(share.precision)))
 
 
 @message()
 class HierarchicalView:
-    """What predicts at a site, together with the rows of the site."""
+    """The posterior for predictions at a site, given its rows."""
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     factors: Float[ndarray, " K"] | None = leaves(
@@ -62,7 +62,7 @@ class HierarchicalView:
 
 @message()
 class CalibrationRequest:
-    """A unit is to be predicted from its first rows and the other units."""
+    """Request to predict a unit from its first rows and the other units."""
 
     values: Mapping[str, AnyShape] = leaves("θ and q(u)")
     precision: Float[ndarray, "G G"] = leaves("the total P", symmetric=True)
@@ -71,28 +71,28 @@ class CalibrationRequest:
 
 @message("query.calibration", summand=True, counts="K")
 class Calibration:
-    """How far the rows that a unit hid beyond K cuts were from what it predicted of them; only sums count."""
+    """Histograms of standardised prediction errors of a unit beyond K cuts."""
 
     shares: Float[ndarray, "K B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
     rows: Float[ndarray, " K"] = leaves("hidden rows, at each cut")
 
     def coarse(self, least: int) -> Calibration:
-        """The same without cells of fewer rows."""
+        """Merge cells with fewer than ``least`` rows."""
         counts = np.rint(self.shares * self.rows[:, None]).astype(np.int64)
         merged = np.stack([merged_cells(row, least) for row in counts]).astype(np.float64)
         return replace(self, shares=merged / np.maximum(self.rows, 1)[:, None])
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
+        """Return why the described rows cannot produce this, or None."""
         rows = described.rows
         units, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
         whole = np.abs(units - np.rint(units)).max() <= 1e-6 * max(float(units.max()), 1.0)
         if not (known.all() and whole) or (self.shares < 0).any() or (np.rint(units) > self.rows).any():
-            return f"`shares` are no distributions of up to {rows} hidden rows"  # of a unit, or of several in a total
+            return f"`shares` are not distributions of up to {rows} hidden rows"  # of a unit, or of several in a total
         return None
 
     @staticmethod
     def outliers(answers: Mapping[str, Calibration], _: Mapping[str, int]) -> dict[str, str]:
-        """Units that count as several."""
+        """Return units whose weight is above 1."""
         sums = {site: float(share.shares.sum(axis=1).max()) for site, share in answers.items()}
         return {site: f"`shares` add up to {total:g} instead of 1" for site, total in sums.items() if total > 1 + 1e-6}

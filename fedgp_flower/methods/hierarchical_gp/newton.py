@@ -1,11 +1,11 @@
-"""A hierarchical GP with Gaussian noise in closed form: the sums of a site, the bound of all rows, and a step on θ.
+"""Closed form of a hierarchical GP with Gaussian noise: sums of a site, the bound of all rows, and a Newton step.
 
-At fixed θ the best q(Z_G) ∏ₖ q(Z_Lk | Z_G) is known. With a site's deviation integrated out, y_k = Φ_kᵀ Z_G + e_k with
-e_k ~ N(0, R_k). The posterior of Z_G ~ N(0, I) needs no more of its rows than
+With a site's deviation integrated out, y_k = Φ_kᵀ Z_G + e_k with e_k ~ N(0, R_k). Sufficient statistics of its rows
+for Z_G ~ N(0, I) are
 
     P_k = Φ_k R_k⁻¹ Φ_kᵀ,   p_k = Φ_k R_k⁻¹ y_k,   c_k = log N(y_k | 0, R_k) − r_k / 2s_k² − ½z_k²,
 
-where r_k is the variance that the inducing values leave open, s_k the noise and z_k its whitened offset. With the sums,
+where r_k is the summed variance given the inducing values, s_k the noise and z_k its whitened offset. With the sums,
 q(Z_G) = N(m, S), S = (I + P)⁻¹, m = Sp, and F = c − ½ log|I + P| + ½ pᵀm, the bound of Titsias (2009) for all rows.
 """
 
@@ -25,7 +25,7 @@ from fedgp_flower.typing import Scalar, Square, Vector
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """P, p and c, of a site or of all."""
+    """P, p and c of one site or of all sites."""
 
     precision: Square
     shift: Vector
@@ -43,7 +43,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class BoundExpansion:
-    """F to second order at a θ, and q(Z_G) there."""
+    """F to second order at θ, and q(Z_G)."""
 
     value: float
     gradient: Float[Tensor, " T"]
@@ -68,7 +68,7 @@ def posterior(precision: Square, shift: Vector) -> tuple[GlobalPosterior, Square
 def transported(
     precision: Square, shift: Vector, before: Float[Tensor, "Z Z"], after: Float[Tensor, "Z Z"]
 ) -> tuple[Square, Vector]:
-    """P and p guessed at another θ: what the rows say of the values at the inducing inputs is taken to stay.
+    """Predict P and p at another θ, with the information on the inducing values unchanged.
 
     With L Lᵀ = K_zz before and after, P becomes RᵀPR and p becomes Rᵀp, R = L_before⁻¹ L_after; linear terms stay.
     """
@@ -79,14 +79,14 @@ def transported(
 
 
 def expansion(total: ExpansionShare) -> BoundExpansion:
-    """Value, exact gradient and Hessian of F from sums over sites.
+    """Value, gradient and Hessian of F from sums over sites.
 
     With u_i = ∂_i p − ∂_i P m,
 
         ∂_i F = ∂_i c − ½ tr[(S + mmᵀ) ∂_i P] + mᵀ ∂_i p,   ∂²F = ΣJ″ + ½ tr(S ∂_i P S ∂_j P) + u_iᵀ S u_j.
 
-    ``slopes`` has a row like :meth:`Sums.flat` for each entry of θ, along which sites move their z_k. ``curvature`` is
-    ΣJ″ at fixed q(Z_G); sites take it at the q(Z_G) they were sent, so that it is exact where that has settled.
+    ``slopes`` has a row like :meth:`Sums.flat` for each entry of θ, with dz_k/dθ included. ``curvature`` is ΣJ″ at the
+    q(Z_G) of the request, so that the Hessian is exact once q(Z_G) has converged.
     """
     parts = (total.precision, total.shift, total.constant, total.slopes, total.curvature)
     *known, slopes, curvature = (torch.tensor(part) for part in parts)
@@ -111,10 +111,10 @@ def expansion(total: ExpansionShare) -> BoundExpansion:
 def newton_step(
     gradient: Float[Tensor, " T"], hessian: Float[Tensor, "T T"], radius: float
 ) -> tuple[Float[Tensor, " T"], float]:
-    """A step uphill in units of prior standard deviations, and the rise it promises to second order.
+    """A Newton step in units of prior standard deviations, and the increase that it predicts to second order.
 
-    It is H⁻¹∇ with every eigenvalue of −H taken as at least 1 in size, the curvature of the prior alone, and shortened
-    where an entry would exceed ``radius``.
+    Eigenvalues of −H have size at least 1, the curvature of the prior, and the step is shortened to entries of at most
+    ``radius``.
     """
     curvatures, directions = torch.linalg.eigh(-hessian)
     step = directions @ ((directions.mT @ gradient) / curvatures.abs().clamp(min=1.0))
@@ -128,16 +128,16 @@ def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def rows_of_jacobian(values: Float[Tensor, " V"], leaves: list[Tensor]) -> Float[Tensor, "V T"]:
-    """Derivatives of a few values, in one backward pass for all."""
+    """Derivatives of a few values, in one batched backward pass."""
     unit = torch.eye(len(values)).to(values)
     slopes = torch.autograd.grad(values, leaves, unit, retain_graph=True, is_grads_batched=True, allow_unused=True)
     pairs = zip(slopes, leaves, strict=True)
-    none = unit.new_zeros(len(unit), 1)
-    return torch.cat([none.expand(-1, at.numel()) if s is None else s.reshape(len(unit), -1) for s, at in pairs], 1)
+    zero = unit.new_zeros(len(unit), 1)
+    return torch.cat([zero.expand(-1, at.numel()) if s is None else s.reshape(len(unit), -1) for s, at in pairs], 1)
 
 
 def jacobian(values: Float[Tensor, " Q"], leaves: list[Tensor]) -> Float[Tensor, "T Q"]:
-    """Derivatives of many values by a few numbers: Jᵀw is linear in w, and its Jacobian by w is Jᵀ."""
+    """Derivatives of many values by a few numbers, from the Jacobian Jᵀ of Jᵀw in w."""
     probe = torch.zeros_like(values, requires_grad=True)
     pulled = flattened(torch.autograd.grad(values, leaves, probe, create_graph=True, materialize_grads=True))
     return rows_of_jacobian(pulled, [probe])
@@ -153,13 +153,13 @@ def second_order(sums: Sums, value: Scalar, leaves: list[Tensor]) -> tuple[Float
 def share_of(
     sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor, "T T"], offset: Vector, known: Vector, rows: int
 ) -> ExpansionShare:
-    """What a site sends: sums at the mode ``offset`` of z_k, total derivatives by θ, J″; ``known`` is 1 − var z_k."""
+    """The message with sums at the mode ``offset`` of z_k, total derivatives by θ, and J″; ``known`` is 1 − var z_k."""
     count = slopes.new_tensor(float(rows))
     parts = (sums.precision, sums.shift, sums.constant, slopes, curvature, count, offset.square(), known)
     return ExpansionShare(*(part.detach().numpy() for part in parts))
 
 
-def averaged(shares: Vector, means: Float[Tensor, "J n"], variances: Float[Tensor, "J n"]) -> tuple[Tensor, Tensor]:
+def mixture(weights: Vector, means: Float[Tensor, "J n"], variances: Float[Tensor, "J n"]) -> tuple[Tensor, Tensor]:
     """Mean and variance of a mixture."""
-    centre = shares @ means
-    return centre, shares @ (variances + (means - centre).square())
+    centre = weights @ means
+    return centre, weights @ (variances + (means - centre).square())

@@ -10,7 +10,7 @@ from fedgp_flower.options import BASIC, MethodOptions
 
 
 class HierarchicalOptions(MethodOptions):
-    """How sites deviate from the shared trend."""
+    """The form of deviations from the shared trend."""
 
     table: ClassVar[str] = "hierarchical"
 
@@ -25,13 +25,12 @@ class HierarchicalOptions(MethodOptions):
         return self.deviation == "rough"
 
     def check(self, core: CoreConfig) -> None:
-        """Gaussian noise, whole batches, and no keys that closed forms do not read."""
+        """Raise ConfigError for other likelihoods and for keys that closed forms ignore."""
         if core.model.likelihood != "gaussian":
             raise ConfigError(
                 f"`model.likelihood` = {core.model.likelihood!r}: hierarchical-gp needs 'gaussian'; take `method` = "
                 "'sfvi', which learns the same model by gradients"
             )
         if unread := core.optimizer.unread():
-            raise ConfigError(f"{unread}: hierarchical-gp takes Newton steps on all rows and reads none of them")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: hierarchical-gp computes on the CPU in float64")
+            raise ConfigError(f"{unread}: hierarchical-gp takes Newton steps on all rows and ignores them")
+        core.require_float64_on_cpu()

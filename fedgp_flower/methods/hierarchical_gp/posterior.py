@@ -1,4 +1,4 @@
-"""The posterior of the hierarchical GP: for a site that nobody has seen, and at a site with its rows."""
+"""Predictions of a finished hierarchical GP at new sites and at sites with rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedgp_flower.typing import NamedArrays
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
-    """The smooth deviation of a site that nobody has seen has its prior."""
+    """The posterior for a new site, whose smooth deviation has its prior."""
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     model = shaped_gp(ModelSection.model_validate(dict(saved.model["model"])), arrays[SHARED])
     model.load_theta(arrays)
@@ -28,8 +28,6 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
 
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """Prediction at a site; its rows are enough, also those of a site that took no part."""
-    if run.saved is None:
-        return None
+    """Predictor at any site with rows, also one that was not in the run."""
     client, arrays = at_site(HierarchicalClient, run, config, site, state)
     return predictor(client, HierarchicalView(arrays, arrays.get("factors")))

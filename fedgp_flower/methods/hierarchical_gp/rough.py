@@ -1,21 +1,21 @@
-"""A rough deviation of a unit along one input; all units share the hyperparameters.
+"""Rough deviations of units along one input; all units share the hyperparameters.
 
 With x in [0, 1], u ~ N(0, I) and J pseudo-inputs, unit m has y = Φᵀu + d_m + ε. The trend is Φ = a L⁻¹ k_ℓ(W, x), and
-given its roughness b_h the deviation d_m is a Gaussian process with covariance
+given its roughness b_h the deviation d_m is a GP with covariance
 
     K_h(x, x') = τ² k_ℓ'(x, x') + c² + λ² x x' + b_h² min(x, x'),
 
-k the Matérn-3/2 correlation and p(h) = π_h over a short grid. All of θ = (a, ℓ, τ, ℓ', c, λ, σ, π) is shared and
-learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_h e^{ℓ_h} with Σ_h = K_h + σ²I and
+k the Matérn-3/2 correlation and p(h) = π_h over a short grid. θ = (a, ℓ, τ, ℓ', c, λ, σ, π) is shared and learned
+from sums. Given q(u) = N(m, V) the weight of roughness h at a unit is r_h ∝ π_h e^{ℓ_h} with Σ_h = K_h + σ²I and
 
     ℓ_h = log N(y | Φᵀm, Σ_h) − ½ tr(Σ_h⁻¹ Φᵀ V Φ),
 
-and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
-which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
+A unit sends P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h).
+From these :mod:`fedgp_flower.methods.hierarchical_gp.newton` computes the bound of all rows and a Newton step on θ.
 
-At each cut c a unit takes what it added out of the totals, hides its rows beyond c and predicts these. Bands beyond c
-are max(t, q̂) sd wide, t the .975 point of Student's t with as many degrees of freedom as units, q̂ the .95 point of the
-summed histograms of |y − mean| / sd, in which a unit weighs 1.
+At each cut c a unit subtracts its sums from the totals and predicts its rows beyond c from the others. Bands beyond c
+are max(t, q̂) sd wide: t is the .975 quantile of Student's t with one degree of freedom per unit, q̂ the .95 quantile
+of the summed histograms of |y − mean| / sd, in which each unit has weight 1.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
     Sums,
-    averaged,
     jacobian,
+    mixture,
     posterior,
     second_moment,
     second_order,
@@ -49,7 +49,7 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
 from fedgp_flower.typing import Array, Square, Targets, Vector
 
 Theta: TypeAlias = Mapping[str, Tensor]
-"""θ by name: logarithms, and of π logits."""
+"""θ by name: logarithms, and logits of π."""
 START = {
     "amplitude": 1.0,
     "lengthscale": 0.3,
@@ -59,23 +59,23 @@ START = {
     "spread": math.exp(-2),
     "spread_lengthscale": 0.3,
 }
-"""a, ℓ, c, σ, λ, τ and ℓ' at the start, where targets have mean square 1."""
+"""Initial a, ℓ, c, σ, λ, τ and ℓ', for targets of mean square 1."""
 ROUGHNESS = (0.0, 0.005, 0.015, 0.05, 0.15)
-"""b_h."""
-NOISY = ("level", "noise", "slope", "spread", "spread_lengthscale")
-"""What Σ_h depends on."""
+"""Grid of b_h."""
+COVARIANCE = ("level", "noise", "slope", "spread", "spread_lengthscale")
+"""Entries of θ in Σ_h."""
 PRIOR_SD = 2.0
-"""Of every entry of θ, around the start."""
+"""Prior sd of every entry of θ around its initial value."""
 CUTS = np.linspace(0.1, 0.9, 9)
-"""Shares of the inputs' range."""
+"""Cuts as fractions of the range of the inputs."""
 EDGES = np.geomspace(0.25, 40.0, 204)
-"""Of the histogram of z; its first and last bin are open."""
+"""Bin edges of the histogram of z; its first and last bin are open."""
 LEVEL = 0.95
 NORMAL = 1.959963984540054
-LEAST_SEEN = 3
-"""Rows from which a unit can be predicted."""
-LEAST_POINTS, MARGIN = 3, 0.025
-"""Fewest pseudo-inputs of units, and how far the grid goes beyond the inputs at each end, as a share of their range."""
+MIN_ROWS = 3
+"""Fewest rows from which a unit is predicted."""
+MIN_POINTS, MARGIN = 3, 0.025
+"""Fewest pseudo-inputs, and margin of their grid at each end, as a fraction of the range of the inputs."""
 EQUATION = (
     "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
     "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
@@ -83,38 +83,38 @@ EQUATION = (
     "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
 )
 NEEDS_A_UNIT = (
-    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
-    "a new one's table with `fedgp join`"
+    "the saved posterior is that of the shared trend, and a prediction also needs the rows of a unit: name the unit"
+    " with `--site`, or the table of a new unit with `fedgp join`"
 )
 
 
 def first_theta() -> dict[str, Tensor]:
-    """θ at the start: the mode of its prior; every roughness is as likely."""
+    """Initial θ: the mode of its prior, with equal π."""
     theta = {name: torch.tensor([math.log(value)], dtype=torch.float64) for name, value in START.items()}
     return theta | {"roughness": torch.zeros(len(ROUGHNESS), dtype=torch.float64)}
 
 
 def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
-    """θ of a message, without its prefix."""
+    """θ of a message, by names without their prefix."""
     theta = {name.removeprefix("theta."): array for name, array in values.items() if name.startswith("theta.")}
     return {name: torch.tensor(array) for name, array in theta.items()}
 
 
 def pseudo_inputs(histogram: Int[ndarray, "D bins"], count: int) -> Array:
-    """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
+    """Even grid [J, 1] over the range of the single input, plus the margin; raise RunError if there are several."""
     if len(histogram) > 1:
-        here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
-        raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
-    if count < LEAST_POINTS:
-        raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
+        reason = f"needs one input, but there are {len(histogram)}: choose one with `features`, or take 'smooth'"
+        raise RunError(f"`hierarchical.deviation` = 'rough' {reason}")
+    if count < MIN_POINTS:
+        raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need at least {MIN_POINTS} points")
     filled = np.flatnonzero(histogram[0])
     low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
-    beyond = MARGIN * (high - low)
-    return np.linspace(low - beyond, high + beyond, count)[:, None]
+    margin = MARGIN * (high - low)
+    return np.linspace(low - margin, high + margin, count)[:, None]
 
 
-def placed(inputs: Array, points: Array) -> Float[Tensor, " N"]:
-    """Inputs [N, 1] as shares of the range of the pseudo-inputs [J, 1]."""
+def rescale(inputs: Array, points: Array) -> Float[Tensor, " N"]:
+    """Inputs [N, 1] rescaled to [0, 1] over the range of the pseudo-inputs [J, 1]."""
     return torch.from_numpy((inputs[:, 0] - points.min()) / np.ptp(points))
 
 
@@ -126,13 +126,13 @@ def matern32(x: Float[Tensor, " N"], other: Float[Tensor, " K"], log_lengthscale
 
 
 def inducing_factor(inducing: Float[Tensor, " J"], jitter: float, log_lengthscale: Tensor) -> Float[Tensor, "J J"]:
-    """L with L Lᵀ = k_ℓ(W, W), and jitter."""
+    """L with L Lᵀ = k_ℓ(W, W) + jitter."""
     correlation = matern32(inducing, inducing, log_lengthscale)
     return kernel_cholesky(correlation, variance=correlation.new_ones(()), jitter=jitter, of="k(W, W) of the trend")
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class RoughnessSums:
     """The sums of a unit for each roughness, and the weights of these."""
 
     precision: Float[Tensor, "H J J"]
@@ -141,11 +141,11 @@ class Weighing:
     """Log N(y | 0, Σ_h) + log π_h."""
 
     def evidence(self, q: GlobalPosterior) -> Float[Tensor, " H"]:
-        """The sum log π_h + ℓ_h."""
+        """Sum log π_h + ℓ_h."""
         return self.constant + self.shift @ q.mean - 0.5 * (self.precision * second_moment(q)).sum((1, 2))
 
     def sums(self, q: GlobalPosterior) -> Sums:
-        """P, p and c at the best weights for a q(u)."""
+        """P, p and c at the optimal weights given q(u)."""
         log_r = self.evidence(q).log_softmax(0)
         r = log_r.exp()
         return Sums(torch.einsum("h,hij->ij", r, self.precision), r @ self.shift, r @ (self.constant - log_r))
@@ -153,7 +153,7 @@ class Weighing:
 
 @dataclass(frozen=True, slots=True)
 class RoughDeviation:
-    """The rows of one unit at a θ."""
+    """The rows of one unit at θ."""
 
     x: Float[Tensor, " N"]
     """Inputs in [0, 1]."""
@@ -162,79 +162,79 @@ class RoughDeviation:
     """Pseudo-inputs in [0, 1]."""
     theta: Theta
     jitter: float = 1e-8
-    """On the diagonal of k(W, W)."""
+    """Jitter of k(W, W)."""
 
-    def weighing(self) -> Weighing:
+    def roughness_sums(self) -> RoughnessSums:
         """Sums for every roughness."""
         rows, factor = self._rows(), self._factor()
         solved = torch.linalg.solve_triangular(factor, rows.expand(len(factor), -1, -1), upper=False)
-        return self._weighed(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
+        return self._sums(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
 
-    def expanded(self) -> Weighing:
-        """As :meth:`weighing`, with its first and second derivatives at this θ; none goes through a factor of Σ_h.
+    def expanded_sums(self) -> RoughnessSums:
+        """As :meth:`roughness_sums`, but differentiable twice at this θ without a pass through a factor of Σ_h.
 
-        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h to second order
+        With S = Σ_h⁻¹ at this θ and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h to second order
 
             Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ).
         """
-        entries = [self.theta[name] for name in NOISY]
+        entries = [self.theta[name] for name in COVARIANCE]
         here = [value.detach().requires_grad_() for value in entries]
-        still = self._still(dict(zip(NOISY, here, strict=True)))
-        parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
+        fixed = self._smooth_covariance(dict(zip(COVARIANCE, here, strict=True)))
+        parts = jacobian(fixed.flatten(), here).unflatten(1, fixed.shape)  # ∂_iΣ [T, N, N]
         with torch.no_grad():
             factor = self._factor()
-            inverse = torch.cholesky_inverse(factor)  # for traces alone
+            inverse = torch.cholesky_inverse(factor)  # only for traces
             scaled = inverse[:, None] @ parts
             curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
-        change = self._still(self.theta) - still.detach()
+        change = self._smooth_covariance(self.theta) - fixed.detach()
         step = torch.cat(entries) - torch.cat(here).detach()
         rows = self._rows()
         solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
-        moved = change @ solved  # E S R
-        products = rows.mT @ solved - solved.mT @ moved + moved.mT @ torch.cholesky_solve(moved, factor)
+        first = change @ solved  # E S R
+        products = rows.mT @ solved - solved.mT @ first + first.mT @ torch.cholesky_solve(first, factor)
         log_determinant = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        rise = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
-        return self._weighed(products, log_determinant + rise)
+        increase = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
+        return self._sums(products, log_determinant + increase)
 
     def derivatives(self, q_global: GlobalPosterior) -> ExpansionShare:
-        """Sums, their total derivatives by θ in the order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
+        """Sums, their total derivatives by θ in order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
         names = sorted(self.theta)
         leaves = [self.theta[name].detach().clone().requires_grad_() for name in names]
-        weighing = replace(self, theta=dict(zip(names, leaves, strict=True))).expanded()
-        sums, value = weighing.sums(q_global), weighing.evidence(q_global).logsumexp(0)
+        expanded = replace(self, theta=dict(zip(names, leaves, strict=True))).expanded_sums()
+        sums, value = expanded.sums(q_global), expanded.evidence(q_global).logsumexp(0)
         none = self.y.new_zeros(0)
         return share_of(sums, *second_order(sums, value, leaves), none, none, len(self.y))
 
     @torch.no_grad()
     def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of an observation, mixed over the roughness.
+        """Mean and variance of an observation, averaged over the roughness.
 
         With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².
         """
-        r, factor = self.weighing().evidence(q).softmax(0), self._factor()
-        across, whole = (_smooth(self.theta, at, x) + _rough(at, x) for at in (self.x, x))
-        prior = whole.diagonal(dim1=1, dim2=2)
-        gain = torch.cholesky_solve(across, factor)  # A [H, N, K]
-        left = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
-        means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", left, q.mean)
-        spread = prior - (across * gain).sum(1) + (q.factor().mT @ left).square().sum(1)
-        return averaged(r, means, spread + (2 * self.theta["noise"]).exp())
+        r, factor = self.roughness_sums().evidence(q).softmax(0), self._factor()
+        cross, joint = (_smooth(self.theta, at, x) + _rough(at, x) for at in (self.x, x))
+        prior = joint.diagonal(dim1=1, dim2=2)
+        gain = torch.cholesky_solve(cross, factor)  # A [H, N, K]
+        weight = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
+        means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", weight, q.mean)
+        spread = prior - (cross * gain).sum(1) + (q.factor().mT @ weight).square().sum(1)
+        return mixture(r, means, spread + (2 * self.theta["noise"]).exp())
 
     @torch.no_grad()
     def trend(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> Float[Tensor, " K"]:
-        """Mean of the shared curve."""
+        """Mean of the shared trend."""
         return q.mean @ self._features(x)
 
     def _rows(self) -> Float[Tensor, "N J1"]:
         """The features and the target of every row."""
         return torch.cat([self._features(self.x), self.y[None]]).mT
 
-    def _weighed(self, products: Float[Tensor, "H J1 J1"], log_determinant: Float[Tensor, " H"]) -> Weighing:
-        """From RᵀΣ_h⁻¹R with R the rows, and log|Σ_h|."""
+    def _sums(self, products: Float[Tensor, "H J1 J1"], log_determinant: Float[Tensor, " H"]) -> RoughnessSums:
+        """Sums from RᵀΣ_h⁻¹R with R the rows, and log|Σ_h|."""
         fit = products[:, -1, -1] + log_determinant
         prior = self.theta["roughness"].log_softmax(0)
         constant = prior - 0.5 * (fit + len(self.y) * math.log(2 * math.pi))
-        return Weighing(products[:, :-1, :-1], products[:, :-1, -1], constant)
+        return RoughnessSums(products[:, :-1, :-1], products[:, :-1, -1], constant)
 
     def _features(self, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
         """The features Φ."""
@@ -242,17 +242,17 @@ class RoughDeviation:
         cross = matern32(self.inducing, x, self.theta["lengthscale"])
         return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
 
-    def _still(self, theta: Theta) -> Float[Tensor, "N N"]:
-        """Σ_h without its roughness."""
+    def _smooth_covariance(self, theta: Theta) -> Float[Tensor, "N N"]:
+        """Σ_h without its rough part."""
         return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
 
     def _factor(self) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        return cholesky(self._still(self.theta) + _rough(self.x, self.x), of="covariance of a unit's rows")
+        return cholesky(self._smooth_covariance(self.theta) + _rough(self.x, self.x), of="covariance of a unit's rows")
 
 
 def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
-    """K_h without its roughness."""
+    """K_h without its rough part."""
     smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
     return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
 
@@ -264,36 +264,36 @@ def _rough(x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
 
 
 def calibration(unit: RoughDeviation, q: GlobalPosterior, precision: Square, shift: Vector) -> Calibration:
-    """The histograms of one unit, with q(u) from all the others; ``precision`` and ``shift`` are the total P and p."""
-    share = unit.weighing().sums(q)
+    """Histograms of one unit, with q(u) from all others; ``precision`` and ``shift`` are the total P and p."""
+    share = unit.roughness_sums().sums(q)
     precision, shift = precision - share.precision, shift - share.shift
     rows = np.zeros((len(CUTS), len(EDGES) + 1))
     for c, cut in enumerate(CUTS):
-        seen = unit.x <= float(cut)
-        if LEAST_SEEN <= int(seen.sum()) < len(seen):
-            part = replace(unit, x=unit.x[seen], y=unit.y[seen])
-            first = part.weighing().sums(posterior(precision, shift)[0])
-            both = posterior(precision + first.precision, shift + first.shift)[0]
-            mean, variance = part.predict(unit.x[~seen], both)
-            z = ((unit.y[~seen] - mean).abs() / variance.sqrt()).numpy()
+        train = unit.x <= float(cut)
+        if MIN_ROWS <= int(train.sum()) < len(train):
+            part = replace(unit, x=unit.x[train], y=unit.y[train])
+            first = part.roughness_sums().sums(posterior(precision, shift)[0])
+            updated = posterior(precision + first.precision, shift + first.shift)[0]
+            mean, variance = part.predict(unit.x[~train], updated)
+            z = ((unit.y[~train] - mean).abs() / variance.sqrt()).numpy()
             rows[c] = np.bincount(np.searchsorted(EDGES, z), minlength=len(EDGES) + 1)
     hidden = rows.sum(axis=1)
     return Calibration(rows / np.maximum(hidden, 1)[:, None], hidden)
 
 
 def factors(total: Calibration) -> Array:
-    """By cut, the width of the band over that of a normal one; 1 where no unit could be asked."""
+    """Width of the band over that of a normal one, by cut; 1 if no unit was predicted there."""
     found = np.ones(len(CUTS))
     for c, shares in enumerate(total.shares):
         units = float(shares.sum())
         if units > 0.5:
-            reached = int(np.searchsorted(np.cumsum(shares), LEVEL * units - 1e-9))
-            found[c] = max(student.ppf(0.975, units), EDGES[min(reached, len(EDGES) - 1)]) / NORMAL
+            quantile = int(np.searchsorted(np.cumsum(shares), LEVEL * units - 1e-9))
+            found[c] = max(student.ppf(0.975, units), EDGES[min(quantile, len(EDGES) - 1)]) / NORMAL
     return found
 
 
-def widened(variance: Array, x: Array, last: float, by: Array) -> Array:
-    """Variances beyond the last row, at inputs in [0, 1], times the square of the factor of the nearest cut."""
-    factor = float(by[int(np.abs(CUTS - last).argmin())])
+def widened(variance: Array, x: Array, last: float, factors: Array) -> Array:
+    """Variances at inputs in [0, 1]; beyond the last row times the squared factor of the nearest cut."""
+    factor = float(factors[int(np.abs(CUTS - last).argmin())])
     wide: Array = np.where(x > last, factor**2, 1.0) * variance
     return wide

@@ -1,15 +1,15 @@
-"""A smooth deviation of a site, integrated out: sites differ in the shape of their deviation and in their noise.
+"""Smooth deviations of sites, integrated out; sites differ in the shape of their deviation and in their noise.
 
     noise σ exp(w₁z₁),   h_k = s₀ + s₁ᵀx + GP with amplitude exp(w₂z₂) and lengthscales exp(w₃z₃) times those of k_L
 
-z_k ~ N(0, I) belongs to the site; the widths w say how much sites differ; w₂ and w₃ are learned. Lengthscales stretch
-by dividing inputs, so that a period stretches as well. The covariance of a site's rows given the trend is
+z_k ~ N(0, I) belongs to the site; the widths w, of which w₂ and w₃ are learned, measure how much sites differ. Inputs
+are divided by exp(w₃z₃), so that periods stretch too. The covariance of a site's rows given the trend is
 
     R_k = s_k² I + K_k(X_k, X_k) + X̃ᵀ diag(τ²) X̃.
 
-Sums are those at the mode of J_k. Predictions average over the Laplace approximation of z_k, because the mode of a
-small site is uncertain. Beyond :data:`DENSE_ROWS` rows the deviation rests on as many of the site's rows, far apart,
-by the bound of Titsias.
+Sums are those at the mode of J_k. Predictions average over the Laplace approximation of z_k, because z_k of a small
+site is uncertain. With more than :data:`DENSE_ROWS` rows the deviation has that many inducing inputs, distant rows of
+the site, and the bound is that of Titsias.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
     Sums,
-    averaged,
+    mixture,
     newton_step,
     rows_of_jacobian,
     second_order,
@@ -45,18 +45,18 @@ from fedgp_flower.typing import Array, Rows, Scalar, Targets
 WIDTHS = "theta.log_width"
 """Name of log w among the parameters."""
 FIRST_WIDTHS = (0.5, 0.5, 0.3)
-"""w of noise, amplitude and lengthscale at the start."""
+"""Initial w of noise, amplitude and lengthscale."""
 DENSE_ROWS = 400
-SETTLED, MODE_STEPS = 1e-12, 100
-"""A Newton step that promises so few nats is the last one to the mode of z_k; and the most steps to it."""
+TOLERANCE, MODE_STEPS = 1e-12, 100
+"""Newton steps to the mode of z_k stop at this predicted increase, in nats, or after this number."""
 ROUNDING = 1e-9
-"""Nats by which equal sums may differ."""
+"""Allowed decrease by rounding, in nats."""
 NODES = 3
-"""Of the Gauss–Hermite rule along each entry of z_k."""
+"""Gauss–Hermite nodes along each entry of z_k."""
 VARIANCES = ("outputscale", "variance", "noise")
 EQUATION = (
     "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
-    "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a site that nobody has seen "
+    "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a new site "
     "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise is a log-normal mixture; "
     "theta.log_width has log w of noise, amplitude and lengthscale. x and y are standardised."
 )
@@ -68,7 +68,7 @@ def shaped_gp(section: ModelSection, points: Array) -> HierarchicalModel:
 
 
 def prior_of(name: str) -> tuple[float, float]:
-    """Standard deviation of a logarithm of θ under its normal prior, and κ of its exponential one."""
+    """Standard deviation of an entry of θ under its normal prior, and κ of its exponential prior."""
     variance = any(kind in name for kind in VARIANCES)
     if "site_slope" in name or ("deviation." in name and variance):
         return 4.0, 0.5 if variance else 1.0
@@ -77,7 +77,7 @@ def prior_of(name: str) -> tuple[float, float]:
 
 @torch.no_grad()
 def inducing_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> torch.Tensor:
-    """L with L Lᵀ = K_zz of the trend at a θ."""
+    """L with L Lᵀ = K_zz of the trend at θ = ``values``."""
     model.load_theta(values)
     kzz = model.trend(model.inputs).to_dense()
     return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
@@ -98,7 +98,7 @@ class Dense:
 
 
 class LowRank(Dense):
-    """R = s² I + UᵀU, by D = I + UUᵀ / s²."""
+    """R = s² I + UᵀU, by the Cholesky factor of D = I + UUᵀ / s²."""
 
     def __init__(self, noise: Scalar, weights: Float[Tensor, "W N"]) -> None:
         super().__init__(noise.new_ones(()), weights @ weights.mT / noise)
@@ -112,41 +112,41 @@ class LowRank(Dense):
 
 
 class SmoothDeviation:
-    """The rows of a site, features [N, D] and targets [N], under a model with Gaussian noise that holds θ."""
+    """The rows of a site, features [N, D] and targets [N], under a model with Gaussian noise at its θ."""
 
     def __init__(self, model: HierarchicalModel, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
         self.dense, self.width = len(features) <= DENSE_ROWS, len(model.log_width)
         self.anchors = features if self.dense else farthest_points(features, DENSE_ROWS)
-        """Inputs that the deviation of a large site rests on."""
+        """Inducing inputs of the deviation."""
 
     def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
-        """What noise, amplitude and lengthscale are multiplied by at a z_k."""
+        """Factors of noise, amplitude and lengthscale at a z_k."""
         return (self.model.log_width.exp() * offset).exp()
 
-    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
-        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows."""
-        with settings.trace_mode():  # GPyTorch's faster kernels of one lengthscale have no second derivative
-            shape, left_over = self.shape(offset), known[1].sum()
+    def covariance(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
+        """R_k, the noise s_k², and the variance of f given the inducing values, summed over rows, at a z_k."""
+        with settings.trace_mode():  # GPyTorch's faster kernels have no second derivative
+            shape, unexplained = self.shape(offset), known[1].sum()
             noise = self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:
-                return Dense(noise, self._covariance(self.features, self.features, shape)), noise, left_over
-            weights, open_deviation = self._weights(self.features, shape)
-            return LowRank(noise, weights), noise, left_over + open_deviation.sum()
+                return Dense(noise, self._covariance(self.features, self.features, shape)), noise, unexplained
+            weights, conditional = self._weights(self.features, shape)
+            return LowRank(noise, weights), noise, unexplained + conditional.sum()
 
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
-        """P_k, p_k and c_k at a z_k; ``known`` are Φ of the rows and what it leaves open, whatever z_k."""
+        """P_k, p_k and c_k at a z_k; ``known`` is :meth:`~HierarchicalModel.shared` of the rows."""
         with settings.trace_mode():
             known = known or self.model.shared(self.features)
-        covariance, noise, left_over = self.parts(offset, known)
+        covariance, noise, unexplained = self.covariance(offset, known)
         rows = torch.cat([known[0], self.targets[None]])
         products = covariance.inner(rows, rows)
         fit = covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
-        constant = -0.5 * (fit + left_over / noise + offset.square().sum())
+        constant = -0.5 * (fit + unexplained / noise + offset.square().sum())
         return Sums(products[:-1, :-1], products[:-1, -1], constant)
 
     def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
-        """The z_k that maximises J_k at a q(Z_G), and H = −J_k″ there; found anew each time: nothing is kept."""
+        """The z_k that maximises J_k given q(Z_G), and H = −J_k″ there."""
         fixed = copy(self)
         fixed.model = deepcopy(self.model).requires_grad_(False)  # no graph of θ is needed
         known = fixed.model.shared(self.features)
@@ -161,17 +161,17 @@ class SmoothDeviation:
         value, slope, curvature = expanded(offset)
         for _ in range(MODE_STEPS):
             step, rise = newton_step(slope, curvature, radius)
-            tried = expanded(offset + step)
-            if tried[0] < value - ROUNDING:
+            trial = expanded(offset + step)
+            if trial[0] < value - ROUNDING:
                 radius = 0.25 * float(step.abs().max())
                 continue
-            offset, (value, slope, curvature) = offset + step, tried
-            if rise < SETTLED:
+            offset, (value, slope, curvature) = offset + step, trial
+            if rise < TOLERANCE:
                 break
         return offset, -curvature
 
     def derivatives(self, q_global: GlobalPosterior) -> ExpansionShare:
-        """Sums at the mode, and *total* derivatives by θ without w: z_k follows θ by T = H⁻¹ J_zθ."""
+        """Sums at the mode, and *total* derivatives by θ without w, with dz_k/dθ = H⁻¹ J_zθ."""
         offset, precision = self.mode(q_global)
         offset.requires_grad_()
         theta = [value for name, value in sorted(self.model.theta().items()) if name != WIDTHS]
@@ -179,9 +179,9 @@ class SmoothDeviation:
         slopes, hessian = second_order(sums, sums.expected(q_global), [*theta, offset])
         size = len(slopes) - self.width
         factor = cholesky(precision, of="curvature of a site's shape")
-        follow = torch.cholesky_solve(hessian[size:, :size], factor)
-        total = slopes[:size] + follow.mT @ slopes[size:]
-        curvature = hessian[:size, :size] + hessian[:size, size:] @ follow
+        dz_dtheta = torch.cholesky_solve(hessian[size:, :size], factor)
+        total = slopes[:size] + dz_dtheta.mT @ slopes[size:]
+        curvature = hessian[:size, :size] + hessian[:size, size:] @ dz_dtheta
         variance = torch.linalg.solve_triangular(factor, torch.eye(self.width).to(factor), upper=False).square().sum(0)
         return share_of(sums, total, curvature, offset.detach(), 1 - variance, len(self.targets))
 
@@ -192,17 +192,17 @@ class SmoothDeviation:
         With A = R⁻¹k_*, w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
         """
         offsets, shares = self.mixture(q_global)
-        here, (there, left_over) = (self.model.shared(rows) for rows in (self.features, features))
+        train, (test, conditional) = (self.model.shared(rows) for rows in (self.features, features))
         means, variances = [], []
         for offset in offsets:
-            covariance, noise, _ = self.parts(offset, here)
+            covariance, noise, _ = self.covariance(offset, train)
             cross, prior = self._cross(features, self.shape(offset))
-            weight = there - covariance.inner(here[0], cross)
+            weight = test - covariance.inner(train[0], cross)
             explained = covariance.inner(cross, cross).diagonal()
             means.append(covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
             spread = (q_global.factor().mT @ weight).square().sum(0)
-            variances.append(prior - explained + spread + left_over + noise)
-        return averaged(shares, torch.stack(means), torch.stack(variances))
+            variances.append(prior - explained + spread + conditional + noise)
+        return mixture(shares, torch.stack(means), torch.stack(variances))
 
     @torch.no_grad()
     def trend(self, features: Rows, q_global: GlobalPosterior) -> Float[Tensor, " n"]:
@@ -211,9 +211,9 @@ class SmoothDeviation:
 
     @torch.no_grad()
     def mixture(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, "J W"], Float[Tensor, " J"]]:
-        """Values of z_k and their shares, by a Gauss–Hermite rule laid around the mode.
+        """Values of z_k and their weights, by a Gauss–Hermite rule around the mode.
 
-        At nodes ẑ + H^{−½} ξ_j with weights ω_j the shares are proportional to ω_j exp(J_k(z_j) + ½|ξ_j|²).
+        At nodes ẑ + H^{−½} ξ_j with weights ω_j these weights are proportional to ω_j exp(J_k(z_j) + ½|ξ_j|²).
         """
         with torch.enable_grad():
             mode, precision = self.mode(q_global)
@@ -227,16 +227,16 @@ class SmoothDeviation:
         return offsets, (log_weight + value + 0.5 * grid.square().sum(-1)).softmax(0)
 
     def _covariance(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
-        """Of d_k between rows."""
+        """Covariance of d_k between rows."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
         curved: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
         return curved + self.model.slopes(left).mT @ self.model.slopes(right)
 
     def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
-        """U [W, N], and what it leaves open of the deviation [N]."""
+        """U [W, N], and the variance of the deviation given the inducing values [N]."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
-        values, left_over = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
-        return torch.cat([size * values, self.model.slopes(features)]), size.square() * left_over
+        values, conditional = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
+        return torch.cat([size * values, self.model.slopes(features)]), size.square() * conditional
 
     def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """Covariance of d_k at new rows with that at the site's [n, N], and its prior variance [n]."""
@@ -244,5 +244,5 @@ class SmoothDeviation:
             curved = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
             prior = shape[AMPLITUDE].square() * curved + self.model.slopes(features).square().sum(0)
             return self._covariance(features, self.features, shape), prior
-        (here, left_over), (there, _) = self._weights(features, shape), self._weights(self.features, shape)
-        return here.mT @ there, here.square().sum(0) + left_over
+        (test, conditional), (train, _) = self._weights(features, shape), self._weights(self.features, shape)
+        return test.mT @ train, test.square().sum(0) + conditional

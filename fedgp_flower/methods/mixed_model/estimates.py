@@ -28,8 +28,6 @@ from fedgp_flower.typing import Array, Facts, Json, Scalar
 
 Z95 = float(ndtri(0.975))
 Function: TypeAlias = Callable[[Tensor], Scalar]
-SINGULAR = 1e-4
-"""A relative standard deviation below this is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""The site's half of partitioned variational inference: refine a factor against the others, and predict."""
+"""The client of partitioned variational inference: update a site's factor given the others, and predict."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -45,8 +45,8 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 
-def agreed(client: type[C], handler: Callable[[C, Q], A]) -> Callable[[SiteClient, Q], A]:
-    """A handler of sums at Z and β that all sites share."""
+def shared_handler(client: type[C], handler: Callable[[C, Q], A]) -> Callable[[SiteClient, Q], A]:
+    """A handler of another client, for sums at Z and β that all sites share."""
 
     @wraps(handler)
     def answer(site: SiteClient, request: Q) -> A:
@@ -56,12 +56,9 @@ def agreed(client: type[C], handler: Callable[[C, Q], A]) -> Callable[[SiteClien
 
 
 class PVIClient(SiteClient):
-    """Everything the site needs comes with the message; it keeps nothing."""
+    """A stateless client: every request has all that it needs."""
 
-    @property
-    def options(self) -> PVIOptions:
-        """The table ``pvi.*``."""
-        return cast(PVIOptions, self.config.options)
+    options: PVIOptions
 
     @cached_property
     def model(self) -> SparseModel:
@@ -75,7 +72,7 @@ class PVIClient(SiteClient):
 
     @property
     def at_agreed(self) -> SGPRClient | SVGPClient:
-        """Predicts from a posterior at Z and β that all sites share."""
+        """The client that predicts from a posterior at agreed Z and β."""
         return (SGPRClient if self.config.model.likelihood == "gaussian" else SVGPClient)(self.setting)
 
     def start(self, num_inputs: int) -> NamedArrays:
@@ -87,7 +84,7 @@ class PVIClient(SiteClient):
     # Visits.
 
     def train(self, request: Visit) -> Refined:
-        """One local update (Ashman et al. 2022, Algorithm 1, step 2); Adam's is twice as long on the first visit."""
+        """One local update (Ashman et al. 2022, Algorithm 1, step 2); Adam takes twice as many steps in the first."""
         if self.options.linear:
             return self._train_whitened(request)
         assert request.q is not None
@@ -115,7 +112,7 @@ class PVIClient(SiteClient):
         return Refined(done.free_energy / len(data), len(done.trace.values), **parts)
 
     def _train_whitened(self, request: Visit) -> Refined:
-        """The factor of v = L⁻¹u at fixed Z and β: exact, a fixed point, or moved by one gradient step."""
+        """Update the factor of v = L⁻¹u at fixed Z and β: exactly, to a fixed point, or by one gradient step."""
         assert request.q is not None
         assert request.posterior is not None
         rows = whitened_rows(self.model, self.data, request.q)
@@ -123,7 +120,7 @@ class PVIClient(SiteClient):
         before = request.before.whitened if request.before else None
         start = before.gaussian if before else context**0.0
         if self.options.local_update == "analytic":
-            factor = rows.expansion(context)[1]  # with Gaussian noise the same anywhere
+            factor = rows.expansion(context)[1]  # does not depend on q, as noise is Gaussian
         elif self.options.local_update == "gradient":
             factor = gradient_step(rows, request.posterior.gaussian, context, start, step=step)
         else:
@@ -131,11 +128,11 @@ class PVIClient(SiteClient):
         objective = float(rows.free_energy(context * factor, context)) / len(self.data)
         return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 
-    sketch, trials = agreed(SGPRClient, SGPRClient.sketch), agreed(SGPRClient, SGPRClient.trials)
-    gradients = agreed(SGPRClient, SGPRClient.gradients)
-    expectations = agreed(SVGPClient, SVGPClient.expectations)
+    sketch, trials = shared_handler(SGPRClient, SGPRClient.sketch), shared_handler(SGPRClient, SGPRClient.trials)
+    gradients = shared_handler(SGPRClient, SGPRClient.gradients)
+    expectations = shared_handler(SVGPClient, SVGPClient.expectations)
 
-    # What is asked at the posterior of all.
+    # Requests at the global posterior.
 
     def log_likelihood(self, request: Predictive) -> LogLikelihood:
         """This site's term of the global free energy."""
@@ -156,7 +153,7 @@ class PVIClient(SiteClient):
         return Prediction(mixture.mean().numpy(), mixture.variance().numpy())
 
     def score(self, request: Predictive) -> Scores:
-        """Scores of the mixture itself."""
+        """Scores of the predictive mixture."""
         if request.agreed is not None:
             return self.at_agreed.score(request.agreed)
         target, name = self.rows.y_test, self.config.model.likelihood

@@ -1,4 +1,4 @@
-"""What server and sites of PVI say to each other; the server keeps every factor, so that a site needs no memory."""
+"""Messages of PVI. The server stores every factor, so that sites are stateless."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAVED_LATENTS, POINTS = {"inducing": "inducing.locations", "hyper": "hyper"}, "f
 """Names in files of the blocks of the posterior that are not u, Z and β, and of pseudo-observations."""
 LATENTS = tuple(SAVED_LATENTS)
 LIMIT = 1e8
-"""Standardised inputs, targets and weights of an honest site are far below this."""
+"""Bound of standardised inputs, targets and weights; an honest site stays far below."""
 
 
 # ---- Parts of messages ----------------------------------------------------------------------------------------------
@@ -29,14 +29,14 @@ LIMIT = 1e8
 
 @message()
 class NaturalParameters:
-    """A Gaussian factor t(x) = exp(η₁ᵀx + xᵀη₂x), a density or not."""
+    """A Gaussian factor t(x) = exp(η₁ᵀx + xᵀη₂x), which may be improper."""
 
     eta1: Float[ndarray, " _"] = leaves("η₁ = S⁻¹m")
     eta2: AnyShape = leaves("η₂ = −½S⁻¹: a matrix, or its diagonal")
 
     @staticmethod
     def of(gaussian: Gaussian) -> NaturalParameters:
-        """Of a full or a diagonal Gaussian."""
+        """From a full or a diagonal Gaussian."""
         return NaturalParameters(*(part.detach().double().numpy() for part in (gaussian.eta1, gaussian.eta2)))
 
     @staticmethod
@@ -56,7 +56,7 @@ class NaturalParameters:
         return kind(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
 
     def refusal(self, name: str, _: int) -> str | None:
-        """Why this is no factor, or None; the precision of v may be negative, since the merge checks the product."""
+        """Return why this is no valid factor, or None; the merge checks the precision of v in the product."""
         shapes = [2 * self.eta1.shape] + [self.eta1.shape] * (name == "weights")
         if not self.size or self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
@@ -73,7 +73,7 @@ class NaturalParameters:
 
 @message()
 class LatentFactor:
-    """q(Z), q(β) or a site's factor of one of them in natural parameters; or the value, where it is a point."""
+    """q(Z), q(β) or a site's factor of one of them in natural parameters; or the value of a point estimate."""
 
     eta1: Float[ndarray, " _"] | None = leaves("η₁, of a distribution", default=None)
     eta2: Float[ndarray, " _"] | None = leaves("η₂, of a distribution: the diagonal", default=None)
@@ -81,7 +81,7 @@ class LatentFactor:
 
     @staticmethod
     def of(gaussian: Gaussian) -> LatentFactor:
-        """Of a diagonal Gaussian."""
+        """From a diagonal Gaussian."""
         factor = NaturalParameters.of(gaussian)
         return LatentFactor(factor.eta1, factor.eta2)
 
@@ -97,17 +97,17 @@ class LatentFactor:
         return NaturalParameters(self.eta1, self.eta2)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variances; a point has none."""
+        """Mean and variances, which are zero for a point."""
         if self.value is not None:
             return torch.tensor(self.value), torch.zeros(len(self.value), dtype=torch.float64)
         return self.natural().gaussian.moments()
 
     def refusal(self, name: str, _: int) -> str | None:
-        """Why this is neither a point nor natural parameters, or None."""
+        """Return why this is neither a point nor natural parameters, or None."""
         arrays = encode(self)
         if set(arrays) not in ({"value"}, {"eta1", "eta2"}):
             return f"`{name}`: expected `eta1` and `eta2`, or `value`"
-        return None if len({len(array) for array in arrays.values()}) == 1 else f"`{name}`: not of one length"
+        return None if len({len(array) for array in arrays.values()}) == 1 else f"`{name}`: arrays differ in length"
 
 
 @message()
@@ -128,16 +128,16 @@ class PseudoPoints:
 
     @property
     def size(self) -> int:
-        """Their number."""
+        """Number of pseudo-observations."""
         return len(self.targets)
 
     def refusal(self, name: str, rows: int) -> str | None:
-        """Why these cannot stand for so many rows, or None."""
+        """Return why these cannot summarise this number of rows, or None."""
         number = len(self.inputs)
         if len({number, len(self.targets), len(self.root)}) != 1 or number == 0:
-            return f"`{name}.*`: pseudo-inputs, targets and noise are not of one number"
+            return f"`{name}.*`: pseudo-inputs, targets and noise differ in number"
         if number > rows:
-            return f"{number} pseudo-observations of {rows} rows"
+            return f"{number} pseudo-observations from {rows} rows"
         if any(np.abs(array).max() > LIMIT for array in vars(self).values()):
             return f"`{name}.*`: numbers above {LIMIT:g}, which no standardised rows give"
         return None if (self.root > 0).all() else f"`{name}.root` holds deviations and must be positive"
@@ -152,12 +152,12 @@ class Factors:
     whitened: NaturalParameters | None = leaves("product of Gaussian factors of v = L⁻¹u", default=None)
 
 
-# ---- What a site is asked -------------------------------------------------------------------------------------------
+# ---- Requests -------------------------------------------------------------------------------------------------------
 
 
 @message()
 class Visit:
-    """Refine your factors against what all others know."""
+    """Request to update a site's factors given those of all others."""
 
     context: Mapping[str, NaturalParameters] = leaves("what the site's factors multiply, of every block in the product")
     posterior: NaturalParameters | None = leaves("q of the weights, or of v = L⁻¹u at fixed Z and β", default=None)
@@ -168,19 +168,19 @@ class Visit:
 
 @message()
 class Predictive:
-    """All that predicts: q(Z), q(β) and the factors of all sites; or the posterior at agreed Z and β."""
+    """The posterior for prediction: q(Z), q(β) and the factors of all sites; or q(u) at agreed Z and β."""
 
     q: Marginals | None = leaves("q(Z) and q(β)", default=None)
     factors: Factors = leaves("factors of all sites", default=Factors())
     agreed: PooledPosterior | None = leaves("the posterior at agreed Z and β", default=None)
 
 
-# ---- What a site answers --------------------------------------------------------------------------------------------
+# ---- Answers --------------------------------------------------------------------------------------------------------
 
 
 @message("train")
 class Refined:
-    """A site's new factor; of Z and β its factors, or their new values where these are outside the product."""
+    """A site's new factors of u, Z and β; or new values of Z and β that are outside the product."""
 
     objective: float = leaves("local free energy, in nats per row")
     evaluations: int = leaves("evaluations of the objective, or steps")
@@ -193,7 +193,7 @@ class Refined:
 
     @property
     def parts(self) -> dict[str, PseudoPoints | NaturalParameters | LatentFactor]:
-        """What was refined, by name."""
+        """The new factors by name."""
         named = {name: part for name, part in vars(self).items() if name not in ("objective", "evaluations")}
         return {name: part for name, part in named.items() if part is not None}
 
@@ -202,7 +202,7 @@ class Refined:
         return sum(part.size for name, part in self.parts.items() if name != "inducing")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
+        """Return why this cannot come from the described rows, or None."""
         if self.evaluations < 0:
             return "the count of evaluations cannot be negative"
         reasons = (part.refusal(name, described.rows) for name, part in self.parts.items())

@@ -6,8 +6,8 @@ values r_k to
 
     B = I + Σ_k C_k C_kᵀ,   h = Σ_k C_k r_k,   q(v | Z, β) = N(B⁻¹h, B⁻¹),
 
-so B ⪰ I always, and a cavity is the same sum without k: no inverse of K_ZZ, no difference of precisions. Everything
-here is a pure function, batched over S samples of (Z, β).
+so B ⪰ I. A cavity is the same sum without k: it needs no inverse of K_ZZ and no difference of precisions. All functions
+are pure and batched over S samples of (Z, β).
 
 Titsias (2009); *Federated learning of sparse Gaussian processes*, Eqs. 7, 9-12 (DPO, Eq. 12, and CPO), Section 6.
 """
@@ -34,15 +34,15 @@ from fedgp_flower.methods.pvi.messages import Factors, Marginals, NaturalParamet
 from fedgp_flower.options import ModelSection
 
 ALPHA = 0.01
-"""Weight of KL(q(Z) ‖ cavity): small, because Z is a tool of the approximation and no parameter of the model."""
+"""Weight of KL(q(Z) ‖ cavity): small, because Z belongs to the approximation and not to the model."""
 PREDICTION_DRAWS = 100
-"""Draws of (Z, β) that predict: their error is a tenth of a standard deviation of the mixture's spread."""
+"""Draws of (Z, β) in a prediction; the Monte Carlo error is a tenth of the standard deviation between draws."""
 ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
 ROUNDING = 1e-9
-"""A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
+"""Allowed rounding error of a variance below zero, relative to the prior variance k(x, x)."""
 LIKELIHOOD_NAMES = {"gaussian": ("noise sd",), "student-t": ("freedom", "scale")}
-"""What the likelihood's entries of β are the logarithms of."""
+"""Names of the likelihood's entries of β, which are logarithms."""
 
 
 class SparseModel:
@@ -53,7 +53,7 @@ class SparseModel:
         self.likelihood = build_point_likelihood(section.likelihood, noise=section.noise)
         self.gaussian = section.likelihood == "gaussian"
         self.names = [*self.kernel.names, *LIKELIHOOD_NAMES.get(section.likelihood, ())]
-        """What each entry of β is the logarithm of."""
+        """Names of the entries of β, which are logarithms."""
         self.num_inputs, self.jitter = num_inputs, section.jitter
 
     def initial_hyper(self) -> Float[Tensor, " P"]:
@@ -85,7 +85,7 @@ class Draws:
 
     @property
     def noise(self) -> Float[Tensor, " S"]:
-        """σ², which tied pseudo-noise scales with: 1 without Gaussian noise."""
+        """σ², the scale of tied pseudo-noise; 1 without Gaussian noise."""
         return (2.0 * self.hyper[:, -1]).exp() if self.model.gaussian else self.hyper.new_ones(len(self.hyper))
 
     @cached_property
@@ -106,7 +106,7 @@ class Draws:
         return self.model.kernel.diagonal(self.kernel_hyper, inputs)
 
     def product(self, factors: Sequence[Factor]) -> WhitenedGaussian:
-        """The prior N(0, I) of v times factors."""
+        """The prior N(0, I) of v times the factors."""
         samples, size = self.inducing.shape[:2]
         eye = torch.eye(size, dtype=self.chol.dtype)
         q = WhitenedGaussian(eye.expand(samples, size, size), self.chol.new_zeros(samples, size))
@@ -151,8 +151,8 @@ class WhitenedGaussian:
         ratio = torch.linalg.solve_triangular(self.chol, other.chol, upper=False)
         shift = (other.chol.mT @ (self.mean - other.mean)[..., None])[..., 0]
         quadratic = ratio.square().sum((-2, -1)) - self.mean.shape[-1] + shift.square().sum(-1)
-        roots, theirs = (q.chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) for q in (self, other))
-        return 0.5 * quadratic + roots - theirs
+        half_log_det, half_log_det_other = (q.chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) for q in (self, other))
+        return 0.5 * quadratic + half_log_det - half_log_det_other
 
 
 # ---- Factors of u ---------------------------------------------------------------------------------------------------
@@ -203,21 +203,21 @@ class PseudoObservations:
 
 @dataclass(frozen=True, eq=False)
 class GaussianFactor:
-    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with the same Λ [M, M] and η [M] whatever Z and β; or the same of v."""
+    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with Λ [M, M] and η [M] independent of Z and β; or a factor of v."""
 
     natural: Gaussian
     of_v: bool = False
-    """What sites share while Z and β stay fixed."""
+    """Whether it is a factor of v, as at fixed Z and β."""
 
     def whitened(self, draws: Draws) -> WhitenedGaussian:
-        """LᵀΛL and Lᵀη; of v Λ and η themselves."""
+        """LᵀΛL and Lᵀη; for a factor of v Λ and η."""
         precision, shift = self.natural.precision, self.natural.eta1
         if self.of_v:
             return WhitenedGaussian(precision[None], shift[None])
         return WhitenedGaussian(draws.chol.mT @ precision @ draws.chol, draws.chol.mT @ shift)
 
     def free(self) -> list[Tensor]:
-        """R and r with R Rᵀ = Λ and R r = η; R is of full size so that it can grow where Λ is singular."""
+        """R and r with R Rᵀ = Λ and R r = η; R is square, so that the rank of Λ can grow."""
         values, vectors = torch.linalg.eigh(self.natural.precision)
         root = vectors * values.clamp_min(1e-6 * values[-1].clamp_min(1.0)).sqrt()
         return [root, torch.linalg.lstsq(root, self.natural.eta1[:, None]).solution[:, 0]]
@@ -234,11 +234,11 @@ class GaussianFactor:
 
 
 Factor: TypeAlias = PseudoObservations | GaussianFactor
-"""A factor t(u | Z, β): of v at draws of (Z, β), as unconstrained parameters that an optimiser moves, as a message."""
+"""A factor t(u | Z, β) that converts to v, to unconstrained parameters, and to a message."""
 
 
 def factors_of(message: Factors, *, tied: bool) -> list[Factor]:
-    """As tensors; whether the noise of pseudo-observations scales with σ² is a choice of the run."""
+    """Convert a message to tensors; with ``tied`` the noise of pseudo-observations scales with σ²."""
     found: list[Factor] = []
     if message.points is not None:
         inputs, targets, root = map(torch.tensor, vars(message.points).values())
@@ -265,7 +265,7 @@ class Data:
 
 
 def standard_normal(num_samples: int, size: int, generator: Generator) -> Tensor:
-    """ε [S, size] ~ N(0, I); of an even number the second half mirrors the first, so odd moments vanish exactly."""
+    """ε [S, size] ~ N(0, I); if S is even, the draws are antithetic and odd moments vanish."""
     if num_samples % 2:
         return torch.randn(num_samples, size, generator=generator, dtype=torch.float64)
     half = torch.randn(num_samples // 2, size, generator=generator, dtype=torch.float64)
@@ -273,13 +273,13 @@ def standard_normal(num_samples: int, size: int, generator: Generator) -> Tensor
 
 
 def random_source(*words: object) -> Generator:
-    """A generator derived from words such as (seed, purpose, site, round)."""
+    """Generator seeded by words such as (seed, purpose, site, round)."""
     digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def prediction_draws(q: Marginals, model: SparseModel, seed: int, number: int = PREDICTION_DRAWS) -> Draws:
-    """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
+    """Draws of (Z, β) ~ q, a function of the seed; a single one if both are points."""
     if q.inducing.value is not None and q.hyper.value is not None:
         return model.at_means(q)
     generator, parts = random_source(seed, "prediction"), []
@@ -297,7 +297,7 @@ def expected_fit(draws: Draws, q: WhitenedGaussian, data: Data) -> Float[Tensor,
 def local_free_energy(
     draws: Draws, others: Sequence[Factor], factor: Factor, data: Data, *, weight: float = 1.0
 ) -> Float[Tensor, " S"]:
-    r"""Eq. 7 less its last KL: E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)); ``weight`` is N_k over rows."""
+    r"""Eq. 7 less its last KL: E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)); ``weight`` is N_k / N_batch."""
     cavity = draws.product(others)
     posterior = cavity * factor.whitened(draws)
     return weight * expected_fit(draws, posterior, data) - posterior.kl(cavity)
@@ -328,7 +328,7 @@ class Mixture:
 
 @torch.no_grad()
 def predict(draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None = None) -> Mixture:
-    """The predictive mixture at ``inputs`` [N, D], a few samples and rows at a time, without a graph."""
+    """The predictive mixture at ``inputs`` [N, D], computed in batches of samples and rows."""
     parts = zip(draws.inducing.split(SAMPLES_AT_ONCE), draws.hyper.split(SAMPLES_AT_ONCE), strict=True)
     pieces = [_predict_some(Draws(draws.model, *part), factors, inputs, targets) for part in parts]
     return Mixture(*(torch.cat(part) for part in zip(*pieces, strict=True)))
@@ -343,9 +343,9 @@ def _predict_some(
         rows = slice(start, start + ROWS_AT_ONCE)
         prior = draws.prior_variance(inputs[rows])
         mean, variance = posterior.predict(draws.project(inputs[rows]), prior)
-        broken = ~(variance >= -ROUNDING * prior)  # so that NaN is broken, too
-        if bool(broken.any()):
-            raise NumericsError(f"{int(broken.sum())} of {variance.numel()} variances of f are negative")
+        invalid = ~(variance >= -ROUNDING * prior)  # also NaN
+        if bool(invalid.any()):
+            raise NumericsError(f"{int(invalid.sum())} of {variance.numel()} variances of f are negative")
         f, densities = (mean, variance.clamp_min(0.0)), mean[:, :0]
         if targets is not None:
             densities = likelihood.log_predictive(targets[rows], *f, hyper)

@@ -1,4 +1,4 @@
-"""The table ``pvi.*``: which posterior, who is visited when, and what a site does on a visit."""
+"""The table ``pvi.*``: form of the posterior, schedule of visits, and local updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedgp_flower.options import Count, MethodOptions, NonNegative
 
 Form = Literal["tied", "free", "cpo"]
 LINEAR = ("analytic", "natural-gradient", "gradient")
-"""Local updates of q(v) alone: Z and β are fixed."""
+"""Local updates of q(v) at fixed Z and β."""
 LOCAL_KEYS = ("inducing", "factor", "steps", "learning_rate")
 """Fields that the update ``sums`` does not read."""
 
@@ -30,13 +30,13 @@ class Plan:
     """ρ; 0 means automatic: 1 when sequential, 1/K of the participating sites otherwise."""
     deletion: bool = True
     split_prior: bool = False
-    """The context is p^(N_k/N) alone."""
+    """The context is p^(N_k/N), without other factors."""
     passes: int = 0
-    """Stop after this many visits of every site; 0 goes on until the rounds are over."""
+    """Visits of every site; 0 means no limit."""
     gradient: bool = False
-    """Every local update is one gradient step at the q that was sent."""
+    """Every local update is one gradient step from the current q."""
     concurrency: int = 0
-    """Sites that work at once in an asynchronous run; 0 is all of them."""
+    """Sites that work at once in an asynchronous run; 0 means all."""
     seed: int = 0
 
 
@@ -90,7 +90,7 @@ class PVIOptions(MethodOptions):
     """Of ``adam``; 0: 0.03, ``pvi-bnn`` 0.01. Length of a step of ``natural-gradient`` and ``gradient``; 0: 1."""
 
     def plan(self, seed: int = 0) -> Plan:
-        """Schedule, damping and deletion; a preset decides them all."""
+        """Schedule, damping and deletion; a preset overrides their keys."""
         if self.preset != "none":
             chosen = replace(PRESETS[self.preset], order=self.order, seed=seed)
             return replace(chosen, damping=self.damping or 1.0) if chosen.gradient else chosen
@@ -99,17 +99,17 @@ class PVIOptions(MethodOptions):
 
     @property
     def agrees(self) -> bool:
-        """Whether sums of all rows determine Z and β before sites are visited."""
+        """Whether sums over all rows determine Z and β before the visits."""
         return self.local_update == "sums"
 
     @property
     def usual_inducing(self) -> int:
-        """As many as ``sgpr`` has."""
+        """The default of ``sgpr`` if Z and β come from sums."""
         return 300 if self.agrees else super().usual_inducing
 
     @property
     def hyperprior(self) -> str:
-        """That of ``sgpr``; LN(0, 1) for local updates."""
+        """The hyperprior of ``sgpr``, or LN(0, 1) for local updates."""
         return "weak" if self.agrees else "log-normal"
 
     @property
@@ -124,7 +124,7 @@ class PVIOptions(MethodOptions):
 
     @property
     def product(self) -> tuple[str, ...]:
-        """Blocks that have a prior: v, or Z and β where they are in the product."""
+        """Blocks with a prior: v, or those of Z and β that are in the product."""
         if self.linear:
             return ("whitened",)
         return {"distribution": ("inducing", "hyper"), "average": ("hyper",), "fixed": ()}[self.inducing]
@@ -135,7 +135,7 @@ class PVIOptions(MethodOptions):
         return "whitened" if self.linear else "values" if self.factor == "cpo" else "points"
 
     def check(self, core: CoreConfig) -> None:
-        """Combinations that have a meaning."""
+        """Raise ConfigError for an unsupported combination of keys."""
         update = f"`pvi.local-update` = {self.local_update!r}"
         (self._check_sums if self.agrees else self._check_local)(core, update)
 
@@ -143,8 +143,8 @@ class PVIOptions(MethodOptions):
         plan, points = self.plan(), self.function == "points"
         if points and 0.0 < plan.damping < 1.0 and not self.product:
             raise ConfigError(
-                "`pvi.damping`: with Z and β fixed there is nothing to damp, because pseudo-observations are replaced"
-                " as a whole; set it to 0 or 1, or `pvi.factor` to 'cpo'"
+                "`pvi.damping`: it has no effect at fixed Z and β, because pseudo-observations are replaced as a whole;"
+                " set it to 0 or 1, or `pvi.factor` to 'cpo'"
             )
         if (plan.gradient and self.local_update != "gradient") or (plan.split_prior and not self.linear):
             fitting = "gradient" if plan.gradient else "analytic"
@@ -152,30 +152,27 @@ class PVIOptions(MethodOptions):
         if self.local_update == "analytic" and core.model.likelihood != "gaussian":
             raise ConfigError(f"{update} needs `model.likelihood` = 'gaussian'; try 'natural-gradient'")
         if core.optimizer.batch_size and self.local_update != "adam":
-            raise ConfigError(f"`optimizer.batch-size`: {update} takes all rows of a site; set it to 0")
+            raise ConfigError(f"`optimizer.batch-size`: {update} uses all rows of a site; set it to 0")
         if not plan.deletion and points:
             raise ConfigError("without deletion factors multiply: set `pvi.factor` = 'cpo', or fix Z and β")
         if unread := core.optimizer.unread("batch_size"):
             raise ConfigError(
-                f"{unread}: of `optimizer` pvi reads `batch-size` alone; steps and rate of a visit are `pvi.steps` and"
+                f"{unread}: pvi reads only `optimizer.batch-size`; steps and rate of a visit are `pvi.steps` and"
                 " `pvi.learning-rate`"
             )
-        if core.precision != "float64":
-            raise ConfigError(f"`precision`: {update} works in 'float64'")
-        if core.device == "cuda":
-            raise ConfigError(f"`device`: {update} works on the 'cpu'")
+        core.require_float64_on_cpu()
 
     def _check_sums(self, core: CoreConfig, update: str) -> None:
         usual = PVIOptions()
         if names := [name for name in LOCAL_KEYS if getattr(self, name) != getattr(usual, name)]:
             keys = ", ".join(f"`pvi.{name.replace('_', '-')}`" for name in names)
-            raise ConfigError(f"{keys}: {update} does not read it; try 'adam'")
+            raise ConfigError(f"{keys}: {update} ignores it; try 'adam'")
         if unread := core.optimizer.unread():
-            raise ConfigError(f"{unread}: {update} takes no local steps")
+            raise ConfigError(f"{unread}: {update} has no local steps")
         if core.privacy.secure_aggregation:
             raise ConfigError(
-                f"`privacy.secure-aggregation`: {update} keeps a factor of every site, which masks would hide; set it"
-                " to false, or take method 'sgpr', whose posterior is the same and needs totals alone"
+                f"`privacy.secure-aggregation`: {update} needs the factor of every site, which masks hide; set it"
+                " to false, or take method 'sgpr', which gets the same posterior from totals"
             )
         if core.model.likelihood != "gaussian" and self.plan().schedule == "asynchronous":
             raise ConfigError(f"`pvi.schedule` = 'asynchronous': {update} needs `model.likelihood` = 'gaussian' for it")

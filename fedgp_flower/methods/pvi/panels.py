@@ -1,4 +1,4 @@
-"""Sections that PVI adds to a report: q(β), what each site's factor says, the free energy; what forgetting changed."""
+"""Report panels of PVI: q(β), strength of the factors, free energy, and the effect of forgetting a site."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ STRENGTHS = {
 PARTS = {
     "fit": "expected log likelihood of all training rows",
     "kl_function": "KL of q(u) from its prior",
-    "kl_inducing": f"KL of q(Z) from its prior, which counts {ALPHA:g} times",
+    "kl_inducing": f"KL of q(Z) from its prior, with weight {ALPHA:g}",
     "kl_hyper": "KL of q(β) from its prior",
     "kl_weights": "KL of q(θ) from its prior",
     "total": "free energy",
 }
 STRENGTHS_CAPTION = (
-    "How much each site's factor says: the precision of tied pseudo-observations in rows of noise σ², how many"
-    " directions of v, the whitened inducing values, the factor alone determines, and mean precisions; a prior has 1."
+    "Information in each site's factor: the precision of tied pseudo-observations in units of a row with noise σ², the"
+    " number of directions of the whitened inducing values v that it determines, and mean precisions; a prior has 1."
 )
 HYPER_CAPTION = (
     "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the"
@@ -55,12 +55,12 @@ HYPER_CAPTION = (
 
 
 def panels(run: Run) -> list[Panel]:
-    """What was forgotten, the posterior of the hyperparameters, factors, and the free energy."""
+    """Forgetting, posterior of the hyperparameters, factors, and free energy."""
     if run.saved is None:
         return []
     arrays = run.saved.arrays
     sections: list[Panel] = []
-    if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
+    if "hyper.mean" in arrays:  # otherwise sums determined Z and β
         section = ModelSection.model_validate({n: run.saved.model[n] for n in ("kernel", "ard", "likelihood")})
         inputs = run.saved.inputs
         names = [
@@ -74,9 +74,9 @@ def panels(run: Run) -> list[Panel]:
 
 
 def product_panels(run: Run) -> list[Panel]:
-    """What each factor says, and the free energy."""
+    """Strength of the factors, and free energy."""
     details = run.metrics.method_details
-    sections = [Panel("What each factor says", strength_table(details, run.metrics.labels), STRENGTHS_CAPTION)]
+    sections = [Panel("Strength of each factor", strength_table(details, run.metrics.labels), STRENGTHS_CAPTION)]
     if parts := details.get("free_energy"):
         caption = "The expected log likelihood less the divergences, in nats, estimates the log evidence"
         caption += (
@@ -88,7 +88,7 @@ def product_panels(run: Run) -> list[Panel]:
 
 
 def intervals(low: Array, centre: Array, high: Array, names: Sequence[str], label: str) -> Figure:
-    """A line per quantity, from ``low`` to ``high`` around a point."""
+    """Horizontal interval plot, one line per quantity."""
     figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(centre)), dpi=DPI, layout="constrained")
     axes, rows = figure.subplots(), np.arange(len(centre))[::-1]
     axes.hlines(rows, low, high, color=FEDERATED, linewidth=2)
@@ -112,7 +112,7 @@ def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
 
 
 def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """A row per site with the strength of its factors, as HTML; columns that no site has are left out."""
+    """HTML table with the strength of the factors, one row per site; columns without values are left out."""
     strengths: Mapping[str, Mapping[str, float]] = details["factors"]
     shown = [name for name in STRENGTHS if any(name in each for each in strengths.values())]
     whole, place = {"rows", "points"}, {site: index for index, site in enumerate(labels)}
@@ -127,7 +127,7 @@ def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str
     return html_table(("site", "visits", *(STRENGTHS[name] for name in shown)), rows)
 
 
-# ---- What forgetting a site changed ---------------------------------------------------------------------------------
+# ---- Forgetting a site ----------------------------------------------------------------------------------------------
 
 
 def changes(before: Run, after: Run) -> dict[str, object]:
@@ -156,16 +156,16 @@ def _remains(before: Run) -> list[str]:
     options = cast(PVIOptions, config.options)
     remains = ["the standardisation and the first inducing inputs, which all sites agreed on"]
     if options.inducing == "average":
-        remains.append("the inducing inputs, an average that the site took part in")
+        remains.append("the inducing inputs, an average over sites that included it")
     if options.agrees:
         remains.append("inducing inputs and hyperparameters, which all sites agreed on")
     if not (options.linear and config.model.likelihood == "gaussian"):
-        remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
+        remains.append("factors of other sites, which were fitted given the site's; further visits update them")
     return remains
 
 
 def forgetting(content: Mapping[str, Any]) -> Panel:
-    """What ``forgotten.json`` says: figures before and after, and how far the posterior moved."""
+    """Panel from ``forgotten.json``: scores before and after, and changes of the posterior."""
     before, after = content["test_before"], content["test_after"]
     rows = [(title_of(name), cell(name, before[name]), cell(name, after[name])) for name in before if name in after]
     body = html_table(("held-out figure", "before", "after"), rows)
@@ -181,6 +181,6 @@ def forgetting(content: Mapping[str, Any]) -> Panel:
     caption = f"Run {content['from']} without site {content['label'] or content['site']}"
     caption += "" if removed is None else f" and its {removed:,} training rows"
     caption += f", after {content['rounds_after']} further rounds: {content['sites_after']} sites of "
-    caption += f"{content['sites_before']}. Both columns are over the same {content['test_rows']:,} held-out rows, "
-    caption += f"those of sites that remain. {'; '.join(moved)}. What may still owe something to the site: "
-    return Panel("What forgetting changed", body, f"{caption}{'; '.join(content['remains'])}.")
+    caption += f"{content['sites_before']}. Both columns score the same {content['test_rows']:,} held-out rows, "
+    caption += f"those of the remaining sites. {'; '.join(moved)}. Parts that may still depend on the site: "
+    return Panel("Effect of forgetting", body, f"{caption}{'; '.join(content['remains'])}.")

@@ -1,4 +1,4 @@
-"""Prediction from a saved partitioned posterior: a mixture over draws of (Z, β), the same wherever it is made."""
+"""Prediction from a saved PVI posterior: a mixture over draws of (Z, β) from a fixed seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_factors(arrays: Mapping[str, NDArray[np.generic]]) -> tuple[Factors, bo
 
 @dataclass(frozen=True, slots=True)
 class SavedFactors:
-    """The factors of all sites, and the draws of (Z, β) that predict."""
+    """The factors of all sites, and the draws of (Z, β)."""
 
     draws: Draws
     factors: Sequence[Factor]
@@ -57,7 +57,7 @@ class SavedFactors:
 
     @torch.no_grad()
     def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
-        """A model and likelihood of GPyTorch for every draw, in evaluation mode and standardised coordinates."""
+        """GPyTorch model and likelihood of every draw, in evaluation mode and standardised coordinates."""
         draws, exported = self.draws, []
         q, model = draws.product(self.factors), draws.model
         for s, hyper in enumerate(draws.likelihood_hyper):
@@ -69,7 +69,7 @@ class SavedFactors:
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | SavedSparseGP:
-    """The posterior of a finished run; at agreed Z and β it is that of a sparse GP."""
+    """The posterior of a finished run; a sparse GP if Z and β were agreed."""
     if saved.model["family"] == "sparse":
         return saved_sparse_gp(saved, names)
     section = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood")}

@@ -3,9 +3,9 @@
 By Adam or L-BFGS it maximises the local free energy over the site's factor of u and its shares of q(Z) and q(β), as in
 *Federated learning of sparse Gaussian processes*, Algorithms 1 and 2, Eq. 7 with weight α on the KL of Z.
 
-Where f = Φθ and θ is Gaussian, weights or v = L⁻¹u while Z and β stay fixed, an update returns the factor that the
-site multiplies its *context* (cavity, or prior) by. With α = ∂/∂m and β = −2 ∂/∂v of E log p(y_n | f_n),
-f_n ~ N(m_n, v_n), the factor at which q would stay is ∇_μ E_q log p(y | θ), μ the mean parameters of q:
+If f = Φθ with Gaussian θ (weights, or v = L⁻¹u at fixed Z and β), an update returns the factor that multiplies the
+site's *context* (cavity, or prior). With α = ∂/∂m and β = −2 ∂/∂v of E log p(y_n | f_n), f_n ~ N(m_n, v_n), the factor
+at a stationary q is ∇_μ E_q log p(y | θ), μ the mean parameters of q:
 Λ = Φᵀ diag(β) Φ and η = Φᵀα + Λ E θ (Khan & Lin 2017; Ashman et al., Properties 2.2, 3.1-3.3, Eq. 4).
 """
 
@@ -39,40 +39,39 @@ from fedgp_flower.methods.pvi.options import Form
 from fedgp_flower.typing import Array, Indices
 
 SCALE_SPEED = 4.0
-"""Log-precisions travel several units, means a fraction of one: Adam's step is this much longer for them."""
+"""Factor of Adam's step for log-precisions, which move by several units, while means move by a fraction of one."""
 SAMPLES = 4
 """Antithetic draws of (Z, β) in an evaluation."""
 MOST_POINTS, ROWS_PER_POINT = 500, 5
-"""Pseudo-observations of a site, at most, and the rows that each begins as the average of, at least: averages are not
-rows."""
+"""Most pseudo-observations of a site, and fewest rows in the average that each starts from."""
 ADAM_STEPS, ADAM_RATE, LBFGS_EVALUATIONS = 150, 0.03, 400
-"""Where ``pvi.steps`` and ``pvi.learning-rate`` are 0."""
+"""Defaults of ``pvi.steps`` and ``pvi.learning-rate``."""
 TOLERANCE, MOST_ITERATIONS = 1e-10, 500
-"""Relative change of the factor at which fixed-point iterations stop, and their number at most."""
+"""Fixed-point iterations stop at this relative change of the factor, or after this number."""
 G = TypeVar("G", bound=Gaussian)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalProblem:
-    """What a local update by optimisation conditions on."""
+    """Model, data and cavity of a local update by optimisation."""
 
     model: SparseModel
     data: Data
     others: Sequence[Factor]
     """Factors of the other sites."""
     cavity: Mapping[str, Gaussian]
-    """Of Z and β, by name; without one the latent is a point."""
+    """Cavities of Z and β by name; a latent without one is a point."""
     alpha: float = ALPHA
     num_samples: int = SAMPLES
     batch_size: int = 0
     """Rows of a mini-batch; 0 takes all rows."""
     learn_inducing: bool = False
-    """Optimise Z where it is a point (federated averaging of Z) instead of keeping it."""
+    """Whether to optimise a point Z, which the server averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalUpdate:
-    """The end of a local update; its free energy is the late mean of Adam's steps, or that at the end of L-BFGS."""
+    """Result of a local update; its free energy is the mean of Adam's last steps, or the final value of L-BFGS."""
 
     factor: Factor
     latents: Mapping[str, TrainableLatent]
@@ -81,7 +80,7 @@ class LocalUpdate:
 
 
 class TrainableLatent:
-    """A latent being learned: mean free, precision = cavity + positive; without a cavity it is a point."""
+    """A latent in optimisation: free mean, precision above that of the cavity; without a cavity a point."""
 
     def __init__(self, cavity: Gaussian | None, mean: Tensor, variance: Tensor, *, learned: bool = True) -> None:
         self.cavity = cavity
@@ -89,7 +88,7 @@ class TrainableLatent:
         self.parameters = [self.location] if learned else []
         if cavity is not None:
             excess = 1.0 / variance - cavity.precision
-            floor = 1e-2 * cavity.precision  # the logarithm needs a start above zero
+            floor = 1e-2 * cavity.precision  # the logarithm needs a positive start
             self.parameters.append((torch.maximum(excess, floor).log() / SCALE_SPEED).requires_grad_())
 
     def density(self) -> Gaussian:
@@ -109,7 +108,7 @@ class TrainableLatent:
         return self.location.new_zeros(()) if self.cavity is None else self.density().kl(self.cavity)
 
     def answer(self) -> LatentFactor | None:
-        """The factor q / cavity, or the point that was learned; nothing of a fixed one."""
+        """The factor q / cavity, the learned point, or None for a fixed point."""
         if self.cavity is not None:
             return LatentFactor.of(self.density() / self.cavity)
         return LatentFactor(value=self.location.detach().numpy().copy()) if self.parameters else None
@@ -124,14 +123,14 @@ def late_mean(trace: Trace) -> float:
 def adam_update(
     problem: LocalProblem, before: Factor, start: Marginals, settings: AdamSettings, generator: Generator
 ) -> LocalUpdate:
-    """Local update by Adam from ``before`` and ``start``, on reparameterised antithetic samples, new at every step."""
+    """Local update by Adam from ``before`` and ``start``, with new antithetic samples at every step."""
     return _update(problem, before, start, generator, lambda f, x: adam(f, x, settings, len(problem.data)))
 
 
 def lbfgs_update(
     problem: LocalProblem, before: Factor, start: Marginals, evaluations: int, generator: Generator
 ) -> LocalUpdate:
-    """Local update by L-BFGS on samples that stay the same: for few samples and pseudo-observations."""
+    """Local update by L-BFGS on fixed samples, for few samples and pseudo-observations."""
     state = generator.get_state()
 
     def optimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Trace:
@@ -179,7 +178,7 @@ def _update(
 def first_factor(
     model: SparseModel, data: Data, start: Marginals, form: Form, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
 ) -> Factor:
-    """Averages of rows as pseudo-observations, or Titsias' optimum for ``cpo``, at the means of q(Z) and q(β)."""
+    """Initial factor at the means of q(Z) and q(β): averages of rows, or Titsias' optimum for ``cpo``."""
     with torch.no_grad():
         draws = model.at_means(start)
         points = PseudoObservations(data.inputs, data.targets, torch.ones_like(data.targets))
@@ -193,7 +192,7 @@ def first_factor(
 
 
 def averages(data: Data, number: int) -> PseudoObservations:
-    """Tied pseudo-observations at averages of disjoint groups of rows; the mean of n rows has noise σ²/n, so w = n."""
+    """Tied pseudo-observations at averages of disjoint groups; the mean of n rows has noise σ²/n, so w = n."""
     groups = torch.as_tensor(_groups(data.inputs.numpy(), number))
     sizes = torch.bincount(groups).double()
     centres = torch.zeros(len(sizes), data.inputs.shape[1], dtype=torch.float64).index_add_(0, groups, data.inputs)
@@ -202,7 +201,7 @@ def averages(data: Data, number: int) -> PseudoObservations:
 
 
 def _groups(inputs: Array, number: int) -> Indices:
-    """Cut along the widest direction, rows in proportion to groups, until every part is one group: labels [N]."""
+    """Split rows repeatedly along their first principal axis into ``number`` groups of similar size; labels [N]."""
     labels = np.empty(len(inputs), dtype=np.int64)
     queue = [(np.arange(len(inputs)), number)]
     label = 0
@@ -215,7 +214,7 @@ def _groups(inputs: Array, number: int) -> Indices:
         centred = inputs[rows] - inputs[rows].mean(0)
         direction = np.linalg.svd(centred, full_matrices=False)[2][0]
         order = rows[np.argsort(centred @ direction, kind="stable")]
-        cut = len(rows) * (groups // 2) // groups  # rows per group never fall below the floor on either side
+        cut = len(rows) * (groups // 2) // groups  # both sides keep ⌊rows / groups⌋ rows per group
         queue += [(order[:cut], groups // 2), (order[cut:], groups - groups // 2)]
     return labels
 
@@ -225,7 +224,7 @@ def _groups(inputs: Array, number: int) -> Indices:
 
 @dataclass(frozen=True, slots=True)
 class LinearRows:
-    """A site's rows seen through linear functions of θ."""
+    """A site's rows with f = Φθ."""
 
     design: Float[Tensor, "N M"]
     """Φ, one row per observation."""
@@ -234,7 +233,7 @@ class LinearRows:
     hyper: Float[Tensor, " R"]
     """Parameters of the likelihood."""
     extra: Float[Tensor, " N"] | float = 0.0
-    """The variance of f that θ does not explain."""
+    """Variance of f given θ."""
 
     def marginals(self, q: Gaussian) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Means and variances of f."""
@@ -252,7 +251,7 @@ class LinearRows:
         return self.fit(q) - q.kl(context)
 
     def expansion(self, q: G) -> tuple[Tensor, G, Float[Tensor, "M M"]]:
-        """E_q log p(y | f), ∇_μ of it, which is the factor at a fixed point (Eq. 4), and Φᵀ diag(β) Φ."""
+        """E_q log p(y | f); ∇_μ of it, the factor at a fixed point (Eq. 4); and Φᵀ diag(β) Φ."""
         fit, alpha, beta, _ = self.likelihood.slopes(self.targets, *self.marginals(q), self.hyper)
         curvature, mean = self.design.mT @ (beta[:, None] * self.design), q.mean()
         kept = curvature if q.eta2.ndim == 2 else curvature.diagonal()
@@ -278,14 +277,14 @@ def fixed_point(rows: LinearRows, context: G, start: G, *, step: float = 1.0) ->
         while not (context * (new := factor ** (1.0 - rho) * target**rho)).is_proper():
             rho *= 0.5
             if rho < 1e-10:
-                raise NumericsError("the fixed-point iteration cannot leave an improper posterior. Lower its step.")
+                raise NumericsError("every fixed-point step gives an improper posterior. Lower the step.")
         change = max(float((new.eta1 - factor.eta1).abs().max()), float((new.eta2 - factor.eta2).abs().max()))
         size, factor = max(float(new.eta1.abs().max()), float(new.eta2.abs().max())), new
     return factor, iterations
 
 
 def gradient_step(rows: LinearRows, q: G, context: G, start: G, *, step: float) -> G:
-    """η_k ← η_k + ρ dF_k/dη at q (Property 3.1); of all sites at once one pooled step, whatever the partition."""
+    """η_k ← η_k + ρ dF_k/dη at q (Property 3.1); all sites together make one pooled step."""
     with torch.enable_grad():
         eta1, eta2 = (part.detach().requires_grad_() for part in (q.eta1, q.eta2))
         energy = rows.free_energy(type(q)(eta1, eta2), context)

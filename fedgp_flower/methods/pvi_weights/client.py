@@ -1,4 +1,4 @@
-"""The sites' halves of PVI over weights: of a generalised linear model and of a network."""
+"""Clients of PVI over weights: of a generalised linear model and of a network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
@@ -33,17 +33,18 @@ from fedgp_flower.methods.pvi_weights.model import (
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Confusion
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.typing import Array
 
 
 class GLMClient(SiteClient):
-    """Everything the site needs comes with the message; it keeps nothing."""
+    """Client of a generalised linear model; it is stateless."""
+
+    options: GLMOptions
 
     @cached_property
     def linear(self) -> LinearRows:
-        """The site's rows, with a constant."""
+        """The site's rows with an intercept."""
         return glm_rows(self.config.model, self.rows.x, self.rows.y)
 
     def train(self, request: Visit) -> Refined:
@@ -66,40 +67,35 @@ class GLMClient(SiteClient):
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores by the likelihood."""
-        return self._scored(LinearPosterior(self.config.model, request.gaussian), self.rows)
+        return self.scored_by(LinearPosterior(self.config.model, request.gaussian), self.rows)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of the same model of these rows alone."""
+        """Scores of the same model fitted to these rows."""
         del pooled
-        prior = prior_of(cast(GLMOptions, self.config.options), data.x.shape[1]).gaussian
+        prior = prior_of(self.options, data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
-        return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
+        return self.scored_by(LinearPosterior(self.config.model, prior * done.factor), data)
 
-    def _scored(self, posterior: LinearPosterior, data: SiteData) -> Scores:
+    def scored_by(self, posterior: LinearPosterior, data: SiteData) -> Scores:
         """Scores of held-out rows from the moments of f."""
         if self.config.model.likelihood == "poisson":
             return count_scores(*posterior.latent(data.x_test), data.y_test)
-        mean, variance = posterior.observation(data.x_test)
-        if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(mean, data.y_test)
-        return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
+        return self.scored(Prediction(*posterior.observation(data.x_test)), data.y_test)
 
 
 class BNNClient(SiteClient):
-    """Everything the site needs comes with the message; it keeps nothing."""
+    """Client of a Bayesian neural network; it is stateless."""
 
-    @property
-    def options(self) -> BNNOptions:
-        """The table ``bnn.*``."""
-        return cast(BNNOptions, self.config.options)
+    options: BNNOptions
+    confusion = confusion
 
     @cached_property
     def network(self) -> WeightSpaceNetwork:
-        """The lengths of the layers."""
+        """The network of the configuration."""
         return WeightSpaceNetwork(self.rows.x.shape[1], self.options.hidden, self.options.classes)
 
     def train(self, request: Visit) -> Refined:
-        """One local update, from the means that were sent and a tight start (Ashman et al. 2022, Section 5.3)."""
+        """One local update, from the current means and small variances (Ashman et al. 2022, Section 5.3)."""
         assert request.posterior is not None
         context = request.context[WEIGHTS].gaussian
         q, objective, trace = self._update(self.rows, context, request.posterior.gaussian)
@@ -107,51 +103,38 @@ class BNNClient(SiteClient):
         return Refined(objective / self.num_examples, trace.evaluations, weights=factor)
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
-        """This site's term of the global free energy, estimated from the draws of a prediction."""
+        """This site's term of the global free energy, a Monte Carlo estimate."""
         rows, source = data_of(self.rows), random_source(self.config.seed, "fit", self.site.site)
         values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of the indicators of classes."""
-        mean = self._probabilities(request.gaussian, inputs)
-        return Prediction(mean, mean * (1 - mean))
-
-    def score(self, request: NaturalParameters) -> Scores:
-        """Scores of the classes' probabilities."""
-        return self._scored(request.gaussian, self.rows)
-
-    def confusion(self, request: NaturalParameters) -> Confusion:
-        """Which class was taken for which; only where there are several."""
-        return Confusion.of(self._probabilities(request.gaussian, self.rows.x_test), self.rows.y_test)
+        return self._indicators(request.gaussian, inputs)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of the same network of these rows alone."""
+        """Scores of the same network fitted to these rows."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
-        return self._scored(q, data)
+        return self.scored(self._indicators(q, data.x_test), data.y_test)
 
     def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, float, Trace]:
         shared = cast(PVIOptions, self.config.shared)
         settings = VisitSettings(visits * (shared.steps or STEPS), shared.learning_rate or LEARNING_RATE)
         mean, variance = q.moments()
-        if not mean.any():  # the prior: nobody has trained yet
+        if not mean.any():  # the prior, before any training
             mean = self.network.initial(random_source(self.config.seed, "weights"))
         start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
         return refined(self.network, data_of(data), context, start, settings, source)
 
-    def _probabilities(self, q: Gaussian, inputs: Array) -> Array:
+    def _indicators(self, q: Gaussian, inputs: Array) -> Prediction:
         binary = self.config.model.likelihood == "bernoulli"
-        return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
-
-    def _scored(self, q: Gaussian, data: SiteData) -> Scores:
-        probability = self._probabilities(q, data.x_test)
-        score = bernoulli_scores if probability.ndim == 1 else class_scores
-        return score(probability, data.y_test)
+        mean = NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
+        return Prediction(mean, mean * (1 - mean))
 
 
 def data_of(rows: SiteData) -> Data:
-    """Training rows, the target the number of a class."""
+    """Training rows as tensors; the target is the index of a class."""
     return Data(torch.from_numpy(rows.x), torch.from_numpy(rows.y))

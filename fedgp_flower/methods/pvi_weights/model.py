@@ -1,20 +1,20 @@
 """Models whose weights PVI infers: generalised linear models, and networks with one hidden layer.
 
-Of a generalised linear model Newton's method finds the optimum of the local free energy, without draws. With f = Φθ,
+For a generalised linear model Newton's method maximises the local free energy, without draws. With f = Φθ,
 q(θ) Gaussian, and α, β and the factor of the rows as in :mod:`fedgp_flower.methods.pvi.updates`,
 
     ∇_m F = Φᵀα + η₁ᶜ − Λᶜ m,   −∇²_m F = H = Φᵀ diag(β) Φ + Λᶜ,   Λ = H, or its diagonal, at the optimum,
 
-where (η₁ᶜ, Λᶜ) are the natural parameters of the context. F is concave in the mean and a root of the covariance where
-log p is concave in f (Challis & Barber 2013), so that the optimum is the only one.
+where (η₁ᶜ, Λᶜ) are the natural parameters of the context. If log p is concave in f, F is concave in the mean and a root
+of the covariance, and the optimum is unique (Challis & Barber 2013).
 
 A network is a classifier with one rectified hidden layer and a mean-field Gaussian over all its weights.
 θ = (W₁ [H, D + 1], W₂ [C, H + 1]) row by row, the last column of each a bias, and
 
     P(y = c | x, θ) ∝ exp(W₂ (relu(W₁ (x, 1)), 1))_c.
 
-Given a row, sums of independent Gaussian weights are Gaussian: what is drawn are the H + C sums of each row, not the
-weights (Kingma, Salimans & Welling 2015). That is exact for one row, and its gradient has far less noise.
+Given a row, sums of independent Gaussian weights are Gaussian, so the H + C sums of each row are drawn instead of the
+weights (Kingma, Salimans & Welling 2015). This is exact for one row, and its gradient has far less noise.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ if TYPE_CHECKING:
     from fedgp_flower.outcome import Posterior
 
 NEWTON_STEPS = 100
-"""Newton steps at most: a handful reach the tolerance."""
+"""Most Newton steps; a few usually reach the tolerance."""
 TOLERANCE = 1e-10
-"""Of the Newton decrement in nats and of the relative change of Λ, at which the optimum is reached."""
+"""Tolerance of the Newton decrement in nats and of the relative change of Λ."""
 SLACK = 1e-9
-"""Nats, relative to the free energy, by which rounding may lower it."""
+"""Allowed decrease of the free energy by rounding, relative to its size."""
 STEPS, LEARNING_RATE = 300, 0.01
-"""Of Adam in a visit, where ``pvi.steps`` and ``pvi.learning-rate`` are 0; most visits stop earlier."""
+"""Defaults of ``pvi.steps`` and ``pvi.learning-rate``; most visits stop earlier."""
 BATCH_SIZE = 128
 """Rows of a step."""
 START_SCALE = 0.05
-"""Standard deviation of a weight that a visit starts from, at most: a tight start lets it stop early."""
+"""Largest initial standard deviation of a weight in a visit; a small one lets Adam stop early."""
 PREDICTION_DRAWS = 30
 PREDICTION_SEED = 22
-"""Draws of a prediction are always the same: it is a function of the posterior alone."""
+"""Draws are fixed, so that a prediction is a function of the posterior."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewtonStep:
-    """A local free energy at a q, and the Newton step from there."""
+    """The local free energy at q, and the Newton step from q."""
 
     q: Gaussian
     free_energy: float
     """F(q) = E_q log p(y | θ) − KL(q ‖ context)."""
     factor: Gaussian
-    """Of the rows at q."""
+    """Factor of the rows at q."""
     move: Tensor
     """H⁻¹∇_m F."""
     precision: Tensor
-    """Where Λ goes: H, or its diagonal."""
+    """Target of Λ: H, or its diagonal."""
     decrement: float
 
     @classmethod
@@ -91,21 +91,21 @@ class NewtonStep:
         return cls(q, float(fit - q.kl(context)), factor, move, precision, decrement)
 
     def taken(self, length: float) -> Gaussian:
-        """Some way along the step."""
+        """Return q after a step of this length."""
         precision = self.q.precision + length * (self.precision - self.q.precision)
         mean = self.q.mean() + length * self.move
         return type(self.q)(precision @ mean if precision.ndim == 2 else precision * mean, -0.5 * precision)
 
 
 def glm_rows(section: ModelSection, inputs: Array, targets: Array) -> LinearRows:
-    """Rows with a constant, Φ = (1, X) [N, 1 + D], which lie column by column: products ΦᵀΦ are faster so."""
+    """Rows with Φ = (1, X) [N, 1 + D], stored column by column for faster products ΦᵀΦ."""
     likelihood = canonical_likelihood(section.likelihood, section.noise)
     design = torch.cat([torch.ones(1, len(inputs), dtype=torch.float64), torch.from_numpy(inputs).mT]).mT
     return LinearRows(design, torch.from_numpy(targets), likelihood, likelihood.initial)
 
 
 def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonStep, int]:
-    """The maximum of the local free energy, by Newton steps that never lower it, and their number."""
+    """Maximise the local free energy by Newton steps with step halving; return the last step and their number."""
     here, length, steps = NewtonStep.at(rows, q, context), 1.0, 0
     while steps < NEWTON_STEPS and here.decrement > TOLERANCE:
         there = NewtonStep.at(rows, here.taken(length), context)
@@ -119,7 +119,7 @@ def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonSte
 
 
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
-    """N(0, I) of the weights, the intercept's too, in the form of q: inputs are standardised."""
+    """The prior N(0, I) of weights and intercept, in the form of q, for standardised inputs."""
     return NaturalParameters.standard(options.num_weights(num_inputs), full=options.full)
 
 
@@ -167,7 +167,7 @@ def q_of(saved: Posterior) -> Gaussian:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpaceNetwork:
-    """The lengths D, H and C."""
+    """A network with D inputs, H hidden units and C classes."""
 
     inputs: int
     hidden: int
@@ -179,7 +179,7 @@ class WeightSpaceNetwork:
         return theta[:first].view(self.hidden, -1), theta[first:].view(self.classes, -1)
 
     def initial(self, generator: Generator) -> Float[Tensor, " P"]:
-        """A random mean, which breaks the symmetry of hidden units: all sites draw the same."""
+        """Random means, the same at all sites, which break the symmetry of hidden units."""
         parts = []
         for rows, columns in ((self.hidden, self.inputs), (self.classes, self.hidden)):
             weights = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * (2 / columns) ** 0.5
@@ -187,7 +187,7 @@ class WeightSpaceNetwork:
         return torch.cat(parts)
 
     def logits(self, x: Float[Tensor, "N D"], q: Gaussian, generator: Generator) -> Float[Tensor, "N C"]:
-        """One draw for each row."""
+        """One draw of the logits for each row."""
         (m1, m2), (v1, v2) = map(self.layers, q.moments())
         hidden = torch.relu(_sums(x, m1, v1, generator))
         return _sums(hidden, m2, v2, generator)
@@ -207,12 +207,12 @@ def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Te
 
 @dataclass(frozen=True, slots=True)
 class VisitSettings(AdamSettings):
-    """A visit ends where windows of the expected log likelihood, not of the free energy, rise no more."""
+    """Adam that stops when windows of the expected log likelihood, not of the free energy, stop rising."""
 
     fits: list[float] = field(default_factory=list)
 
     def flat(self, values: Sequence[float], num_rows: int) -> bool:
-        """As in the base, of what was recorded."""
+        """Apply the test of the base class to the recorded fits."""
         return AdamSettings.flat(self, self.fits, num_rows)
 
 
@@ -224,7 +224,7 @@ def refined(
     settings: VisitSettings,
     generator: Generator,
 ) -> tuple[Gaussian, float, Trace]:
-    """The q at which Adam ends on E_q log p(y | θ) − KL(q ‖ context), the late mean of that in nats, and the trace."""
+    """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam; return q, the mean of the last values, and the trace."""
     latent, count = TrainableLatent(context, *start.moments()), len(rows)
     size = min(BATCH_SIZE, count)
 
@@ -252,7 +252,7 @@ class NetworkPosterior:
     binary: bool
 
     def probabilities(self, inputs: Array) -> Array:
-        """The mean over draws of P(y = c | x, θ) [N, C]; of two classes the second's, [N]."""
+        """Mean over draws of P(y = c | x, θ) [N, C]; for two classes only the second, [N]."""
         generator = torch.Generator().manual_seed(PREDICTION_SEED)
         x = torch.from_numpy(inputs)
         each = [self.network.logits(x, self.q, generator).softmax(-1) for _ in range(self.draws)]

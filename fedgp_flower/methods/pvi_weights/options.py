@@ -11,13 +11,13 @@ from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.options import MethodOptions, PositiveInt
 
 LIKELIHOODS = ("gaussian", "bernoulli", "poisson")
-"""Log-concave ones: every factor then has a precision that is not negative, and every product is a density."""
+"""Log-concave likelihoods: factors have non-negative precision, so that every product is a density."""
 WEIGHTS = "weights"
-"""The one block of the product."""
+"""The only block of the product."""
 
 
 class WeightsOptions(MethodOptions):
-    """What models of weights, without inducing points, have in common."""
+    """Options of models of weights, without inducing points."""
 
     shared: ClassVar[type[MethodOptions] | None] = PVIOptions
 
@@ -31,11 +31,10 @@ class WeightsOptions(MethodOptions):
         return False
 
     def check(self, core: CoreConfig) -> None:
-        """No key that a method without a Gaussian process does not read."""
+        """Raise ConfigError for a key that only Gaussian processes read."""
         if unread := core.optimizer.unread():
             raise ConfigError(f"{unread}: `method` = {core.method!r} does not read it; see `{self.table}.*`")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError(f"`device`, `precision`: {core.method!r} works on the 'cpu' in 'float64'")
+        core.require_float64_on_cpu()
 
 
 class GLMOptions(WeightsOptions):
@@ -47,7 +46,7 @@ class GLMOptions(WeightsOptions):
     """Of q(θ); ``diagonal`` is the paper's mean-field form."""
 
     def num_weights(self, num_inputs: int) -> int:
-        """Intercept and slopes."""
+        """Number of slopes and the intercept."""
         return 1 + num_inputs
 
     @property
@@ -56,12 +55,11 @@ class GLMOptions(WeightsOptions):
         return self.covariance == "full"
 
     def check(self, core: CoreConfig) -> None:
-        """A log-concave likelihood."""
+        """Raise ConfigError for a likelihood that is not log-concave."""
         super().check(core)
         if core.model.likelihood not in LIKELIHOODS:
             raise ConfigError(
-                f"`model.likelihood` = {core.model.likelihood!r}: pvi-glm needs a log-concave one: "
-                + ", ".join(LIKELIHOODS)
+                f"`model.likelihood` = {core.model.likelihood!r}: pvi-glm needs one of " + ", ".join(LIKELIHOODS)
             )
 
 
@@ -76,11 +74,11 @@ class BNNOptions(WeightsOptions):
     usual_likelihood: ClassVar[str] = "categorical"
 
     def num_weights(self, num_inputs: int) -> int:
-        """Two layers with their biases."""
+        """Number of weights and biases of two layers."""
         return self.hidden * (num_inputs + 1) + self.classes * (self.hidden + 1)
 
     def check_shared(self, shared: MethodOptions) -> None:
-        """No update that only a linear model has."""
+        """Raise ConfigError for an update that only a linear model has."""
         assert isinstance(shared, PVIOptions)
         if shared.plan().gradient:
-            raise ConfigError(f"`pvi.preset` = {shared.preset!r} needs exact gradients of q, which pvi-bnn has not")
+            raise ConfigError(f"`pvi.preset` = {shared.preset!r} needs exact gradients, which pvi-bnn does not have")

@@ -1,4 +1,4 @@
-"""Sections that PVI over weights adds to a report: the weights with their intervals, and what each factor says."""
+"""Report panels of PVI over weights: weights with intervals, and strength of the factors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import Z95
 from fedgp_flower.run.report import Panel, html_table
 
-MOST = 30
-"""Weights in the figure."""
+MOST_WEIGHTS = 30
+"""Most weights in the figure."""
 PRUNED = 0.1
-"""Nats of KL from the prior below which a weight counts as pruned (Ashman et al. 2022, footnote 14)."""
+"""A weight with less KL from its prior, in nats, counts as pruned (Ashman et al. 2022, footnote 14)."""
 
 
 def panels(run: Run) -> list[Panel]:
@@ -23,7 +23,7 @@ def panels(run: Run) -> list[Panel]:
     mean, spread = (part.numpy() for part in q_of(run.saved).moments())
     sd = np.sqrt(spread.diagonal() if spread.ndim == 2 else spread)
     names = ["intercept", *run.saved.inputs]
-    order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST]
+    order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST_WEIGHTS]
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
     caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
     centre, reach = mean[order], Z95 * sd[order]
@@ -40,5 +40,5 @@ def network_panels(run: Run) -> list[Panel]:
     divergence = 0.5 * (variance + mean**2 - 1 - np.log(variance))
     count = int((divergence < PRUNED).sum())
     body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
-    caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
+    caption = f"A weight with KL from its prior below {PRUNED:g} nats is uninformative; many of them mean over-pruning."
     return [Panel("Pruned weights", body, caption), *product_panels(run)]

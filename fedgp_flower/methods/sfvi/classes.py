@@ -1,4 +1,4 @@
-"""Models of classes 0 … C−1: P(y_i = c) ∝ exp(f_ic), with f the logits given all latents.
+"""Models of classes 0 … C−1: P(y_i = c) ∝ exp(f_ic), with logits f given all latents.
 
 ``multinomial``, multinomial logistic regression with learned prior scales (Hassan et al. 2023, Section S3.2):
 
@@ -6,27 +6,27 @@
 
 Z_G = (W row by row, b); there are no local latents, so a site is one unit of width 0.
 
-``hierarchical-bnn`` and ``fedpop``, networks with a personal part at every site (Section 4.1):
+``hierarchical-bnn`` and ``fedpop``, networks with personal layers at every site (Section 4.1):
 
     f_i = W⁽²ʲ⁾ relu(W⁽¹ʲ⁾ x_i),   W⁽¹ʲ⁾ [H, D],   W⁽²ʲ⁾ [C, H] ~ N(0, 1), without biases.
 
-``hierarchical-bnn``: W⁽¹ʲ⁾ = μ + σ ε⁽ʲ⁾ with μ, ε⁽ʲ⁾ ~ N(0, 1) entry by entry and one σ ~ N₊(0, 1), not centred;
+``hierarchical-bnn``: W⁽¹ʲ⁾ = μ + σ ε⁽ʲ⁾ with μ, ε⁽ʲ⁾ ~ N(0, 1) entry by entry and one σ ~ N₊(0, 1), not centred.
 Z_G = (μ, z) with σ = F⁻¹(Φ(z)), F the distribution function of N₊(0, 1), so that p(Z_G) = N(0, I); Z_L = (ε, W⁽²ʲ⁾).
-``fedpop``: the fully Bayesian form of FedPop (Kotelevskii et al. 2022): W⁽¹⁾ ~ N(0, 1) is the same everywhere,
+``fedpop``: the fully Bayesian form of FedPop (Kotelevskii et al. 2022). All sites share W⁽¹⁾ ~ N(0, 1), so that
 Z_G = W⁽¹⁾ and Z_L = W⁽²ʲ⁾. A site is one unit, and matrices are flattened row by row.
 
-``vae`` and ``prodlda``, models of rows by latents that one network, shared by all sites, reads off the row itself:
+``vae`` and ``prodlda``, models of rows with latents from an encoder that all sites share:
 
     z_n ~ N(0, τ² I) [W],   h_n = (code(z_n), 1) [H + 1],   o_n = Z_G h_n [V + C],   entries of Z_G ~ N(0, 1)
 
 The V features of row n depend on the first entries of o_n, its class on the others, P(y_n = c) ∝ exp(o_n,V+c). The
-posterior q(z_n | x_n) = N(m, diag s²), (m, log s) = encoder(x_n), has parameters that all sites share: they are
-part of θ and trained like all else, by the sum of the sites' gradients. With z = m + s ε the bound of a row is
+posterior q(z_n | x_n) = N(m, diag s²), (m, log s) = encoder(x_n), has parameters that are part of θ
+and trained by the sum of the sites' gradients. With z = m + s ε the bound of a row is
 
     E_ε [log p(x_n, y_n | z_n, Z_G)] − KL(q(z_n | x_n) ‖ N(0, τ² I)),
 
-so that what the family calls local latents is ε, of which q is N(0, I) and nothing is learned: a site keeps nothing,
-and a new row, at any site, has a posterior. The class is not an input of the encoder.
+so that the local latents are ε with a fixed q = N(0, I). A site stores nothing, and a new row at any site has a
+posterior. The class is not an input of the encoder.
 
 ``vae``: features are Bernoulli, code(z) a rectified layer, τ = 1 (Kingma and Welling 2014). ``prodlda``: features are
 counts of words, multinomial with log odds o_n, so that Z_G holds topics, a background and the words of both; code(z) =
@@ -60,12 +60,12 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
 START = 0
-"""Seed of the first weights of networks: hidden units are then alike at all sites from the start."""
-APART, LENGTH = 30.0, 3.0
-"""``prodlda``: factor of the encoder's last layer at the start, and the length of what its first one sees."""
+"""Seed of the initial weights of networks, the same at all sites."""
+LAST_FACTOR, LENGTH = 30.0, 3.0
+"""``prodlda``: factor of the encoder's initial last layer, and norm of its inputs."""
 CONCENTRATION = 0.1
 """``prodlda``: α of the Dirichlet prior of a document's topics, as in ``simulations/results/amortised_prodlda.md``."""
-SHOWN = 10
+TOPIC_WORDS = 10
 """Words of a topic in a report."""
 
 
@@ -83,7 +83,7 @@ class Multinomial(SampledModel):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> Multinomial:
-        """As many classes as configured."""
+        """The model with the configured number of classes."""
         return cls(num_inputs, options.classes, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteRows) -> int:
@@ -100,7 +100,7 @@ class Multinomial(SampledModel):
 class PersonalNetwork(SampledModel):
     """D inputs, H hidden units and C classes; the last C H local latents are W⁽²ʲ⁾.
 
-    In ``hierarchical-bnn`` the sites' first layers are ``scattered`` around a shared one; otherwise they share it.
+    In ``hierarchical-bnn`` first layers of sites are ``scattered`` around a shared one; otherwise they are equal.
     """
 
     def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool = False) -> None:
@@ -113,15 +113,15 @@ class PersonalNetwork(SampledModel):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> PersonalNetwork:
-        """Hidden units and classes as configured."""
+        """The network with the configured sizes."""
         return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteRows) -> int:
-        """The last layer, and ε where first layers are scattered."""
+        """Size of the last layer, and of ε if first layers are scattered."""
         return math.prod(self.second) + self.scattered * math.prod(self.first)
 
     def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
-        """N(m, scale² I) with m = 0 but for the last layer, where it is drawn: hidden units would stay alike else."""
+        """N(m, scale² I) with m = 0, except for random m of the last layer, to break the symmetry of hidden units."""
         start, head = super().initial_local(site, scale=scale, whole=whole), math.prod(self.second)
         generator = torch.Generator().manual_seed(START)
         mean = start.mean.clone()
@@ -159,9 +159,9 @@ class AmortisedModel(SampledModel):
             self.encoder = nn.Sequential(first, nn.Softplus(), last)
             if not counts:
                 self.decoder = nn.Linear(self.latents, width)
-        if counts:  # documents start far apart, each in few topics: in the middle topics would stay alike
+        if counts:  # start with few topics in each document, since equal topics would stay equal
             with torch.no_grad():
-                last.weight[: self.latents] *= APART
+                last.weight[: self.latents] *= LAST_FACTOR
                 last.bias[self.latents :] -= 1.0
         self.double()
 
@@ -169,43 +169,43 @@ class AmortisedModel(SampledModel):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> AmortisedModel:
-        """A code of as many entries as there are hidden units, or topics."""
+        """The model with one code entry per hidden unit or topic."""
         return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
-    def seen(self, features: Rows) -> Rows:
-        """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""
+    def encoder_inputs(self, features: Rows) -> Rows:
+        """Inputs of the encoder; log counts are scaled to equal norm. Raise DataError for other features."""
         if not bool((features >= 0).all()) or not (self.counts or bool((features <= 1).all())):
             name, words = ("prodlda", "counts of words") if self.counts else ("vae", "features between 0 and 1")
-            raise DataError(f"`sfvi.model` = {name!r} takes {words}; there are others")
+            raise DataError(f"`sfvi.model` = {name!r} needs {words}; the data have other values")
         return LENGTH * nn.functional.normalize(features.log1p(), dim=-1) if self.counts else features
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Every row is a unit."""
-        self.seen(features)
-        site, each = super().prepare(features, targets, groups, key=key), torch.arange(len(features))
-        return replace(site, unit=each, keys=key + each)
+        self.encoder_inputs(features)
+        site, unit = super().prepare(features, targets, groups, key=key), torch.arange(len(features))
+        return replace(site, unit=unit, keys=key + unit)
 
     def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """New rows, whose q the encoder makes."""
+        """New rows, whose q comes from the encoder."""
         count = len(rows.features)
         yield torch.arange(count), self.prepare(rows.features, rows.features.new_zeros(count)), False
 
     def local_width(self, site: SiteRows) -> int:
-        """That of ε."""
+        """The length of ε."""
         return self.latents
 
     def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
-        """N(0, I), now and later."""
+        """The fixed N(0, I)."""
         zero = torch.zeros(len(site.keys), self.latents, dtype=torch.float64)
         return LocalPosterior(zero, zero, None, None, fixed=True)
 
     def log_local(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
-        """The row's bound given ε and Z_G, + log N(ε | 0, I), which q takes away again."""
+        """The row's bound given ε and Z_G, plus log N(ε | 0, I), which cancels with q."""
         return self.bound(site, z_global, z_local) + super().log_local(site, z_global, z_local)
 
     def bound(self, site: SiteRows, z_global: Shared, noise: Units) -> Float[Tensor, "*S N"]:
-        """The bound log p(x_n | z_n, Z_G) − KL of the features alone; counts lack the multinomial coefficient."""
-        mean, log_scale = self.encoder(self.seen(site.features)).chunk(2, -1)
+        """Bound log p(x_n | z_n, Z_G) − KL of the features; counts lack the multinomial coefficient."""
+        mean, log_scale = self.encoder(self.encoder_inputs(site.features)).chunk(2, -1)
         outputs = self._outputs(site, z_global, noise)[..., : self.num_inputs]
         squares = ((2 * log_scale).exp() + mean.square()) / self.prior_variance
         divergence = 0.5 * (squares - 1 + math.log(self.prior_variance)).sum(-1) - log_scale.sum(-1)
@@ -219,21 +219,21 @@ class AmortisedModel(SampledModel):
 
     def _outputs(self, site: SiteRows, z_global: Tensor, noise: Tensor) -> Tensor:
         """The outputs o [*S, N, V + C]: Z_G as a matrix [V + C, H + 1] times the code of z and a constant."""
-        mean, log_scale = self.encoder(self.seen(site.features)).chunk(2, -1)
+        mean, log_scale = self.encoder(self.encoder_inputs(site.features)).chunk(2, -1)
         z, weights = mean + log_scale.exp() * noise, z_global.unflatten(-1, self.layers)
         code = z.softmax(-1) if self.counts else torch.relu(self.decoder(z))
         return code @ weights[..., :-1].mT + weights[..., None, :, -1]
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
-        """The first words of every topic."""
+        """Table of the main words of every topic."""
         if not self.counts:
             return []
-        count = min(SHOWN, len(names))
-        caption = f"The {count} words that each topic makes likeliest, beyond what the background does."
+        count = min(TOPIC_WORDS, len(names))
+        caption = f"The {count} words whose probability each topic raises most over the background."
         rows = [(str(k + 1), ", ".join(words[:count])) for k, words in enumerate(self.topics(q_global.mean, names))]
         return [ReportTable("Topics", ("topic", "words"), [*rows], caption)]
 
     def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
-        """All words by how much each topic makes them likelier than the background does, most first."""
+        """All words for each topic, ordered by how much it raises their log odds over the background."""
         weights = mean.unflatten(-1, self.layers)[: self.num_inputs, :-1]
         return [[names[int(v)] for v in column.argsort(descending=True)] for column in weights.mT]

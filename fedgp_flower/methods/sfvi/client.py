@@ -1,4 +1,4 @@
-"""The site's half of SFVI and SFVI-Avg. Whatever is about Z_Lk stays in the site's memory."""
+"""The client of SFVI and SFVI-Avg. Z_Lk and its posterior stay in the site's memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -35,16 +34,18 @@ from fedgp_flower.methods.sfvi.learner import (
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, StructuredModel, configured
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
-from fedgp_flower.shared_messages import Confusion, Parameters
+from fedgp_flower.scores import Prediction, Scores
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 
 class SFVIClient(SiteClient):
-    """q(Z_Lk | Z_G) of this site, fitted around the q(Z_G) and θ that the server sends."""
+    """Fits q(Z_Lk | Z_G) of this site, given q(Z_G) and θ from the server."""
+
+    options: SFVIOptions
 
     def gradient(self, request: GradientRequest) -> GradientShare:
-        """SFVI: the gradient by θ and η_G, and a step on η_Lk (paper, Algorithm 1)."""
+        """SFVI: return the gradient in θ and η_G, and take a step on η_Lk (paper, Algorithm 1)."""
         learner, (q_global, q_local, moments), fresh = self.begin(request.values)
         noise = None if request.noise is None else torch.from_numpy(request.noise)
         value, slopes = learner.gradient(q_global, q_local, noise, self.setting.round)
@@ -55,7 +56,7 @@ class SFVIClient(SiteClient):
         return answer
 
     def average(self, request: LocalStepsRequest) -> LocalEnd:
-        """SFVI-Avg: steps on θ, η_G and η_Lk; the first two are sent (paper, Algorithm 2)."""
+        """SFVI-Avg: take steps on θ, η_G and η_Lk, and return the first two (paper, Algorithm 2)."""
         learner, start, fresh = self.begin(request.values)
         ratio, steps = request.total_rows / self.num_examples, self.options.local_steps
         rates = [request.learning_rate] * steps
@@ -65,11 +66,11 @@ class SFVIClient(SiteClient):
         return answer
 
     def average_sum(self, request: LocalStepsRequest) -> LocalEndSum:
-        """The same as a summand."""
+        """The answer of :meth:`average` as a summand."""
         return LocalEndSum.of(self.average(request), float(self.num_examples))
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
-        """Personal prediction: shared latents of the request, local ones of this site."""
+        """Prediction with the shared latents of the request and the local ones of this site."""
         learner, q_global, q_local = self.posterior(request.values)
         return learner.predict(q_global, q_local, rows_of(self.preparation, inputs, self.options))
 
@@ -77,69 +78,62 @@ class SFVIClient(SiteClient):
         """Scores by the kind of the target."""
         return self.scores(*self.posterior(request.values), self.rows)
 
-    def confusion(self, request: Parameters) -> Confusion:
-        """Which class was taken for which; only models of classes are asked."""
-        return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
+    confusion = confusion
 
     def shown(self, request: Parameters) -> NamedArrays:
-        """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
+        """Held-out rows with their predictions, trend and deviation; for classes the probability of the second."""
         learner, q_global, q_local = self.posterior(request.values)
         rows = rows_of(self.preparation, self.rows.x_test, self.options)
         trend, whole = (learner.predict(q_global, q, rows, link=True).mean for q in (None, q_local))
         return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
 
-    # What the handlers work with.
-
-    @property
-    def options(self) -> SFVIOptions:
-        """The table ``sfvi.*``."""
-        return cast(SFVIOptions, self.config.options)
+    # Helpers of the handlers.
 
     @cached_property
     def memory(self) -> SiteMemory:
-        """What this site keeps of the run."""
+        """The stored memory of this site."""
         return decode(SiteMemory, self.state.arrays) if self.state.arrays else SiteMemory()
 
     @cached_property
     def seed(self) -> int:
-        """Of the site's draws: in a simulation the run's, so that it can be repeated; a real site keeps one secret."""
+        """Seed of the site's draws: that of the run in a simulation, a secret at a real site."""
         if self.site.simulated:
             return self.config.seed
         return secrets.randbits(62) if self.memory.seed is None else self.memory.seed
 
     def learner(self, values: Mapping[str, ndarray]) -> Learner:
-        """The model at given parameters, over this site's rows."""
+        """The learner at given parameters, with this site's training rows."""
         rows = rows_of(self.preparation, self.rows.x, self.options)
         arrays = {**values, **self.setting.constants}
         model = model_at(self.options, self.config.model, rows.features.shape[1], arrays)
         return self.learner_of(model, rows, self.rows.y, self.seed)
 
     def learner_of(self, model: StructuredModel, rows: ModelInputs, targets: Array, seed: int) -> Learner:
-        """A learner of a model and rows."""
+        """The learner of a model and rows."""
         options, digest = self.options, hashlib.sha256(self.site.site.encode()).digest()
-        key = int.from_bytes(digest[:7], "big")  # no other site shares its draws
+        key = int.from_bytes(digest[:7], "big")  # unique, so that no other site has the same draws
         site = model.prepare(rows.features, torch.from_numpy(targets), rows.groups, key=key)
         samples = 0 if options.row.known_expectations else options.samples
         return Learner(model, site, seed, key, samples, 1 if options.row.mean_field else options.importance_samples)
 
     def begin(self, values: Mapping[str, ndarray]) -> tuple[Learner, LocalState, bool]:
-        """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
+        """Return the learner, the state of q and Adam at the start of a round, and whether the site had to catch up.
 
-        A new one catches up if the others are ahead and the model learns anything that stays at a site.
+        A site without memory catches up after the first round, if the model has local parameters.
         """
         learner, q_global, server_round = self.learner(values), GlobalPosterior.of(values), self.setting.round
         start = initial_local(learner.model, learner.site, self.options)
         memory = self.memory.at(server_round)
-        kept = None if memory is None else memory.read(learner.site, start, q_global.mean, server_round)
-        if memory is not None and kept is not None:
-            return learner, (q_global, kept, memory.moments), False
+        stored = None if memory is None else memory.read(learner.site, start, q_global.mean, server_round)
+        if memory is not None and stored is not None:
+            return learner, (q_global, stored, memory.moments), False
         if server_round == 1 or not any(array.numel() for array in named(start).values()):
             return learner, (q_global, start, AdamState()), False
         rates = [self.options.rate(step, CATCH_UP_STEPS) for step in range(CATCH_UP_STEPS)]
-        return learner, (q_global, *learner.caught_up(q_global, start, rates)), True
+        return learner, (q_global, *learner.catch_up(q_global, start, rates)), True
 
     def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
-        """Keep where the steps of this round led; a repeated round replaces what its first attempt left."""
+        """Store the state after this round; a repeated round overwrites its first attempt."""
         (q_global, q_local, moments), about = end, subject(learner.site)
         local = {name.removeprefix(LOCAL): array for name, array in on_the_wire(named(q_local)).items()}
         adam = moments.step, on_the_wire(moments.first), on_the_wire(moments.second)
@@ -147,13 +141,13 @@ class SFVIClient(SiteClient):
         memory = RoundMemory(self.setting.round, averaged, about, centre, local, *adam)
         if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
             raise NumericsError(
-                "a step led to numbers that are not finite, so the site stays where it was. Lower `sfvi.learning-rate`?"
+                "a step gave numbers that are not finite, so the site keeps its old state. Lower `sfvi.learning-rate`."
             )
         seed = None if self.site.simulated else self.seed
         self.state.replace(encode(SiteMemory(memory, self.memory.at(memory.round), seed)))
 
     def posterior(self, values: Mapping[str, ndarray]) -> tuple[Learner, GlobalPosterior, LocalPosterior | None]:
-        """The learner, q(Z_G), and q(Z_Lk | Z_G): None if the site has not trained, or has other rows now."""
+        """The learner, q(Z_G), and q(Z_Lk | Z_G) or None if the site has not trained or has other units now."""
         learner, q_global, memory = self.learner(values), GlobalPosterior.of(values), self.memory.latest
         start = initial_local(learner.model, learner.site, self.options)
         if memory is None:
@@ -163,23 +157,16 @@ class SFVIClient(SiteClient):
     def scores(
         self, learner: Learner, q_global: GlobalPosterior, q_local: LocalPosterior | None, data: SiteData
     ) -> Scores:
-        """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
-        rows, target = rows_of(self.preparation, data.x_test, self.options), data.y_test
-        likelihood = self.config.model.likelihood
-        found = learner.predict(q_global, q_local, rows, link=likelihood == "poisson")
-        mean, variance = found.mean, found.variance
-        if likelihood == "poisson":
-            return count_scores(mean, variance, target)
-        if mean.ndim == 2:
-            return class_scores(mean, target)
-        if likelihood == "bernoulli":
-            return bernoulli_scores(mean, target)
-        return self.units.gaussian_scores(found, target)
+        """Scores of held-out rows; those of counts use the moments of the linear predictor."""
+        counts = self.config.model.likelihood == "poisson"
+        rows = rows_of(self.preparation, data.x_test, self.options)
+        found = learner.predict(q_global, q_local, rows, link=counts)
+        return count_scores(found.mean, found.variance, data.y_test) if counts else self.scored(found, data.y_test)
 
     def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
+        """Scores of the model fitted to these rows, by the schedule of the run."""
         options, section = self.options, self.config.model
-        if options.model == "gp" and section.likelihood == "gaussian":  # a sparse GP is the comparison then
+        if options.model == "gp" and section.likelihood == "gaussian":  # the baseline is a sparse GP
             return super().alone(data, pooled)
         rows = rows_of(self.preparation, data.x, options)
         points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
@@ -196,7 +183,7 @@ class SFVIClient(SiteClient):
 
 
 def trend_and_deviation(agreed: Preparation, trend: Array, whole: Array) -> NamedArrays:
-    """Trend and deviation in original units; of a transformed target the median, and what the site adds to it."""
+    """Trend and deviation in original units; for a transformed target the medians and their difference."""
     trend, whole = (part * agreed.target_scale + agreed.target_mean for part in (trend, whole))
     if agreed.transform is not None:
         trend, whole = agreed.transform.inverse(trend), agreed.transform.inverse(whole)

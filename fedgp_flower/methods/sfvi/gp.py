@@ -1,8 +1,8 @@
-"""Hierarchical sparse GP: a shared trend, each site's deviation from it, and the noise of each site.
+"""Hierarchical sparse GP: a shared trend, and a deviation and a noise level for each site.
 
     f_k = g + h_k,   g = c₀ + c₁ᵀx + GP(0, k_G),   h_k = s₀ + s₁ᵀx + GP(0, k_L),   y = f_k + σ exp(ζ_k) ε
 
-Z_G holds the whitened values of g's GP at the shared inputs Z, then c; Z_Lk those of h_k's GP at inputs of the
+Z_G holds the whitened values of g's GP at the shared inputs Z, then c. Z_Lk holds those of h_k's GP at inputs of the
 site, then s / τ, then ζ_k / s_ζ. All are N(0, I) a priori, and f_k is linear in them. θ holds the hyperparameters of
 both kernels, log τ and log σ². Counts and binary targets have no ζ.
 """
@@ -33,7 +33,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
 QUADRATURE_NODES = 32
-"""Error below 1e-9 for standard deviations of f up to 3."""
+"""Nodes with error below 1e-9 for standard deviations of f up to 3."""
 DEVIATION = 0.3
 """Initial prior variance of a site's deviation, relative to ``model.outputscale``."""
 SITE_INDUCING = 20
@@ -43,20 +43,20 @@ NOISE_SPREAD = 0.5
 SITE_SLOPE = 0.3
 """Initial standard deviation τ of a site's intercept and slopes."""
 NOISE, AMPLITUDE, LENGTHSCALE = range(3)
-"""What sites of ``hierarchical-gp`` differ in."""
+"""Indices of the properties in which sites of ``hierarchical-gp`` differ."""
 
 
 class HierarchicalModel(StructuredModel, GP):
     """Shared trend + site deviation, with closed-form or quadrature expectations; ``model(x)`` is f at a new site.
 
-    ``noise_spread`` = 0 gives all sites the same noise. With ``widths``, the first w of noise, amplitude and
-    lengthscale, sites differ in the shape of their deviation, as in ``hierarchical-gp``.
+    ``noise_spread`` = 0 gives all sites the same noise. ``widths`` are initial w of noise, amplitude and lengthscale;
+    with them sites differ in the shape of their deviation, as in ``hierarchical-gp``.
     """
 
     inputs: Tensor
     site_inducing = SITE_INDUCING
     q_global: GlobalPosterior
-    """What ``model(x)`` predicts with."""
+    """The q(Z_G) of ``model(x)``."""
 
     def __init__(
         self, section: ModelSection, inputs: Rows, noise_spread: float = NOISE_SPREAD, widths: Sequence[float] = ()
@@ -81,21 +81,21 @@ class HierarchicalModel(StructuredModel, GP):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> HierarchicalModel:
-        """Both kernels as ``model.kernel`` says."""
+        """The model with both kernels of type ``model.kernel``."""
         return cls(section, torch.zeros(section.num_inducing, num_inputs).double() if inputs is None else inputs)
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
-        """Rows of a site, and the inputs of its deviation: rows of the site that are far apart."""
+        """Rows of a site, with distant rows as inducing inputs of its deviation."""
         site = super().prepare(features, targets, groups, key=key)
         return replace(site, anchors=farthest_points(features, self.site_inducing))
 
     @property
     def offsets(self) -> int:
-        """1 where a site has a noise offset ζ_k, the last of its latents."""
+        """1 if sites have a noise offset ζ_k, the last of their latents, else 0."""
         return int(self.spread > 0)
 
     def width(self, which: int) -> float:
-        """A w, 0 where sites do not differ."""
+        """The w of a property, 0 if sites do not differ."""
         return float(self.log_width.detach()[which].exp()) if self.shaped else 0.0
 
     @property
@@ -109,7 +109,7 @@ class HierarchicalModel(StructuredModel, GP):
         return math.exp(2 * self.width(AMPLITUDE) ** 2)
 
     def local_width(self, site: SiteRows) -> int:
-        """Whitened inducing values, intercept and slopes, noise offset."""
+        """Number of whitened inducing values, intercept and slopes, and noise offset."""
         return len(site.anchors) + site.features.shape[1] + 1 + self.offsets
 
     def site_term(
@@ -126,22 +126,22 @@ class HierarchicalModel(StructuredModel, GP):
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> tuple[Tensor, Tensor]:
-        """Of f where ``link`` is set; else of a noisy observation, with the offset ζ integrated out."""
+        """Moments of f if ``link``, else of a noisy observation, with the offset ζ integrated out."""
         mean, variance, noise = self._moments(site.at(rows.features), q_global, q_local)
         return (mean, variance) if link else self.observed.moments_with(mean, variance, noise)
 
     def _moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
     ) -> tuple[Tensor, Tensor, Noise]:
-        """Moments of f and ζ under q, and their covariance, through the weights they have on ε_G and ε_L."""
+        """Moments of f and ζ under q, and their covariance, from their weights on ε_G and ε_L."""
         if q_local is None:
             return self._new_site(site, q_global)
-        (shared, local, left_over), local_factor = self._basis(site), q_local.factor()[0]
+        (shared, local, conditional), local_factor = self._basis(site), q_local.factor()[0]
         mean, weights = q_global.mean @ shared + q_local.mean[0] @ local, shared.mT
         if q_local.coupling is not None:
             weights = weights + local.mT @ q_local.coupling[0]
         on_global, on_local = q_global.mixed(weights), local.mT @ local_factor  # [N, M], [N, W]
-        variance = left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
+        variance = conditional + on_global.square().sum(-1) + on_local.square().sum(-1)
         if not self.offsets:
             zero = mean.new_zeros(())
             return mean, variance, self._noise(zero, zero, zero)
@@ -152,31 +152,31 @@ class HierarchicalModel(StructuredModel, GP):
         return mean, variance, self._noise(q_local.mean[0, -1], spread, joint)
 
     def _new_site(self, site: SiteRows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor, Noise]:
-        """Moments where h and ζ have their priors."""
-        shared, left_over = self.shared(site.features)
-        mean, variance = q_global.mean @ shared, left_over + q_global.mixed(shared.mT).square().sum(-1)
+        """Moments at a new site, where h and ζ have their priors."""
+        shared, conditional = self.shared(site.features)
+        mean, variance = q_global.mean @ shared, conditional + q_global.mixed(shared.mT).square().sum(-1)
         variance = variance + self.deviation_factor * self.deviation(site.features, diag=True)
         zero = mean.new_zeros(())
         noise = self._noise(zero, zero + float(self.offsets), zero)
         return mean, variance + self.slopes(site.features).square().sum(0), noise
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
-        """ζ = s_ζ Z in units of log σ."""
+        """The noise with offset ζ = s_ζ Z, given moments of Z."""
         log_noise = self.log_noise if self.gaussian else mean.new_zeros(())
         spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
     def _basis(self, site: SiteRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights of f on Z_G [M, N] and on Z_L [W, N], and what the inducing values leave open [N]."""
-        shared, left_over = self.shared(site.features)
-        values, left_deviation = self.project(self.deviation, site.anchors, site.features)
+        """Weights of f on Z_G [M, N] and on Z_L [W, N], and its conditional variance [N]."""
+        shared, conditional = self.shared(site.features)
+        values, conditional_deviation = self.project(self.deviation, site.anchors, site.features)
         none = values.new_zeros(self.offsets, len(site.features))
-        return shared, torch.cat([values, self.slopes(site.features), none]), left_over + left_deviation
+        return shared, torch.cat([values, self.slopes(site.features), none]), conditional + conditional_deviation
 
     def shared(self, features: Float[Tensor, "*B N D"]) -> tuple[Tensor, Tensor]:
-        """Weights Φ [*B, M, N] of g(x) on Z_G, and what the shared inducing values leave open [*B, N]."""
-        values, left_over = self.project(self.trend, self.inputs.expand(*features.shape[:-2], -1, -1), features)
-        return torch.cat([values, linear_terms(features)], -2), left_over
+        """Weights Φ [*B, M, N] of g(x) on Z_G, and its variance given the inducing values [*B, N]."""
+        values, conditional = self.project(self.trend, self.inputs.expand(*features.shape[:-2], -1, -1), features)
+        return torch.cat([values, linear_terms(features)], -2), conditional
 
     def slopes(self, features: Float[Tensor, "*B N D"]) -> Tensor:
         """τ ∘ X̃ [*B, D + 1, N]."""
@@ -192,25 +192,25 @@ class HierarchicalModel(StructuredModel, GP):
         weights = whitened(across[..., :count], across[..., count:], variance=variance, jitter=jitter)
         return weights, prior[..., count:] - weights.square().sum(-2)
 
-    # As a model of GPyTorch, in evaluation mode and standardised coordinates.
+    # Interface of GPyTorch, in evaluation mode and standardised coordinates.
 
     @property
     def inducing_points(self) -> Tensor:
-        """Z, under the name that sparse GPs have for it."""
+        """Z, under the name that sparse GPs use."""
         return self.inputs
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
-        """F at a site that nobody has seen: the trend, and a deviation from its prior."""
+        """Predict f at a new site: the trend plus a deviation from its prior."""
         weights, _ = self.shared(inputs)
         values = weights[..., : len(self.inputs), :]
-        known = torch.cat([self.q_global.mixed(weights.mT).mT, self.slopes(inputs)], -2)
-        finite = MatmulLinearOperator(torch.cat([known, values], -2).mT, torch.cat([known, -values], -2))
+        weighted = torch.cat([self.q_global.mixed(weights.mT).mT, self.slopes(inputs)], -2)
+        finite = MatmulLinearOperator(torch.cat([weighted, values], -2).mT, torch.cat([weighted, -values], -2))
         curved = self.trend(inputs) + self.deviation(inputs) * inputs.new_tensor(self.deviation_factor)
         return MultivariateNormal(self.q_global.mean @ weights, curved + to_linear_operator(finite))
 
     @property
     def likelihood(self) -> Likelihood:
-        """That of an observation at a site that nobody has seen; the variance of Gaussian noise is E σ² e^{2ζ}."""
+        """The likelihood at a new site; Gaussian noise has variance E σ² e^{2ζ}."""
         if not self.gaussian:
             return self.observed.to_gpytorch(NONE).eval()
         noise = float((self.log_noise + 2 * self.noise_spread**2).exp())
@@ -223,7 +223,7 @@ def linear_terms(features: Float[Tensor, "*B N D"]) -> Tensor:
 
 
 def farthest_points(features: Rows, count: int) -> Float[Tensor, "C D"]:
-    """At most ``count`` different rows, each the farthest from those before it; the first is nearest the centre."""
+    """Up to ``count`` distinct rows, each the farthest from the earlier ones; the first is nearest to the mean."""
     distance = (features - features.mean(0)).square().sum(-1)
     chosen = [int(distance.argmin())]
     distance = (features - features[chosen[0]]).square().sum(-1)

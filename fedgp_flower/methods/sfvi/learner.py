@@ -1,9 +1,9 @@
-"""What a site computes in SFVI and SFVI-Avg: its term of the bound, gradients of it, and local steps. No Flower.
+"""Computations of a site in SFVI and SFVI-Avg: its term of the bound, gradients, and local steps.
 
     ELBO = E[log p_θ(Z_G) − log q(Z_G)] + Σₖ E[log p_θ(y_k, Z_Lk | Z_G) − log q(Z_Lk | Z_G)]
 
-The first bracket is the server's, the k-th term is site k's (Hassan et al. 2023, Equations S5–S8). Parameters and
-gradients by them have the names ``theta.*``, ``q.*`` (η_G) and ``local.*`` (η_Lk).
+The server computes the first bracket, site k the k-th term (Hassan et al. 2023, Equations S5–S8). Parameters and
+their gradients have the names ``theta.*``, ``q.*`` (η_G) and ``local.*`` (η_Lk).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fedgp_flower.scores import Prediction
 from fedgp_flower.typing import AnyShape, Array, Scalar
 
 LocalState: TypeAlias = tuple[GlobalPosterior, LocalPosterior, AdamState[Tensor]]
-"""Where local steps start and end; θ is in the model."""
+"""State of local steps; θ is in the model."""
 Slopes: TypeAlias = dict[str, Tensor]
-"""A gradient. What is under ``local.*`` stays at the site."""
+"""A gradient; its entries ``local.*`` stay at the site."""
 CATCHING_UP = 2**40
-"""Steps of catching up are numbered from here, so that they share no draw with a round."""
+"""First number of catch-up steps, so that they share no draw with a round."""
 
 
 def gradients(
@@ -53,7 +53,7 @@ def gradients(
     q_local: LocalPosterior,
     term: Callable[[GlobalPosterior, LocalPosterior], Scalar],
 ) -> tuple[float, Slopes]:
-    """Value of ``term``, and ∇ by θ, η_G (through Z_G and through Z_Lk) and η_Lk."""
+    """Value of ``term`` and its gradients in θ, η_G (through Z_G and Z_Lk) and η_Lk."""
     leaves = {name: value.detach().requires_grad_() for name, value in (named(q_global) | named(q_local)).items()}
     value = term(with_named(q_global, leaves), with_named(q_local, leaves))
     leaves = model.theta() | leaves
@@ -63,27 +63,27 @@ def gradients(
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A model, a site's rows, and how the site draws."""
+    """A model, a site's rows, and the settings of its random draws."""
 
     model: StructuredModel
     site: SiteRows
     seed: int
-    """Of the draws of units' latents; a real site tells it nobody."""
+    """Seed of the draws of units' latents; a real site keeps it secret."""
     key: int
-    """Number of the site, so that no other site has the same draws of Z_G."""
+    """Unique key of the site's draws of Z_G."""
     samples: int
-    """S; 0 where expectations are known."""
+    """S; 0 for closed-form expectations."""
     importance: int
 
     def noise_global(self, step: int) -> Tensor | None:
-        """ε_G [S, M] of a step that the site takes by itself; None where expectations are known."""
+        """ε_G [S, M] of a local step; None for closed-form expectations."""
         if not self.samples:
             return None
         draw = np.random.default_rng([self.seed, self.key, step])
         return torch.from_numpy(draw.standard_normal((self.samples, self.model.global_size)))
 
     def site_term(self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int) -> Scalar:
-        """The site's term of the bound; ``noise`` is ε_G [S, M] and needed where expectations are not known."""
+        """The site's term of the bound; ``noise`` is ε_G [S, M], or None for closed-form expectations."""
         if noise is None:
             return self.model.site_term(self.site, q_global, q_local, None)
         width = self.model.local_width(self.site)
@@ -94,20 +94,20 @@ class Learner:
     def whole_term(
         self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int, ratio: float
     ) -> Scalar:
-        """The server's bracket, and the site's term ``ratio`` = N / N_k times: for a site that stands in for all."""
+        """The server's bracket plus ``ratio`` = N / N_k times the site's term, an estimate of the bound of all rows."""
         bracket = global_term(self.model.prior_log_scale(), q_global, noise)
         return bracket + ratio * self.site_term(q_global, q_local, noise, step)
 
     def gradient(
         self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int
     ) -> tuple[float, Slopes]:
-        """Value and gradient of the site's term: one message of SFVI, and what the site keeps."""
+        """Value and gradient of the site's term."""
         return gradients(self.model, q_global, q_local, partial(self.site_term, noise=noise, step=step))
 
-    def caught_up(
+    def catch_up(
         self, q_global: GlobalPosterior, q_local: LocalPosterior, rates: Sequence[float]
     ) -> tuple[LocalPosterior, AdamState[Tensor]]:
-        """The site's q after a step on it alone at every rate, θ and q(Z_G) as they are: for a site that comes late."""
+        """q(Z_Lk | Z_G) of a late site after one step at each rate, with θ and q(Z_G) fixed."""
         moments: AdamState[Tensor] = AdamState()
         for step, rate in enumerate(rates, CATCHING_UP):
             _, slopes = self.gradient(q_global, q_local, self.noise_global(step), step)
@@ -117,13 +117,13 @@ class Learner:
     def local_steps(
         self, start: LocalState, ratio: float, *, first_step: int, rates: Sequence[float]
     ) -> tuple[LocalState, float]:
-        """SFVI-Avg: a step on θ, η_G and η_Lk alike at every rate; the model is moved in place.
+        """SFVI-Avg: one step on θ, η_G and η_Lk at each rate; θ changes in place.
 
-        Returns where the steps led, and :meth:`whole_term` averaged over the steps. Moments of η_Lk come and go as
-        those of the site's term itself: under others the gradients of a later round would move nothing.
+        Returns the final state, and :meth:`whole_term` averaged over the steps. Stored Adam moments of η_Lk are
+        those of the site's term without ``ratio``, so that later gradient rounds can use them.
         """
-        q_global, q_local, kept = start
-        moments, total = scaled(kept, ratio), 0.0
+        q_global, q_local, stored = start
+        moments, total = scaled(stored, ratio), 0.0
         for step, rate in enumerate(rates, first_step):
             term = partial(self.whole_term, noise=self.noise_global(step), step=step, ratio=ratio)
             value, slopes = gradients(self.model, q_global, q_local, term)
@@ -138,7 +138,7 @@ class Learner:
     def predict(
         self, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, *, link: bool = False
     ) -> Prediction:
-        """At rows of the site, which is new without ``q_local``; with ``link`` where trend and deviation add up."""
+        """Predict at rows; ``q_local`` is None for a new site, and ``link`` asks for the linear predictor."""
         mean, variance = self.model.moments(self.site, q_global, q_local, rows, link)
         return Prediction(mean.numpy(), variance.numpy())
 
@@ -149,7 +149,7 @@ def initial_local(model: StructuredModel, site: SiteRows, options: SFVIOptions) 
 
 
 def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
-    """Moments as if the gradients by η_Lk had been ``factor`` times what they were."""
+    """Adam moments for gradients in η_Lk multiplied by ``factor``."""
     first, second = (
         {name: value * factor**power if name.startswith(LOCAL) else value for name, value in part.items()}
         for power, part in ((1, moments.first), (2, moments.second))
@@ -165,18 +165,18 @@ def step_local(
     return with_named(q_local, {name: value.detach() + moves[name] for name, value in named(q_local).items()}), moments
 
 
-# What a site keeps between rounds, and how a later round reads it. Nothing of it leaves.
+# Memory of a site between rounds, which is never sent.
 
 
 @message()
 class RoundMemory:
-    """q(Z_Lk | Z_G) after a round, the moments of its optimiser, and the μ_G that it was fitted around."""
+    """q(Z_Lk | Z_G) after a round, the moments of its optimiser, and the μ_G to which it was fitted."""
 
     round: int
     averaged: bool
-    """Whether the site took steps on q(Z_G): then it owes its latents the shift to the average."""
+    """Whether q(Z_G) was averaged after the site's steps; its latents then need a shift to the new μ_G."""
     about: str
-    """What the latents belong to; see :func:`subject`."""
+    """Digest of the units; see :func:`subject`."""
     centre: Float[ndarray, " G"]
     local: Mapping[str, AnyShape]
     steps: int
@@ -185,17 +185,17 @@ class RoundMemory:
 
     @property
     def moments(self) -> AdamState[Tensor]:
-        """As the optimiser wants them."""
+        """The state of Adam."""
         first, second = (
             {name: torch.tensor(array) for name, array in part.items()} for part in (self.first, self.second)
         )
         return AdamState(self.steps, first, second)
 
     def read(self, site: SiteRows, start: LocalPosterior, centre: Tensor, server_round: int) -> LocalPosterior | None:
-        """q(Z_Lk | Z_G) around μ_G as it is now; None if it is about other latents: a site may come back with new rows.
+        """q(Z_Lk | Z_G) for the current μ_G; None if the site has other units now.
 
-        It is shifted where q(Z_G) was averaged or the site missed rounds. A site that sends gradients every round owes
-        no shift: the step of μ̄_k was taken together with that of μ_G. ``start`` is what the site would begin with.
+        It is shifted if q(Z_G) was averaged or the site missed rounds. A site that sends gradients every round needs no
+        shift, because μ̄_k and μ_G moved together. ``start`` is the initial q.
         """
         local = {LOCAL + name: torch.tensor(array) for name, array in self.local.items()}
         shapes, expected = ({n: v.shape for n, v in part.items()} for part in (local, named(start)))
@@ -208,33 +208,33 @@ class RoundMemory:
 
 @message()
 class SiteMemory:
-    """All a site keeps of a run."""
+    """All that a site stores during a run."""
 
     latest: RoundMemory | None = None
     before: RoundMemory | None = None
-    """What a repetition of the latest round starts from."""
+    """Memory from which a repetition of the latest round starts."""
     seed: int | None = None
-    """Of the site's draws, where nobody else knows it."""
+    """Secret seed of a real site's draws."""
 
     def at(self, server_round: int) -> RoundMemory | None:
-        """What a round starts from: what the latest one left, or, asked for the latest again, what it started from."""
+        """Return the memory from which a round starts; a repeated round starts from the one before."""
         repeated = self.latest is not None and self.latest.round >= server_round
         return self.before if repeated else self.latest
 
 
 def subject(site: SiteRows) -> str:
-    """A digest of the units whose latents q is about, and of the inputs they refer to."""
+    """Digest of the units whose latents q describes, and of their anchor inputs."""
     parts = (site.keys, site.anchors)
     return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
 
 
-# The model of a configuration, and rows as a model reads them.
+# The model of a configuration, and its rows.
 
 
 def model_at(
     options: SFVIOptions, section: ModelSection, num_inputs: int, arrays: Mapping[str, ndarray]
 ) -> StructuredModel:
-    """The model at the θ of a message or of a saved posterior, which ``arrays`` hold with the shared inputs if any."""
+    """The model at the θ in ``arrays``, from a message or a saved posterior, with the shared inputs if any."""
     inputs = arrays.get(SHARED)
     model = configured(options, section, num_inputs, None if inputs is None else torch.as_tensor(inputs))
     model.load_theta(arrays)
@@ -242,7 +242,7 @@ def model_at(
 
 
 def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> ModelInputs:
-    """Standardised inputs [N, D] as :class:`ModelInputs`; without a column that names units all are of one unit."""
+    """Standardised inputs [N, D] as :class:`ModelInputs`; without ``sfvi.unit-column`` all rows are of one unit."""
     names = list(preparation.names)
     features = torch.from_numpy(inputs[:, options.columns(names)])
     if not options.unit_column:
@@ -251,5 +251,5 @@ def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> Mo
     values = inputs[:, index] * preparation.input_scale[index] + preparation.input_mean[index]
     whole = np.rint(values)
     if np.abs(values - whole).max(initial=0.0) > 1e-6:
-        raise DataError(f"column `{options.unit_column}` names units by whole numbers; it has others here")
+        raise DataError(f"column `{options.unit_column}` must hold whole numbers, which name units")
     return ModelInputs(features, torch.from_numpy(whole.astype(np.int64)))

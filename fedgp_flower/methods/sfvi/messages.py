@@ -1,4 +1,4 @@
-"""What server and sites of SFVI and SFVI-Avg say to each other. Of q(Z_Lk | Z_G) nothing leaves a site by itself.
+"""Messages of SFVI and SFVI-Avg; none contains q(Z_Lk | Z_G).
 
 θ and η_G travel as arrays under names: ``theta.*``, and ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal,
 ``q.lower``, with Z_G = μ + σ ⊙ (L ε) and L's strictly lower entries row by row.
@@ -25,14 +25,14 @@ class _Values:
     values: Mapping[str, ndarray]
 
     def num_parameters(self) -> int:
-        """Entries of θ, and the length of Z_G."""
+        """Size of θ plus that of Z_G."""
         scales = (SCALE, "q.lower")
         return count_parameters({name: array for name, array in self.values.items() if name not in scales})
 
 
 @message()
 class GradientRequest:
-    """SFVI: where a gradient is wanted."""
+    """SFVI: request for a gradient."""
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     learning_rate: float = leaves("of the site's step on its latents")
@@ -41,7 +41,7 @@ class GradientRequest:
 
 @message("train.gradient", summand=True)
 class GradientShare(_Values):
-    """The site's term of the bound at the server's parameters and its gradient; the server needs the sum over sites."""
+    """The site's term of the bound and its gradient, to be summed over sites."""
 
     values: Mapping[str, AnyShape] = leaves(
         "∂/∂θ and ∂/∂η_G of E log p(y, Z_L | Z_G) − E log q(Z_L | Z_G)", as_sent=True
@@ -51,13 +51,13 @@ class GradientShare(_Values):
 
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
-        """Gradients that dwarf those of the other sites; with fewer than three sites nobody can tell which is wrong."""
+        """Return sites whose gradients dwarf those of the others; this needs at least three sites."""
         return dwarfing(answers, rows, "gradient", lambda share: largest(*share.values.values()))
 
 
 @message()
 class LocalStepsRequest:
-    """SFVI-Avg: where local steps start."""
+    """SFVI-Avg: request for local steps."""
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     learning_rate: float = leaves("of the steps")
@@ -67,7 +67,7 @@ class LocalStepsRequest:
 
 @message("train.average")
 class LocalEnd(_Values):
-    """θ and η_G after a site's local steps. The server needs each: a barycentre is no sum."""
+    """θ and η_G after a site's local steps; a barycentre needs them of each site."""
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True, within="reach")
     objective: float = leaves("what the site takes for the bound of all rows, mean over its steps")
@@ -76,7 +76,7 @@ class LocalEnd(_Values):
 
 @message("train.average_sum", summand=True)
 class LocalEndSum(_Values):
-    """The summand of the average of :class:`LocalEnd`: of diagonal Gaussians the barycentre is the mean of μ and σ."""
+    """Summand of the average of :class:`LocalEnd`; the barycentre of diagonal Gaussians averages μ and σ."""
 
     values: Mapping[str, AnyShape] = leaves("w θ and w μ_G, and under `q.log_scale` w σ_G", as_sent=True)
     weight: Float[ndarray, ""] = leaves("w, the rows of the site")
@@ -91,10 +91,12 @@ class LocalEndSum(_Values):
         return LocalEndSum(values, np.array(weight), np.array(weight * end.objective), int(end.fresh))
 
     def mean(self) -> NamedArrays:
-        """The θ and η_G that a total is of."""
+        """The averaged θ and η_G of a total."""
         values = {name: np.asarray(array / self.weight) for name, array in self.values.items()}
         return values | {SCALE: np.log(values[SCALE])}
 
     def refusal(self, _: Described) -> str | None:
-        """Why this is no weighted Gaussian, or None."""
-        return None if self.weight > 0 and (self.values[SCALE] > 0).all() else "`weight` and `q.log_scale` are positive"
+        """Return why this is no weighted Gaussian, or None."""
+        return (
+            None if self.weight > 0 and (self.values[SCALE] > 0).all() else "`weight` or `q.log_scale` is not positive"
+        )

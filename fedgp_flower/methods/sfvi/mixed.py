@@ -1,10 +1,10 @@
-"""Generalised linear mixed models: fixed effects for all, random intercepts and slopes of units that stay at a site.
+"""Generalised linear mixed models: shared fixed effects, and random intercepts and slopes of units within sites.
 
     g(E y_ij) = β₀ + βᵀx_ij + b_i0 + b_iᵀz_ij,   b_iw = exp(−ω_w) Z_iw,   Z_iw ~ N(0, 1),   β_k, ω_w, ς ~ N(0, s²)
 
 with z_ij the features that have random slopes, y Gaussian (standard deviation e^{−ς}), Bernoulli (logit) or Poisson
-(log). Z_G = (β₀, β, ω), and ς where y is Gaussian. With a random intercept alone and two classes it is the model of
-Hassan et al. (2023), Section S3.1. Units are the groups that share effects, so L_k couples the effects of one unit.
+(log). Z_G = (β₀, β, ω), and ς where y is Gaussian. With only a random intercept and two classes this is the model of
+Hassan et al. (2023), Section S3.1. Units are the groups that share effects; L_k couples the effects of one unit.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fedgp_flower.typing import Rows, Targets
 
 Z95 = NormalDist().inv_cdf(0.975)
 PRIOR_SCALE = 10.0
-"""Prior standard deviation of β, ω and ς, that of Hassan et al.: nearly flat for standardised inputs."""
+"""Prior standard deviation of β, ω and ς, as in Hassan et al.; nearly flat for standardised inputs."""
 
 
 class GroupedModel(SampledModel):
-    """θ is empty: everything has a prior. ``num_slopes`` is Q; the last Q columns of the features are z, beside x."""
+    """The model with empty θ; features are x, then the columns z of the ``num_slopes`` random slopes."""
 
     def __init__(
         self, num_inputs: int, num_slopes: int = 0, *, likelihood: str = "bernoulli", prior_scale: float = PRIOR_SCALE
@@ -52,18 +52,18 @@ class GroupedModel(SampledModel):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> GroupedModel:
-        """``num_inputs`` counts the columns of x and z."""
+        """The model; ``num_inputs`` counts the columns of x and z."""
         slopes = len(options.slopes)
         return cls(num_inputs - slopes, slopes, likelihood=section.likelihood)
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
-        """Rows of a site; equal numbers in ``groups`` share effects and key their draws."""
+        """Rows of a site; rows with equal ``groups`` share effects and draws."""
         assert groups is not None
         keys, unit = torch.unique(groups, return_inverse=True)
         return SiteRows(features, targets, unit, keys, features.new_zeros(0, features.shape[1]))
 
     def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Rows of units that the site knows, then those of others, whose effects have their prior."""
+        """Rows of the site's units, then rows of other units, whose effects have their prior."""
         unit = torch.searchsorted(site.keys, rows.groups).clamp(max=len(site.keys) - 1)
         known = (site.keys[unit] == rows.groups) & trained
         if known.any():
@@ -73,10 +73,8 @@ class GroupedModel(SampledModel):
             yield (~known).nonzero()[:, 0], self.prepare(features, features.new_zeros(len(features)), groups), False
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
-        """Fixed effects, and the standard deviations of random effects and noise."""
-        caption = (
-            "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
-        )
+        """Table of fixed effects and standard deviations of random effects and noise."""
+        caption = "Median and 95 % interval under q, for standardised inputs and target, on the link scale."
         reach = Z95 * q_global.factor().square().sum(1).sqrt()
         ends = torch.stack([q_global.mean, q_global.mean - reach, q_global.mean + reach], 1)
         ends[self.fixed :] = (-ends[self.fixed :, [0, 2, 1]]).exp()  # logarithms of precisions
@@ -87,7 +85,7 @@ class GroupedModel(SampledModel):
         return [ReportTable("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
 
     def local_width(self, site: SiteRows) -> int:
-        """An intercept, and the slopes."""
+        """Number of random effects of a unit."""
         return self.width
 
     def function(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S N"]:
@@ -98,5 +96,5 @@ class GroupedModel(SampledModel):
         return fixed + unit[..., 0] + (unit[..., 1:] * site.features[:, self.fixed - 1 :]).sum(-1)
 
     def hyper(self, z_global: Shared) -> Float[Tensor, "*S R"]:
-        """Log standard deviation of Gaussian noise; nothing otherwise."""
+        """Log standard deviation of Gaussian noise; empty for other likelihoods."""
         return -z_global[..., self.fixed + self.width :]

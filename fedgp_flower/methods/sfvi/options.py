@@ -13,13 +13,13 @@ from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sectio
 from fedgp_flower.options import COMMON, Count, MethodOptions, NonNegative, PositiveInt
 
 SHARED = "inducing.locations"
-"""Name of the shared inducing inputs, which stay as they are."""
+"""Name of the shared inducing inputs, which are fixed."""
 MODELS: Mapping[str, ModelRow] = BUILT_IN | installed(BUILT_IN)
-"""By the name in ``sfvi.model``."""
+"""Models by their name in ``sfvi.model``."""
 CONSTANT_SHARE, FINAL_RATE = 0.8, 0.01
-"""Share of the rounds before the learning rate falls, and where it ends, as a share of the first rate."""
+"""Fraction of the rounds with the initial learning rate, and ratio of the final to the initial one."""
 CATCH_UP_STEPS = 400
-"""Steps on its latents alone by a site that comes late or has lost its state: as many as a usual run takes."""
+"""Steps on q(Z_Lk | Z_G) at a site that joins late or has lost its state."""
 
 
 class SFVIOptions(MethodOptions):
@@ -28,7 +28,7 @@ class SFVIOptions(MethodOptions):
     table: ClassVar[str] = "sfvi"
     likelihoods: ClassVar[frozenset[str]] = COMMON | {"categorical"}
     averages: ClassVar[bool] = False
-    """Whether every round is one of local steps and averages."""
+    """Whether every round has local steps and an average."""
     variant_key: ClassVar[str] = "model"
     variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
 
@@ -66,7 +66,7 @@ class SFVIOptions(MethodOptions):
         return name
 
     def check(self, core: CoreConfig) -> None:
-        """A likelihood the model has, whole batches, and the keys a model cannot do without."""
+        """Raise ConfigError for a likelihood or key that the model does not support, or a missing key."""
         likelihood = core.model.likelihood
         if likelihood not in self.row.likelihoods:
             allowed = " or ".join(repr(name) for name in self.row.likelihoods)
@@ -74,25 +74,24 @@ class SFVIOptions(MethodOptions):
         if unread := core.optimizer.unread():
             keys = "`sfvi.learning-rate` and `sfvi.local-steps`"
             raise ConfigError(f"{unread}: sfvi takes steps of Adam on all rows of a site; see {keys}")
-        if core.device == "cuda" or core.precision != "float64":
-            raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
+        core.require_float64_on_cpu()
         averages = self.averages or self.warm_start_rounds
         if core.privacy.secure_aggregation and averages and self.structure == "full":
             raise ConfigError(
-                "`sfvi.structure` = 'full': the barycentre of full covariances is no sum over sites, so it cannot be"
-                " formed under masks; set it to 'diagonal', or `privacy.secure-aggregation` to false"
+                "`sfvi.structure` = 'full': the barycentre of full covariances is not a sum over sites, which masks"
+                " need; set it to 'diagonal', or `privacy.secure-aggregation` to false"
             )
         for name in frozenset().union(*(row.fields for row in MODELS.values())) - self.row.fields:
             if getattr(self, name) != type(self).model_fields[name].default:
                 readers = ", ".join(model for model, row in MODELS.items() if name in row.fields)
                 key = f"`sfvi.{name.replace('_', '-')}`"
-                raise ConfigError(f"{key}: `sfvi.model` = {self.model!r} does not read it; only {readers}")
+                raise ConfigError(f"{key}: `sfvi.model` = {self.model!r} ignores it; it is for {readers}")
         if "unit_column" in self.row.fields and not self.unit_column:
             raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
 
     @property
     def usual_likelihood(self) -> str:
-        """Classes, where the model is of classes."""
+        """``categorical`` if the model has classes."""
         return "categorical" if self.row.classes else "gaussian"
 
     @property
@@ -101,17 +100,17 @@ class SFVIOptions(MethodOptions):
         return super().usual_rounds if self.averages else 2000
 
     def averaging_rounds(self, rounds: int) -> int:
-        """How many of so many rounds are of local steps and averages: they come first."""
+        """Number of initial rounds with local steps and averages."""
         return rounds if self.averages else min(rounds, self.warm_start_rounds)
 
     @property
     def row(self) -> ModelRow:
-        """The model."""
+        """The row of the model."""
         return MODELS[self.model]
 
     @property
     def scale(self) -> float:
-        """The standard deviation that q starts from."""
+        """Initial standard deviation of q."""
         return self.initial_scale or self.row.initial_scale
 
     @property
@@ -120,7 +119,7 @@ class SFVIOptions(MethodOptions):
         return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
 
     def columns(self, names: Sequence[str]) -> list[int]:
-        """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice."""
+        """Indices of the model's columns: all but the unit column, then those with random slopes again."""
         for key, wanted in (("unit-column", (self.unit_column,)), ("random-slopes", self.slopes)):
             if missing := [name for name in wanted if name and name not in names]:
                 known = ", ".join(names)
@@ -129,10 +128,7 @@ class SFVIOptions(MethodOptions):
         return fixed + [list(names).index(name) for name in self.slopes]
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
-
-        It ends at :data:`FINAL_RATE` times the first.
-        """
+        """Learning rate of ``step`` of ``steps``, from 0: constant, then falling geometrically to FINAL_RATE."""
         progress = (step / steps - CONSTANT_SHARE) / (1 - CONSTANT_SHARE)
         return float((self.learning_rate or self.row.learning_rate) * FINAL_RATE ** min(max(progress, 0.0), 1.0))
 
@@ -142,13 +138,13 @@ FOREIGN = frozenset(name for section in SECTIONS for name in section.model_field
 
 
 class SFVIKeys(*SECTIONS, SFVIOptions):  # type: ignore[misc]
-    """The table ``sfvi.*``, with the keys of installed models."""
+    """The table ``sfvi.*`` with the keys of installed models."""
 
     foreign: ClassVar[frozenset[str]] = FOREIGN
 
 
 class SFVIAvgKeys(*SECTIONS, SFVIOptions):  # type: ignore[misc]
-    """The same table as ``sfvi-avg`` reads it."""
+    """The table ``sfvi.*`` for ``sfvi-avg``."""
 
     foreign: ClassVar[frozenset[str]] = FOREIGN
     averages: ClassVar[bool] = True

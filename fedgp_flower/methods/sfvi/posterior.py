@@ -1,4 +1,4 @@
-"""What a finished run of SFVI predicts, for a new site or one that took part, and what its report shows."""
+"""Predictions of a finished SFVI run at new and known sites, and the panels of its report."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class NewSite:
-    """Prediction at a site that nobody has seen: its deviation has its prior."""
+    """Prediction at a new site, where the deviation has its prior."""
 
     model: StructuredModel
-    """Holding θ."""
+    """The model at the trained θ."""
     q_global: GlobalPosterior
     columns: Sequence[int]
-    """Of the inputs, as the model sees them: without the one that names units."""
+    """Indices of the inputs that the model uses."""
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation at standardised inputs [N, D]."""
         features = torch.from_numpy(inputs[:, self.columns])
         rows = ModelInputs(features, torch.arange(len(features), dtype=torch.int64))
-        nothing, unit = features[:0], torch.zeros(1, dtype=torch.int64)
-        nobody = SiteRows(nothing, nothing[:, 0], unit[:0], unit, nothing)
-        mean, variance = self.model.moments(nobody, self.q_global, None, rows, link=False)
+        empty, unit = features[:0], torch.zeros(1, dtype=torch.int64)
+        new_site = SiteRows(empty, empty[:, 0], unit[:0], unit, empty)
+        mean, variance = self.model.moments(new_site, self.q_global, None, rows, link=False)
         return mean.numpy(), variance.sqrt().numpy()
 
     def export(self) -> list[tuple[GP, Likelihood]]:
-        """The same model of GPyTorch, and its likelihood."""
+        """The model and its likelihood in GPyTorch."""
         if not isinstance(self.model, HierarchicalModel):
             name = type(self.model).__name__
-            raise RunError(f"{name} is no Gaussian process; with `sfvi.model` = 'gp' it is. Use `predict`")
+            raise RunError(f"{name} is not a Gaussian process; use `predict`, or train with `sfvi.model` = 'gp'")
         model = deepcopy(self.model).requires_grad_(False).eval()
         model.q_global = self.q_global
         return [(model, model.likelihood)]
@@ -74,7 +74,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
 
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """The same with the local posterior of a site; None where its state is about other rows or another run."""
+    """Predictor with the local posterior of a site; None if its state is of other units or another run."""
     if run.saved is None or not state:
         return None
     client, arrays = at_site(SFVIClient, run, config, site, state)
@@ -82,31 +82,31 @@ def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -
 
 
 def panels(run: Run) -> list[Panel]:
-    """What the saved posterior and the predictions of a run show."""
+    """Tables of the model, and deviations of simulated sites."""
     if run.saved is None:
         return []
     sections = []
     if "structure" in run.saved.model:
         new = saved_model(run.saved, tuple(run.saved.inputs))
         names = [run.saved.inputs[index] for index in new.columns]
-        for title, head, rows, caption in new.model.sections(new.q_global, names):
-            cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
+        for title, head, table, caption in new.model.sections(new.q_global, names):
+            cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in table]
             sections.append(Panel(title, html_table(head, cells), caption))
-    told = run.predictions
-    if told is not None and "deviation" in told:
-        columns = [str(name) for name in told.columns if str(name).startswith("input.")] or ["trend"]
+    rows = run.predictions
+    if rows is not None and "deviation" in rows:
+        columns = [str(name) for name in rows.columns if str(name).startswith("input.")] or ["trend"]
         caption = (
             "The prediction of a simulated site at its held-out rows minus the shared trend: the posterior mean of its "
-            "deviation. A real site shows it to nobody."
+            "deviation. A real site never sends it."
         )
         target = str(run.saved.schema["target"]["name"])
         label = target if run.saved.likelihood == "gaussian" else f"the latent function of {target}"
-        sections.append(Panel("Deviations", deviations(told, columns, label), caption))
+        sections.append(Panel("Deviations", deviations(rows, columns, label), caption))
     return sections
 
 
 def deviations(rows: pd.DataFrame, columns: list[str], label: str) -> Figure:
-    """Deviation of every held-out row along each of some columns, joined by site where there is one input."""
+    """Plot deviations of held-out rows against each column, with lines per site for a single input."""
     figure = Figure(figsize=(8.6, 3.0), dpi=DPI, layout="constrained")
     axes = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     sites = rows.groupby("site", sort=False)

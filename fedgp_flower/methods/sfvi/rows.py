@@ -1,7 +1,7 @@
-"""A row for each model of SFVI: the keys it reads, the likelihoods it has, and where its class is.
+"""Registry of the models of SFVI: their keys, likelihoods and classes.
 
-Installed packages add rows through the entry-point group ``fedgp_flower.sfvi_models``, by the name of the entry.
-Reading the rows imports no model.
+Installed packages add rows by the entry-point group ``fedgp_flower.sfvi_models``; the name of the entry is that of the
+model. Reading the rows imports no model.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ GROUP = "fedgp_flower.sfvi_models"
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """What a model asks of a configuration, and where it is, imported only when it is used."""
+    """Requirements of a model, and the path of its class, which is imported on use."""
 
     model: str
     """``module:attribute`` of a :class:`~fedgp_flower.methods.sfvi.structured.StructuredModel`."""
     summary: str
-    """Behind the name in ``docs/configuration.md``."""
+    """Description in ``docs/configuration.md``."""
     keys: type[Section] = Section
     """Fields that an installed model adds to the table ``sfvi.*``."""
     reads: tuple[str, ...] = ()
-    """Fields of the table that the model reads and not every other model does."""
+    """Fields of the table that only some models read."""
     likelihoods: tuple[str, ...] = ("gaussian",)
     classes: bool = False
-    """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
+    """Whether the target holds classes."""
     mean_field: bool = False
-    """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
+    """Whether q(Z_Lk | Z_G) is diagonal without C_k, and R = 1, as a site has too many latents for more."""
     personal: bool = False
-    """Whether the last layer stays at its site, so that nothing is known of new sites."""
+    """Whether the last layer never leaves its site, so that new sites have no prediction."""
     known_expectations: bool = False
-    """Whether a site's term of the bound is known without draws, so that none travel."""
+    """Whether a site's term of the bound is computed without Monte Carlo draws."""
     inducing: bool = False
     """Whether it has shared inducing inputs."""
     initial_scale: float = 0.3
     learning_rate: float = 0.05
-    """Where the configuration leaves them to the model; networks whose first steps are long forget their inputs."""
+    """Defaults of the configuration; networks need small first steps."""
     untouched: bool = False
-    """Whether it takes inputs as they are, whatever ``standardise`` says."""
+    """Whether inputs are not standardised, whatever ``standardise`` says."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -116,6 +116,6 @@ def sections_of(rows: Iterable[ModelRow], fields: Iterable[str]) -> list[type[Se
     for section in sections:
         if twice := taken & set(section.model_fields):
             key = f"`sfvi.{min(twice).replace('_', '-')}`"
-            raise ConfigError(f"{key} of {section.__module__}:{section.__name__} is a key already; rename it")
+            raise ConfigError(f"{key} of {section.__module__}:{section.__name__} exists already; rename it")
         taken |= set(section.model_fields)
     return sections

@@ -1,8 +1,7 @@
-"""What a model is to SFVI: log p_θ(Z_G), log p_θ(y_k, Z_Lk | Z_G), their shapes and a prediction.
+"""Interface of a model in SFVI: log p_θ(Z_G), log p_θ(y_k, Z_Lk | Z_G), their shapes and predictions.
 
-A model is one file with one subclass, and a row with its keys, see :mod:`fedgp_flower.methods.sfvi.rows`. Its
-parameters (``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteRows` and stays
-there.
+A model is one file with one subclass, and a row with its keys (:mod:`fedgp_flower.methods.sfvi.rows`). Its parameters
+(``nn.Parameter``) are the shared θ. Data of a site are in :class:`SiteRows` and stay there.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ Shared: TypeAlias = Float[Tensor, "*S M"]
 Units: TypeAlias = Float[Tensor, "*S U W"]
 """Draws of the latents of units."""
 Draws: TypeAlias = tuple[Float[Tensor, "S M"], Float[Tensor, "*R U W"]]
-"""Standard normal noise of Z_G, and of the latents of units for each."""
+"""Standard normal noise of Z_G, and of the latents of units given each draw."""
 PREDICTION_DRAWS, PREDICTION_SEED = 200, 20
-"""Draws in a prediction: the Monte Carlo error of a mean is then 7 % of the predictive sd. They are always the same, so
-that a prediction is a function of the posterior alone."""
+"""Draws in a prediction, with a Monte Carlo error of 7 % of the predictive sd. Their fixed seed makes a prediction a
+function of the posterior."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteRows:
-    """The rows of one site, dealt to units whose local latents are independent given Z_G."""
+    """The rows of one site, in units whose local latents are independent given Z_G."""
 
     features: Rows
     targets: Targets
     unit: IndexVector
     """Unit of every row, 0 … U−1."""
     keys: Int64[Tensor, " U"]
-    """What the random draws of a unit are keyed by; different for all units of all sites."""
+    """Keys of the random draws of units; unique over all sites."""
     anchors: Float[Tensor, "A D"]
     """Inputs that the site's latents refer to; empty for most models."""
 
     def at(self, features: Rows, unit: IndexVector | None = None) -> SiteRows:
-        """The same site with other rows, to predict at; all of unit 0 unless told."""
-        where = torch.zeros(len(features), dtype=torch.int64) if unit is None else unit
-        return replace(self, features=features, targets=features.new_zeros(len(features)), unit=where)
+        """The same site with new rows for prediction, of unit 0 by default."""
+        unit = torch.zeros(len(features), dtype=torch.int64) if unit is None else unit
+        return replace(self, features=features, targets=features.new_zeros(len(features)), unit=unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,8 @@ class ReportTable(NamedTuple):
 class StructuredModel(nn.Module, ABC):
     """Latents Z_G [M] with p_θ(Z_G) = N(0, diag s²), units Z_Lu [W] and data y_u independent given Z_G.
 
-    log s = ``fixed`` + ``prior_log_scales``[``block``] where scales are learned, and a server needs no more than these
-    arrays for its gradient. Another prior is the same model with Z_G transformed inside the likelihood.
+    If scales are learned, log s = ``fixed_log_scale`` + ``prior_log_scales``[``block``]; the server needs only
+    these arrays for its gradient. For any other prior a model transforms Z_G inside the likelihood.
     """
 
     fixed_log_scale: Tensor
@@ -99,7 +98,7 @@ class StructuredModel(nn.Module, ABC):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> StructuredModel:
-        """The model at its initial θ; without shared inducing ``inputs`` it has the right shapes only."""
+        """The model at its initial θ; without the shared inducing ``inputs`` only its shapes are right."""
 
     @property
     def global_size(self) -> int:
@@ -113,23 +112,23 @@ class StructuredModel(nn.Module, ABC):
         return self.fixed_log_scale + self.prior_log_scales[self.block]
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
-        """Rows of a site, dealt to units by equal ``groups``; here the site is one unit, and ``key`` its number."""
+        """Rows of a site, assigned to units by ``groups``; by default the site is one unit with this ``key``."""
         unit = torch.zeros(len(features), dtype=torch.int64)
         return SiteRows(features, targets, unit, torch.tensor([key]), features[:0])
 
     @abstractmethod
     def local_width(self, site: SiteRows) -> int:
-        """W, the number of latents of a unit; may differ from site to site."""
+        """W, the number of latents of a unit, which may differ between sites."""
 
     def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
-        """N(0, scale² I) over the latents of a site; diagonal and uncoupled from Z_G unless it is ``whole``."""
+        """N(0, scale² I) over the latents of a site; only if ``whole`` it is coupled to Z_G and has a full L."""
         return initial_local(len(site.keys), self.local_width(site), self.global_size, scale=scale, whole=whole)
 
     @abstractmethod
     def site_term(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
-        """E log p_θ(y_k, Z_Lk | Z_G) − E log q(Z_Lk | Z_G); ``noise`` is needed where expectations are not known."""
+        """E log p_θ(y_k, Z_Lk | Z_G) − E log q(Z_Lk | Z_G); ``noise`` is for Monte Carlo expectations."""
 
     @abstractmethod
     def moments(
@@ -137,19 +136,19 @@ class StructuredModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation, [N], or of indicators of classes, [N, C], at rows of a site.
 
-        The site is new without ``q_local``; with ``link`` they are those where trend and deviation add up.
+        Without ``q_local`` the site is new. With ``link`` they are on the scale where trend and deviation add.
         """
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
-        """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
+        """Report tables about Z_G, given the model's columns; none by default."""
         return []
 
     def theta(self) -> dict[str, Tensor]:
-        """The parameters that are learned, by the names they have in messages."""
+        """The learned parameters by their names in messages."""
         return {f"theta.{wire_name(name)}": value for name, value in self.named_parameters() if value.requires_grad}
 
     def load_theta(self, values: Mapping[str, Tensor | np.ndarray]) -> None:
-        """Take θ from among the arrays of a message."""
+        """Set θ from the arrays of a message."""
         theta = self.theta()
         given = {name: torch.as_tensor(value) for name, value in values.items() if name.startswith("theta.")}
         expected, got = ({name: tuple(value.shape) for name, value in part.items()} for part in (theta, given))
@@ -169,7 +168,7 @@ def configured(
 
 
 class SoftmaxClasses:
-    """Observations are classes 0 … C−1: P(y = c) ∝ exp(f_c). Of two, the prediction is of the second one alone."""
+    """Observations are classes 0 … C−1: P(y = c) ∝ exp(f_c). For two classes the prediction is that of the second."""
 
     def __init__(self, binary: bool) -> None:
         self.binary = binary
@@ -187,19 +186,19 @@ class SoftmaxClasses:
 
 
 class SampledModel(StructuredModel):
-    """A model whose expectations are averages over draws of its latents, with rows independent given all latents."""
+    """A model with Monte Carlo expectations and rows that are independent given all latents."""
 
     observed: PointLikelihood | SoftmaxClasses
     """The density of a row given :meth:`function`."""
     binary = False
-    """Whether it is about two classes."""
+    """Whether the target has two classes."""
 
     @abstractmethod
     def function(self, site: SiteRows, z_global: Shared, z_local: Units) -> Tensor:
-        """What every row depends on: a linear predictor [*S, N], or the logits of classes [*S, N, C]."""
+        """Linear predictor of every row [*S, N], or logits of classes [*S, N, C]."""
 
     def hyper(self, z_global: Shared) -> Float[Tensor, "*S R"]:
-        """What else ``observed`` depends on."""
+        """Parameters of ``observed``."""
         return z_global[..., :0]
 
     def log_likelihood(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
@@ -234,22 +233,22 @@ class SampledModel(StructuredModel):
         return (log_weight.logsumexp(0) - math.log(draws)).sum(-1).mean()
 
     def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Rows to predict at: which they are, as the model has them, whether a ``trained`` site's q is about them."""
+        """Yield parts of ``rows``: their indices, the rows of the model, and whether q_local applies."""
         yield torch.arange(len(rows.features)), site.at(rows.features), trained
 
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> tuple[Tensor, Tensor]:
-        """Over draws; a unit that the site has no rows of has its latents from the prior."""
-        draw, places, parts = np.random.default_rng(PREDICTION_SEED), [], []
+        """Monte Carlo moments; latents of a unit without rows at the site have their prior."""
+        draw, indices, parts = np.random.default_rng(PREDICTION_SEED), [], []
         noise = torch.from_numpy(draw.standard_normal((PREDICTION_DRAWS, self.global_size)))
         for chosen, data, known in self.located(site, rows, trained=q_local is not None):
             of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
-            places.append(chosen)
+            indices.append(chosen)
             parts.append(self.mixture(data, q_global, q_local if known else None, (noise, of_units), link))
         if not parts:
             return rows.features.new_empty(0), rows.features.new_empty(0)
-        order = torch.cat(places).argsort()
+        order = torch.cat(indices).argsort()
         means, variances = zip(*parts, strict=True)
         return torch.cat(means)[order], torch.cat(variances)[order]
 

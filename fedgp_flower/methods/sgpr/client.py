@@ -10,7 +10,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, repeats, values_of
 from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
@@ -38,7 +38,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import BESIDE, ModelSection
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
-from fedgp_flower.shared_messages import Confusion, Parameters, Step, Stepped
+from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 ROWS = 250
@@ -152,9 +152,7 @@ class SVGPClient(SparseClient):
         with torch.no_grad():
             return Prediction(*map(to_array, model.observed.observed(tensor(rows.y_test), *moments, model.hyper)))
 
-    def confusion(self, request: PooledPosterior) -> Confusion:
-        """Which class was taken for which; asked for where there are several."""
-        return Confusion.of(self.held_out(request).mean, self.rows.y_test)
+    confusion = confusion
 
     def shown(self, request: PooledPosterior) -> NamedArrays:
         """As usual; nothing of times, which may be censored."""
