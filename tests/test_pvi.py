@@ -62,7 +62,7 @@ def unequal(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ("change", "words"),
     [
         (lost, "no reply"),
-        (other_arrays(unequal), "one number"),
+        (other_arrays(unequal), "differ in number"),
         (each(lambda array: array * 1e20), "numbers above"),
     ],
 )

@@ -275,9 +275,9 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, τ²): classes may drive the amplitude to infinity without.
+        """Log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²): classes may drive the amplitude a to infinity without.
 
-        τ is that of the likelihood, mostly 1.
+        Of ``linear`` a is the variance of a weight, and k(x, x) = a |x|². τ is that of the likelihood, mostly 1.
         """
         total, reach = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         amplitude = math.log(4.0), self.observed.amplitude_spread
