@@ -3,7 +3,8 @@
 Every cell of a family in turn is the target; its rows beyond the cut are hidden, the other cells' curves are whole.
 `hierarchical-gp` with cells as sites: one shared curve and a deviation of each cell. y is the loss of capacity
 relative to nominal; 24 cells, every so many cycles; nominal coverage .95. With `--together 10` ten cells are targets
-of one run, with `--stride 2` every other one; `--first 24` leaves out the first 24 cells of the family.
+of one run, with `--stride 2` every other one; `--first 24` leaves out the first 24 cells of the family. A cut of 3 or
+more is a number of rows: the first ones, or with `--anywhere` any.
 """
 
 from __future__ import annotations
@@ -44,20 +45,22 @@ FAMILIES = {
 CUTS = (0.12, 0.3, 0.5, 0.7)
 
 
-def target_table(family: str, numbers: range, cut: float, every: int, first: int) -> str:
+def target_table(family: str, numbers: range, cut: float, every: int, first: int, anywhere: bool) -> str:
     """Path of a table whose first sites are the targets, hidden beyond the cut."""
 
     def make() -> pd.DataFrame:
         frame = FAMILIES[family].rows(first)
         frame = frame[frame["cycle"] % every == 0]
         target = frame["cell"].isin([sorted(frame["cell"].unique())[number] for number in numbers])
-        hidden = target & (frame["cycle"] > cut * FAMILIES[family].cycles)
+        count = cut if cut > 1 else cut * FAMILIES[family].cycles // every
+        order = np.random.default_rng(0).random(len(frame)) if anywhere else frame["cycle"]
+        hidden = target & (pd.Series(order, frame.index).groupby(frame["cell"]).rank() > count)
         cell = np.where(target, "0 target ", "1 ") + frame["cell"]
         return frame.assign(cell=cell, split=np.where(hidden, "test", "train"))[["cycle", "cell", "y", "split"]]
 
     step = [] if numbers.step == 1 else [numbers.step]
     called = "-".join(map(str, (first + numbers.start, first + numbers.stop, *step)))
-    return kept_table(f"battery-{family}-{called}-{cut:g}-{every}", make)
+    return kept_table(f"battery-{family}-{called}-{cut:g}-{every}{'-anywhere' * anywhere}", make)
 
 
 KEYS = {
@@ -80,18 +83,19 @@ def study(
     first: int = 0,
     together: int = 1,
     stride: int = 1,
+    anywhere: bool = False,
 ) -> Iterator[Row]:
     """A row for each cut."""
     for cut in cuts:
         rows = []
         for start in range(0, targets, together):
             numbers = range(start, start + together * stride, stride)
-            table = target_table(family, numbers, cut, every, first)
+            table = target_table(family, numbers, cut, every, first, anywhere)
             run = fit({**KEYS, "dataset": table}, 0)
             cells = [site["coverage_95"] for site in run["per_site"] if site["num_examples"]]
             rows.append(
                 {
-                    "cut": f"{cut:.0%}",
+                    "cut": f"{cut:g} rows" if cut > 1 else f"{cut:.0%}",
                     "MSE × 10⁶": 1e6 * run["test"]["rmse"] ** 2,
                     "CRPS × 10³": 1e3 * run["test"]["crps"],
                     "coverage": run["test"]["coverage_95"],
