@@ -234,7 +234,7 @@ def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array)
     variance = max(float(part.target_squares) - rows * target**2, 0.0) / float(part.count)
     if along < -power / 2 and along < -4 * math.sqrt(variance * max(power, 0.0)):
         return True
-    alone = np.linalg.solve(gram + identity, np.column_stack([projection, gram]))
-    explained = float(projection @ alone[:, 0]) * float(part.count) / float(part.target_squares)
-    degrees = float(np.trace(alone[:, 1:]))
+    solved = np.linalg.solve(gram + identity, np.column_stack([projection, gram]))
+    explained = float(projection @ solved[:, 0]) * float(part.count) / float(part.target_squares)
+    degrees = float(np.trace(solved[:, 1:]))
     return float(torch.special.gammainc(torch.tensor(degrees / 2), torch.tensor(explained / 2))) < SIGNIFICANCE

@@ -38,13 +38,13 @@ def sharing(usable: Mapping[str, UnitStatistics]) -> tuple[str, ...]:
 
 
 def _gains(statistics: Mapping[str, UnitStatistics], sign: float = 1.0) -> tuple[tuple[str, ...], Array]:
-    """Sites by name, and the :func:`shared_evidence` of each pair, m and ``sign`` · k, less those alone, or NaN."""
-    alone = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
-    gains = np.full((len(alone), len(alone)), np.nan)
-    for (i, m), (j, k) in combinations(enumerate(alone), 2):
+    """Sites by name, and the :func:`shared_evidence` of each pair, m and ``sign`` · k, less the single ones, or NaN."""
+    single = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
+    gains = np.full((len(single), len(single)), np.nan)
+    for (i, m), (j, k) in combinations(enumerate(single), 2):
         other = replace(statistics[k], shift=sign * statistics[k].shift)
-        gains[i, j] = gains[j, i] = _evidence(add([statistics[m], other])) - alone[m] - alone[k]
-    return tuple(alone), gains
+        gains[i, j] = gains[j, i] = _evidence(add([statistics[m], other])) - single[m] - single[k]
+    return tuple(single), gains
 
 
 def _medians(gains: Array) -> list[float]:

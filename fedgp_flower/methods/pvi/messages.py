@@ -159,9 +159,11 @@ class Factors:
 class Visit:
     """Request to update a site's factors given those of all others."""
 
-    context: Mapping[str, NaturalParameters] = leaves("what the site's factors multiply, of every block in the product")
+    context: Mapping[str, NaturalParameters] = leaves(
+        "cavity or prior of every block, which the site's factors multiply"
+    )
     posterior: NaturalParameters | None = leaves("q of the weights, or of v = L⁻¹u at fixed Z and β", default=None)
-    q: Marginals | None = leaves("q(Z) and q(β); none where weights are the model", default=None)
+    q: Marginals | None = leaves("q(Z) and q(β); none for models of weights", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())
     before: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
 

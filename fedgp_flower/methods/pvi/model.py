@@ -196,7 +196,7 @@ class PseudoObservations:
         return replace(self, inputs=free[0], targets=free[1], root=free[2].exp())
 
     def message(self) -> Factors:
-        """As it travels."""
+        """The factor as a message."""
         parts = (self.inputs, self.targets, self.root)
         return Factors(PseudoPoints(*(part.detach().numpy().copy() for part in parts)))
 
@@ -228,7 +228,7 @@ class GaussianFactor:
         return replace(self, natural=NaturalGaussian(root @ values, -0.5 * root @ root.mT))
 
     def message(self) -> Factors:
-        """As it travels."""
+        """The factor as a message."""
         natural = NaturalParameters.of(self.natural)
         return Factors(whitened=natural) if self.of_v else Factors(values=natural)
 
