@@ -51,7 +51,7 @@ class NaturalParameters:
 
     @cached_property
     def gaussian(self) -> Gaussian:
-        """As tensors."""
+        """The factor as tensors."""
         kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
         return kind(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
 
@@ -91,7 +91,7 @@ class LatentFactor:
         return len(next(iter(encode(self).values())))
 
     def natural(self) -> NaturalParameters:
-        """As a factor of the product."""
+        """The natural parameters."""
         assert self.eta1 is not None
         assert self.eta2 is not None
         return NaturalParameters(self.eta1, self.eta2)
