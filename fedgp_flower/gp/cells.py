@@ -96,10 +96,9 @@ def values_of(inputs: Array, anchors: Array, least: int = LEAST_ALIKE) -> tuple[
     A value with ``least`` rows is a cell. The values between two such values form cells of ``least`` neighbours; fewer
     are left out. A cell adds to the slot of the nearest of B quantiles of the anchors' values.
     """
-    found = [
-        _cells_of_values(column, slots_of(anchor), least) for column, anchor in zip(inputs.T, anchors.T, strict=True)
-    ]
-    rows, sums = (np.stack(part) for part in zip(*found, strict=True))
+    pairs = zip(inputs.T, map(slots_of, anchors.T), strict=True)
+    parts = zip(*(_cells_of_values(column, slots, least) for column, slots in pairs), strict=True)
+    rows, sums = map(np.stack, parts)
     return rows, sums
 
 

@@ -212,12 +212,12 @@ class BatchedKernel:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the entries of β, which are logarithms; variances enter as standard deviations."""
-        found: list[str] = []
+        names: list[str] = []
         for raw, shape in zip(self._powers, self._shapes, strict=True):
             path = [part for part in raw.split(".") if part not in {"kernels", "base_kernel"}]
             name, size = " ".join(path).replace("raw_", "").replace("outputscale", "amplitude"), shape.numel()
-            found += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
-        return tuple(found)
+            names += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
+        return tuple(names)
 
     def initial(self) -> Float[Tensor, " P"]:
         """β at the parameters of the kernel."""

@@ -198,15 +198,15 @@ def _ratio(gains: Array) -> float:
     return min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
 
 
-def rounds_to_come(gains: Array, few: int, little: float) -> int | None:
-    """Rounds until ``few`` more are expected to gain less than ``little``; None if the gains do not determine it."""
-    more = outlook(gains, few)
-    if more is None or little <= 0:
+def rounds_to_come(gains: Array, rounds: int, threshold: float) -> int | None:
+    """Rounds until the expected gain of ``rounds`` more is below ``threshold``; None if it cannot be determined."""
+    gain = outlook(gains, rounds)
+    if gain is None or threshold <= 0:
         return None
-    if more < little:
+    if gain < threshold:
         return 0
     ratio = _ratio(gains)
-    return None if ratio == 1 else math.ceil(math.log(little / more) / math.log(ratio))
+    return None if ratio == 1 else math.ceil(math.log(threshold / gain) / math.log(ratio))
 
 
 def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:

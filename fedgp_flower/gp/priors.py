@@ -23,7 +23,7 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
     For kernels of |x − z|², which grows as D, log ℓ ~ N(½ log D + .3, 1); for ``l1``, a function of Σ |x_d − z_d|,
     log ℓ ~ N(log D + 1, 1). Scales have log a ~ N(1, 1.5²), or N(−2, 1.5²) for the rough ``l1``.
     """
-    found = {"likelihood.log_noise": NOISE}
+    priors = {"likelihood.log_noise": NOISE}
     for name, _ in kernel.named_parameters():
         owner = kernel.get_submodule(name.rpartition(".")[0])
         rough = getattr(getattr(owner, "base_kernel", owner), "rough", False)
@@ -33,8 +33,8 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
             prior = (-2.0 if rough else 1.0, 1.5)
         else:
             prior = (0.0, 1.0)
-        found[f"kernel.{wire_name(name)}"] = prior
-    return found
+        priors[f"kernel.{wire_name(name)}"] = prior
+    return priors
 
 
 def log_prior(named: Mapping[str, Tensor], priors: Priors) -> Tensor:

@@ -198,8 +198,8 @@ def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evide
 
     They are removed one at a time, first the site whose removal most increases the evidence of two separate models.
     """
-    rest, found = dict(parts), dict[str, Array]()
-    while len(found) < (len(parts) - 1) // 2:
+    rest, removed = dict(parts), dict[str, Array]()
+    while len(removed) < (len(parts) - 1) // 2:
         total = add(rest.values())
         every, ridge = evidence(total)
         candidates = [site for site, part in rest.items() if contradicts(part, total, ridge, level)]
@@ -208,9 +208,9 @@ def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evide
         if not values:
             break
         site = max(values, key=lambda name: values[name] + evidence(rest[name])[0])
-        found[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
+        removed[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
         del rest[site]
-    return found
+    return removed
 
 
 def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array) -> bool:

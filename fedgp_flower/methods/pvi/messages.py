@@ -159,9 +159,7 @@ class Factors:
 class Visit:
     """Request to update a site's factors given those of all others."""
 
-    context: Mapping[str, NaturalParameters] = leaves(
-        "cavity or prior of every block, which the site's factors multiply"
-    )
+    context: Mapping[str, NaturalParameters] = leaves("cavity or prior of every block of the product")
     posterior: NaturalParameters | None = leaves("q of the weights, or of v = L⁻¹u at fixed Z and β", default=None)
     q: Marginals | None = leaves("q(Z) and q(β); none for models of weights", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())

@@ -143,8 +143,8 @@ class WhitenedGaussian:
     ) -> tuple[Float[Tensor, "S N"], Float[Tensor, "S N"]]:
         """Mean aᵀμ and variance k(x, x) − aᵀa + aᵀB⁻¹a of f(x)."""
         mean = (projection * self.mean[..., None]).sum(-2)
-        kept = torch.linalg.solve_triangular(self.chol, projection, upper=False)
-        return mean, prior_variance - projection.square().sum(-2) + kept.square().sum(-2)
+        solved = torch.linalg.solve_triangular(self.chol, projection, upper=False)
+        return mean, prior_variance - projection.square().sum(-2) + solved.square().sum(-2)
 
     def kl(self, other: WhitenedGaussian) -> Float[Tensor, " S"]:
         """KL(self ‖ other) = ½ [tr(B'B⁻¹) − M + |L_B'ᵀ(μ − μ')|²] + ½ log|B| − ½ log|B'|."""
