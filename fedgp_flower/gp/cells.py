@@ -96,15 +96,11 @@ def values_of(inputs: Array, anchors: Array, least: int = LEAST_ALIKE) -> tuple[
     A value with ``least`` rows is a cell. The values between two such values form cells of ``least`` neighbours; fewer
     are left out. A cell adds to the slot of the nearest of B quantiles of the anchors' values.
     """
-    pairs = zip(inputs.T, map(slots_of, anchors.T), strict=True)
+    quantiles = np.quantile(anchors, (np.arange(VALUES) + 0.5) / VALUES, axis=0)  # [B, D]
+    pairs = zip(inputs.T, quantiles.T, strict=True)
     parts = zip(*(_cells_of_values(column, slots, least) for column, slots in pairs), strict=True)
     rows, sums = map(np.stack, parts)
     return rows, sums
-
-
-def slots_of(values: Array) -> Array:
-    """Quantiles of values [B], one for each slot."""
-    return np.quantile(values, (np.arange(VALUES) + 0.5) / VALUES)
 
 
 def _cells_of_values(column: Array, slots: Array, least: int) -> tuple[Array, Array]:

@@ -47,8 +47,8 @@ class _Smooth:
         return _Smooth(exponents, log_scale, points, inverse)
 
     def covariance(self, rows: ndarray) -> tuple[ndarray, ndarray]:
-        """K_zx of rows as [N, M], the layout of triangular solves, and [x, x², 1] for the derivatives."""
-        moments = _moments(rows)
+        """K_zx of rows as [N, M], the layout of triangular solves, and [x, x², 1] [N, 2D + 1] for the derivatives."""
+        moments = np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
         logarithms = moments @ self.exponents
         np.minimum(logarithms, self.log_scale, out=logarithms)
         return np.exp(logarithms, out=logarithms), moments
@@ -147,11 +147,6 @@ class _Closed:
 
 
 FORMULAS: Mapping[type, type[_Smooth] | type[_Rough]] = {RBFKernel: _Smooth, L1: _Rough}
-
-
-def _moments(rows: ndarray) -> ndarray:
-    """[x, x², 1]  [N, 2D + 1]."""
-    return np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
 
 
 def _sum_of(terms: Sequence[tuple[ndarray, Any]]) -> ndarray:
