@@ -1,7 +1,7 @@
 """Federated Gaussian-process learning on Flower.
 
-``run`` trains on a table in this process, ``load_run`` reads what a run left behind, ``strategies`` are the
-Strategies, and ``make_client_app`` is the sites' app for rows of the user.
+``run`` trains on a table in this process, ``load_run`` reads a finished run, ``strategies`` are the Strategies, and
+``make_client_app`` returns the sites' app with a loader for their rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedgp_flower.run.api import run as run
     from fedgp_flower.run.artefacts import Run as Run
 
-# linear_operator says this at every import, in every process of a run; there is nothing a user could do about it.
+# linear_operator warns at every import, and a user cannot change that.
 warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
 
 _EXPORTS = {

@@ -1,11 +1,11 @@
-"""The server's half of federated standardisation: combine the sites' sums into one schema, means and scales.
+"""Server side of federated standardisation: combine the sites' sums into one schema, means and scales.
 
 For sites k with n_k rows, mean c_k, residual r_k = Σ(x − c_k) and squares Q_k = Σ(x − c_k)² of a column,
 
     m = Σ_k (n_k c_k + r_k) / N,    Σ(x − m)² = Σ_k [Q_k + 2 (c_k − m) r_k + n_k (c_k − m)²],
 
-which is the exact pairwise update of Chan, Golub & LeVeque (1983) for any number of parts: no square of an offset is
-ever formed, so a column with mean 1e8 and spread 1 loses nothing.
+the exact pairwise update of Chan, Golub & LeVeque (1983) for any number of parts. No offset is squared, so a column
+with mean 1e8 and sd 1 loses no digits.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ Kind: TypeAlias = Literal["numeric", "categorical"]
 Site: TypeAlias = str
 
 SUMS = ("sum", "residual", "squares")
-GONE = "features.missing"
-"""Array of missing cells of the numeric columns; sent only where a cell of any column is missing."""
+MISSING = "features.missing"
+"""Name of the counts of missing cells by numeric column; sent only if a cell of any column is missing."""
 ROUNDING = 4 * np.finfo(np.float64).eps
-"""A spread below this share of the mean is rounding: the column is constant."""
+"""A column is constant if its sd is below this share of its mean."""
 
 ROWS_PER_INPUT = 3
-"""Fewer training rows than this for an encoded input are worth a warning."""
+"""Fewer training rows per encoded input give a warning."""
 TOO_MANY_LEVELS = "at most {} are allowed: leave it out of `features`"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the schema; a categorical one lists its levels in sorted order."""
+    """A column of the schema, with the sorted levels of a categorical one."""
 
     name: str
     kind: Kind
     levels: tuple[str, ...] = ()
     fill: tuple[float, ...] = ()
-    """What stands for a missing cell in each input: its mean over all sites. Empty where no cell may be missing."""
+    """Imputed value of each encoded input, its mean over all sites. Empty if missing cells are not imputed."""
     flagged: bool = False
-    """Whether a further input says where cells are missing."""
+    """Whether the column has a missingness indicator."""
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Levels with an indicator. Two levels need one, that of the second; a single level has a constant one."""
+        """Levels with an indicator: the second of two levels, otherwise all; that of a single level is constant."""
         return self.levels[1:] if len(self.levels) == 2 else self.levels
 
     @property
@@ -61,14 +61,14 @@ class Column:
         return (*inputs, f"{self.name} missing") if self.flagged else inputs
 
     def as_json(self) -> Json:
-        """The column as it stands in the schema's JSON."""
+        """Return the column as an entry of the schema's JSON."""
         levels = {"levels": list(self.levels)} if self.kind == "categorical" else {}
         missing = {"missing": {"fill": list(self.fill), "indicator": self.flagged}} if self.fill else {}
         return {"name": self.name, "kind": self.kind, **levels, **missing}
 
     @staticmethod
     def from_json(entry: Facts) -> Column:
-        """The inverse of :meth:`as_json`."""
+        """Read an entry that :meth:`as_json` wrote."""
         levels, missing = tuple(str(level) for level in entry.get("levels", ())), entry.get("missing", {})
         fill = tuple(map(float, missing.get("fill", ())))
         return Column(str(entry["name"]), entry["kind"], levels, fill, bool(missing.get("indicator", False)))
@@ -76,7 +76,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class SiteDescription:
-    """A site's answer to ``query.describe`` as it came."""
+    """A site's answer to ``query.describe``, unchecked."""
 
     arrays: Mapping[str, NDArray[np.generic]]
     schema: str
@@ -84,32 +84,32 @@ class SiteDescription:
     label: str = ""
     dropped: int = 0
     partitions: int = 0
-    """Sites of a simulation; 0 where the site is real."""
+    """Number of simulated sites; 0 if the site is real."""
     bare: bool = False
-    """Whether it says nothing of rows, since it answers under masks alone."""
+    """Whether the description has no sums, because the site answers under masks only."""
     trusting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a site says of one column, checked."""
+class _ColumnSummary:
+    """A site's checked summary of one column."""
 
     kind: Kind
     rows: int
     filled: int
     sums: Array
-    """Of numbers: the sum, its residual, and the squares about the site's mean, [3]."""
+    """For a numeric column: sum, residual and squares about the site's mean, [3]."""
     counts: Mapping[str, int]
-    """Of text: rows of each level."""
+    """For a categorical column: rows by level."""
 
 
-_Description: TypeAlias = dict[str, _Told]
-"""The columns of a site by name, the target last."""
+_Description: TypeAlias = dict[str, _ColumnSummary]
+"""Summaries of a site's columns by name, the target last."""
 
 
 def _parse(description: SiteDescription, max_levels: float = np.inf) -> _Description:
-    """Read a description; ProtocolError where its schema or its arrays are not what they must be."""
-    rows, gone = description.num_examples, GONE in description.arrays
+    """Read a description. Raise ProtocolError if its schema or its arrays are invalid."""
+    rows, has_missing = description.num_examples, MISSING in description.arrays
     if rows < 1:
         raise ProtocolError(f"num-examples is {rows}; expected at least 1")
     features, target = _parse_schema(description.schema)
@@ -117,42 +117,42 @@ def _parse(description: SiteDescription, max_levels: float = np.inf) -> _Descrip
     shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (numeric,) for part in SUMS}
     shapes |= {f"target.{part}": () for part in SUMS if not target.levels}
     shapes |= {f"levels.{column.name}": (len(column.levels),) for column in (*features, target) if column.levels}
-    arrays = _shaped(description.arrays, shapes | ({GONE: (numeric,)} if gone else {}))
+    arrays = _checked_arrays(description.arrays, shapes | ({MISSING: (numeric,)} if has_missing else {}))
     sums = np.stack([np.append(arrays[f"features.{p}"], arrays.get(f"target.{p}", ())) for p in SUMS], axis=1)
     filled = np.full(len(sums), float(rows))
-    filled[:numeric] -= arrays.get(GONE, 0.0)
+    filled[:numeric] -= arrays.get(MISSING, 0.0)
     _check_sums(sums, filled, rows)
     numbers = iter(zip(sums, filled, strict=True))
-    told: _Description = {}
+    summaries: _Description = {}
     for column in (*features, target):
         if not column.levels:
-            known, count = next(numbers)
-            told[column.name] = _Told("numeric", rows, int(count), known, {})
+            column_sums, count = next(numbers)
+            summaries[column.name] = _ColumnSummary("numeric", rows, int(count), column_sums, {})
             continue
         if len(column.levels) > max_levels:  # the site should have refused it
             levels = f"`{column.name}` has {len(column.levels)} levels"
             raise ProtocolError(f"{levels}; {TOO_MANY_LEVELS.format(max_levels)}")
         held = arrays[f"levels.{column.name}"]
-        if held.sum() > rows or (held.sum() < rows and (column is target or not gone)):
+        if held.sum() > rows or (held.sum() < rows and (column is target or not has_missing)):
             raise ProtocolError(f"`levels.{column.name}` must add up to the {rows} rows of the site")
         counts = dict(zip(column.levels, map(int, held), strict=True))
-        told[column.name] = _Told("categorical", rows, sum(counts.values()), np.empty(0), counts)
-    return told
+        summaries[column.name] = _ColumnSummary("categorical", rows, sum(counts.values()), np.empty(0), counts)
+    return summaries
 
 
 def summed_arrays(schema: str, parts: Sequence[Array], missing: Array, levels: Array, rows: int) -> NamedArrays:
-    """A description's arrays from sums over all columns, the target last, as :func:`_parse` reads them."""
+    """Return a description's arrays, as :func:`_parse` reads them, from sums over all columns, the target last."""
     features, target = _parse_schema(schema)
     numeric = sum(column.kind == "numeric" for column in features)
     found: NamedArrays = {f"features.{name}": part[:numeric] for name, part in zip(SUMS, parts, strict=True)}
     if target.kind == "numeric":
         found |= {f"target.{name}": part[numeric].reshape(()) for name, part in zip(SUMS, parts, strict=True)}
-    gone = bool(missing.any())
+    has_missing = bool(missing.any())
     for column in (column for column in (*features, target) if column.kind == "categorical"):
         counts, levels = levels[: len(column.levels)], levels[len(column.levels) :]
         found[f"levels.{column.name}"] = np.rint(counts).astype(np.int64)
-        gone |= bool(counts.sum() < rows - 0.5)
-    return found | ({GONE: np.rint(missing[:numeric])} if gone else {})
+        has_missing |= bool(counts.sum() < rows - 0.5)
+    return found | ({MISSING: np.rint(missing[:numeric])} if has_missing else {})
 
 
 def _parse_schema(schema: str) -> tuple[list[Column], Column]:
@@ -164,67 +164,69 @@ def _parse_schema(schema: str) -> tuple[list[Column], Column]:
     for column in columns:
         kind = "categorical" if column.levels else "numeric"
         if column.kind != kind or len(set(column.levels)) < len(column.levels):
-            raise ProtocolError("the site's schema names a level twice, or a kind that does not exist")
+            raise ProtocolError("the site's schema names a level twice or has an unknown kind of column")
     if len({column.name for column in columns}) < len(columns):
         raise ProtocolError("the site's schema names a column twice")
     return features, target
 
 
-def _shaped(arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-    """The arrays as numbers, which must be those of the schema, finite, and not negative where nothing can be."""
+def _checked_arrays(
+    arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """Return the arrays as floats after checks of names, shapes, finiteness and the sign of counts and squares."""
     odd = sorted(set(arrays) ^ set(shapes))
     if odd:
-        raise ProtocolError(f"the description lacks, or has besides what its schema says, the arrays {', '.join(odd)}")
+        raise ProtocolError(f"the description's arrays do not match its schema: missing or unknown: {', '.join(odd)}")
     found = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items()}
     for name, value in found.items():
         if value.shape != shapes[name]:
             raise ProtocolError(f"`{name}` has shape {value.shape}; the schema needs {shapes[name]}")
         counted = name.startswith("levels.") or not name.endswith((".sum", ".residual"))
         if not np.isfinite(value).all() or (counted and (value < 0).any()):
-            raise ProtocolError(f"`{name}` must be finite, and not negative where it counts or sums squares")
+            raise ProtocolError(f"`{name}` must be finite; counts and sums of squares must not be negative")
     return found
 
 
 def _check_sums(sums: Array, filled: Array, rows: int) -> None:
-    """Refuse sums [C, 3] that no rows have: a spread of one row, or a residual that is more than rounding.
+    """Raise ProtocolError for sums [C, 3] that no rows have: squares of a single row, or a residual beyond rounding.
 
-    N additions of x round off at most N ε Σ|x|, and Σ|x| ≤ √(N Σx²) with Σx² = Q + s²/N; four such sums go into r.
+    N additions of x round off at most N ε Σ|x|, and Σ|x| ≤ √(N Σx²) with Σx² = Q + s²/N; r contains four such sums.
     """
     if (filled < 0).any():
-        raise ProtocolError(f"`{GONE}` counts more than the {rows} rows of the site")
+        raise ProtocolError(f"`{MISSING}` counts more than the {rows} rows of the site")
     total, residual, squares = sums.T
     if ((filled <= 1) & (squares > 0)).any() or ((filled == 0) & (total != 0)).any():
-        raise ProtocolError("the squares of a single row must be 0, and all sums of none")
+        raise ProtocolError("the squares about the mean of a single row, and all sums of no rows, must be 0")
     size = np.sqrt(filled) * np.hypot(np.sqrt(squares), np.abs(total) / np.sqrt(np.maximum(filled, 1)))
     if (np.abs(residual) > 4 * filled * np.finfo(np.float64).eps * size).any():
-        raise ProtocolError("a residual is more than rounding takes from a sum of so many rows")
+        raise ProtocolError("a residual is more than rounding can cause in a sum of this many rows")
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the sites agreed on: schema and standardisation, of which training rows."""
+    """Schema and standardisation that the sites agreed on, with a summary of the training rows."""
 
     arrays: NamedArrays
-    """What later messages carry: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
+    """Standardisation: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
     schema: str
     names: tuple[str, ...]
     rows: dict[Site, int]
     labels: dict[Site, str]
     simulated: bool
     training_target: dict[str, float] = field(default_factory=dict)
-    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of the second class, or of each."""
+    """``mean`` and ``sd`` of the target over all training rows, the ``share`` of the second class, or each share."""
     columns: list[Json] = field(default_factory=list)
     dropped: int = 0
     sums: dict[Site, Array] = field(default_factory=dict)
-    """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
+    """:func:`encoded_sums` of each site, [D + 1, 3]. A checkpoint keeps none; sites send them again."""
     refused: dict[Site, str] = field(default_factory=dict)
-    """Sites whose columns differ from those of most sites, and in what."""
+    """Sites whose columns differ from those of most sites, with the difference."""
     constant: tuple[str, ...] = ()
-    """Feature columns with one value over all accepted sites; they become zero inputs."""
+    """Feature columns with a single value over all accepted sites; they become zero inputs."""
 
     @property
     def target_scale(self) -> float:
-        """Units of the target per unit of the standardised target; of a transformed one, its standard deviation."""
+        """Scale of the standardised target in units of the target; of a transformed target, its standard deviation."""
         return self.training_target["sd"] if self.transformed else float(self.arrays["target.scale"])
 
     @property
@@ -234,7 +236,7 @@ class Agreement:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Levels of the target; none of a number."""
+        """Levels of the target; empty for a number."""
         return Column.from_json(json.loads(self.schema)["target"]).levels
 
     @property
@@ -243,31 +245,31 @@ class Agreement:
         return len(self.arrays["input.mean"])
 
     def sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Lengths of an answer's dimensions: those that every answer may name, and those of a question."""
+        """Return the lengths of the dimensions D and P with the ``known`` ones of a question."""
         return {"D": self.num_inputs, "P": 1 + self.num_inputs, **known}
 
     @property
     def data(self) -> Facts:
-        """What ``metrics.json`` says of the training rows."""
+        """Summary of the training rows for ``metrics.json``."""
         target = json.loads(self.schema)["target"]["name"]
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
-        called = [
+        columns = [
             {**column, "differs": [self.labels.get(site, site) for site in column["differs"]]}
             if "differs" in column
             else column
             for column in self.columns
         ]
-        return {"target": target, **counted, "dropped": self.dropped, "columns": called}
+        return {"target": target, **counted, "dropped": self.dropped, "columns": columns}
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the results should know of the data."""
+        """Warnings on the data for a reader of the results."""
         rows = sum(self.rows.values())
         if self.num_inputs * ROWS_PER_INPUT <= rows:
             return []
         return [
-            f"{self.num_inputs} encoded inputs for {rows} training rows are more than a third: expect predictions near"
-            " the mean. Name fewer columns in `features`, above all fewer of text, whose every level is an input."
+            f"{self.num_inputs} encoded inputs are more than a third of the {rows} training rows: expect predictions"
+            " near the mean. Name fewer columns in `features`; each level of a text column is an input."
         ]
 
 
@@ -280,29 +282,31 @@ def agree(
     missing: str = "error",
     order: Sequence[str] = (),
 ) -> Agreement:
-    """Settle columns, levels, means and scales from the sites' sums; DataError where nothing can be agreed on.
+    """Determine columns, levels, means and scales from the sites' sums.
 
     Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
-    √(p(1−p)); with ``missing`` = impute or indicator the means stand for missing cells. Levels of the target stand in
-    ``order``, else as numbers where they are numbers.
+    √(p(1−p)). With ``missing`` = impute or indicator, means replace missing cells. Levels of the target follow
+    ``order``; without one, they are sorted, numerically if they are numbers. Raise DataError if no site is left, a
+    column has too many levels or no filled cell, or the target is constant.
     """
-    sites, refused = _accepted(descriptions, max_levels, two=likelihood not in SEVERAL)
+    sites, refused = _matching_sites(descriptions, max_levels, two=likelihood not in SEVERAL)
     *features, target = next(iter(sites.values()))
-    found = [_pooled(sites, name, missing) for name in features]
-    columns = [pooled.column for pooled in found]
+    pooled_features = [_pooled(sites, name, missing) for name in features]
+    columns = [pooled.column for pooled in pooled_features]
     many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
     if many:
         raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
-    goal = _pooled(sites, target, rank=order.index if order else _as_number)
-    classes = goal.column.levels
-    if goal.constant:
+    pooled_target = _pooled(sites, target, rank=order.index if order else _numeric_order)
+    classes = pooled_target.column.levels
+    if pooled_target.constant:
         what, end = ("class", "classification needs two") if classes else ("number", "there is nothing to learn")
         raise DataError(f"target `{target}` is the same {what} at every site; {end}")
-    mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
-    centre, spread = float(goal.mean[0]), float(goal.scale[0])
+    pairs = [(pooled.mean, pooled.scale) for pooled in pooled_features] or [(np.empty(0), np.empty(0))]
+    mean, scale = map(np.concatenate, zip(*pairs, strict=True))
+    centre, spread = float(pooled_target.mean[0]), float(pooled_target.scale[0])
     if likelihood == "categorical" and len(classes) > MOST_CLASSES:
         raise DataError(
-            f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are told apart"
+            f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are allowed"
         )
     raw_target = classes or likelihood not in NUMBERS or not standardise
     arrays = {
@@ -311,35 +315,35 @@ def agree(
         "target.mean": np.array(0.0 if raw_target else centre),
         "target.scale": np.array(1.0 if raw_target else spread),
     }
-    known = {"features": [column.as_json() for column in columns], "target": goal.column.as_json()}
+    known = {"features": [column.as_json() for column in columns], "target": pooled_target.column.as_json()}
     schema = json.dumps(known if missing == "error" else known | {"missing": missing})
     accepted = {site: descriptions[site] for site in sites}
     return Agreement(
         arrays,
         schema,
         names=tuple(name for column in columns for name in column.names),
-        rows={site: told.num_examples for site, told in accepted.items()},
-        labels={site: told.label for site, told in accepted.items()},
-        simulated=any(told.partitions for told in accepted.values()),
-        training_target=_known_of(goal),
-        columns=[pooled.facts for pooled in found],
-        dropped=sum(told.dropped for told in accepted.values()),
-        sums={site: encoded_sums(told, schema) for site, told in accepted.items()},
+        rows={site: description.num_examples for site, description in accepted.items()},
+        labels={site: description.label for site, description in accepted.items()},
+        simulated=any(description.partitions for description in accepted.values()),
+        training_target=_target_summary(pooled_target),
+        columns=[pooled.facts for pooled in pooled_features],
+        dropped=sum(description.dropped for description in accepted.values()),
+        sums={site: encoded_sums(description, schema) for site, description in accepted.items()},
         refused=refused,
-        constant=tuple(pooled.column.name for pooled in found if pooled.constant),
+        constant=tuple(pooled.column.name for pooled in pooled_features if pooled.constant),
     )
 
 
-def _as_number(level: str) -> tuple[float, str]:
-    """What levels are sorted by: the number that they are, and those that are none by the alphabet, before them."""
+def _numeric_order(level: str) -> tuple[float, str]:
+    """Return the sort key of a level: numbers by value, all other levels alphabetically before them."""
     try:
         return float(level), level
     except ValueError:
         return -np.inf, level
 
 
-def _known_of(target: _Pooled) -> dict[str, float]:
-    """Mean and sd of a target, the share of the second of two classes, or the shares of several in their order."""
+def _target_summary(target: _PooledColumn) -> dict[str, float]:
+    """Return mean and sd of a target, the share of the second of two classes, or the share of each class."""
     levels, mean = target.column.shown, target.mean.tolist()
     if not levels:
         return {"mean": mean[0], "sd": float(target.scale[0])}
@@ -347,10 +351,10 @@ def _known_of(target: _Pooled) -> dict[str, float]:
     return {"share": mean[0]} if len(levels) == 1 else shares
 
 
-def _accepted(
+def _matching_sites(
     descriptions: Mapping[Site, SiteDescription], max_levels: int, *, two: bool
 ) -> tuple[dict[Site, _Description], dict[Site, str]]:
-    """The sites that agree with most, in sorted order, and why the others do not."""
+    """Return the sites, sorted, whose columns match those of most sites, and why the others are refused."""
     parsed: dict[Site, _Description] = {}
     refused: dict[Site, str] = {}
     for site in sorted(descriptions):
@@ -360,7 +364,7 @@ def _accepted(
             refused[site] = str(error)
     for differing in (_other_columns, *([_other_classes] if two else ())):
         refused |= differing(parsed)
-        parsed = {site: told for site, told in parsed.items() if site not in refused}
+        parsed = {site: columns for site, columns in parsed.items() if site not in refused}
     if not parsed:
         reasons = "; ".join(f"{site}: {reason}" for site, reason in refused.items()) or "no site described its data"
         raise DataError(f"no site is left to agree with: {reasons}")
@@ -368,83 +372,84 @@ def _accepted(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pooled:
-    """One column over all sites; ``mean`` and ``scale`` have an entry for each encoded input."""
+class _PooledColumn:
+    """A column over all sites; ``mean`` and ``scale`` have an entry for each encoded input."""
 
     column: Column
     mean: Array
     scale: Array
     constant: bool
     facts: Json
-    """Kind, encoded inputs and missing cells; levels, or mean, sd and the sites that differ."""
+    """Kind, encoded inputs, missing cells; number of levels, or mean, sd and the sites that differ."""
 
 
 FAR = 3.0
-"""A site whose mean is so many standard deviations within a site from that of most is worth a look: other units?"""
+"""A site differs if its mean is this many within-site sds from the median of means; its units may be others."""
 
 
 def _pooled(
     sites: Mapping[Site, _Description], name: str, missing: str = "error", rank: Callable[[str], Any] | None = None
-) -> _Pooled:
-    """A column of all sites, with what stands for its missing cells."""
-    told = {site: columns[name] for site, columns in sites.items() if columns[name].filled}
-    if not told:
+) -> _PooledColumn:
+    """Pool a column over all sites, with imputed values for its missing cells."""
+    by_site = {site: columns[name] for site, columns in sites.items() if columns[name].filled}
+    if not by_site:
         raise DataError(f"no site has a filled cell of `{name}`; leave it out of `features`")
-    filled = np.array([column.filled for column in told.values()], dtype=np.float64)
-    if next(iter(told.values())).kind == "numeric":
-        sums = np.stack([column.sums for column in told.values()])
+    filled = np.array([column.filled for column in by_site.values()], dtype=np.float64)
+    if next(iter(by_site.values())).kind == "numeric":
+        sums = np.stack([column.sums for column in by_site.values()])
         centre, spread = _moments(filled, sums)
         constant = bool(spread <= ROUNDING * abs(centre))
         column, mean, scale = Column(name, "numeric"), np.array([centre]), np.array([1.0 if constant else spread])
         means, within = sums[:, 0] / filled, np.median(np.sqrt(sums[:, 2] / filled))
-        distance = np.abs(means - np.median(means))  # the median of the sites' means, and of the spreads within a site
-        differs = [site for site, far in zip(told, distance > FAR * within, strict=True) if far]
+        distance = np.abs(means - np.median(means))
+        differs = [site for site, far in zip(by_site, distance > FAR * within, strict=True) if far]
         facts = {"kind": "number", "mean": centre, "sd": float(scale[0]), "differs": differs}
     else:
-        counts = sum((Counter(column.counts) for column in told.values()), Counter[str]())
+        counts = sum((Counter(column.counts) for column in by_site.values()), Counter[str]())
         column, constant = Column(name, "categorical", tuple(sorted(counts, key=rank))), len(counts) == 1
         mean = np.array([counts[level] for level in column.shown]) / counts.total()
         scale = np.ones(1) if constant else np.sqrt(mean * (1 - mean))
         facts = {"kind": "text", "levels": len(counts)}
     rows = sum(columns[name].rows for columns in sites.values())
-    gone = rows - int(filled.sum())
+    num_missing = rows - int(filled.sum())
     if missing in {"impute", "indicator"}:
-        column = replace(column, fill=tuple(mean.tolist()), flagged=missing == "indicator" and gone > 0)
+        column = replace(column, fill=tuple(mean.tolist()), flagged=missing == "indicator" and num_missing > 0)
     if column.flagged:
-        share = gone / rows
+        share = num_missing / rows
         mean, scale = np.append(mean, share), np.append(scale, np.sqrt(share * (1 - share)))
-    return _Pooled(column, mean, scale, constant, {"name": name, "inputs": len(column.names), "missing": gone, **facts})
+    facts = {"name": name, "inputs": len(column.names), "missing": num_missing, **facts}
+    return _PooledColumn(column, mean, scale, constant, facts)
 
 
 def _moments(rows: Array, sums: Array) -> tuple[float, float]:
-    """Mean and population standard deviation of a column from the sites' row counts [K] and sums [K, 3]."""
+    """Return mean and population sd of a column from the sites' row counts [K] and sums [K, 3]."""
     total, residual, _ = sums.T
     centre = total / rows
     mean = centre[0] + (rows * (centre - centre[0]) + residual).sum() / rows.sum()
-    # Rounding can leave a constant column a spread of minus one unit in the last place of mean².
+    # For a constant column, rounding can leave squares of minus one unit in the last place of mean².
     return float(mean), float(np.sqrt(abs(squares_about(rows, sums, mean).sum()) / rows.sum()))
 
 
 def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:
-    """Σ(x − p)² of columns with so many rows, from sums [D, 3]; see the formula at the top of this module."""
+    """Return Σ(x − p)² of columns from their sums [D, 3], by the formula at the top of this module."""
     total, residual, squares = sums.T
     gap = total / rows - point
     return np.asarray(squares + 2 * gap * residual + rows * gap**2)
 
 
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
-    """Sum, residual, squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells.
+    """Return sum, residual and squares of each encoded input, then of the target, [D + 1, 3]; NaN with missing cells.
 
-    Of a target with levels they are those of the numbers 0, 1, … of its classes.
+    The classes of a categorical target count as the numbers 0, 1, ….
     """
-    told, (features, target) = _parse(description), _parse_schema(schema)
+    summaries, (features, target) = _parse(description), _parse_schema(schema)
     columns = (*features, target)
-    if {(name, known.kind) for name, known in told.items()} != {(column.name, column.kind) for column in columns}:
+    if {(name, known.kind) for name, known in summaries.items()} != {(column.name, column.kind) for column in columns}:
         raise ProtocolError("its columns are not those the other sites agreed on")
     sums: list[list[float]] = []
     for column in columns:
         found: list[list[float]]
-        known = told[column.name]
+        known = summaries[column.name]
         held = np.array([float(known.counts.get(level, 0)) for level in column.shown])
         if column is target and len(held) > 1:  # numbers of classes
             number = np.arange(len(held))
@@ -458,27 +463,30 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
 
 
 def _other_columns(sites: Mapping[Site, _Description]) -> dict[Site, str]:
-    """Sites whose columns or kinds differ from the most common ones; the order of columns does not matter."""
-    layout = {site: (list(told)[-1], frozenset((n, c.kind) for n, c in told.items())) for site, told in sites.items()}
+    """Return the sites whose columns or kinds differ from the most common ones, in any order, with the difference."""
+    layout = {
+        site: (list(columns)[-1], frozenset((name, column.kind) for name, column in columns.items()))
+        for site, columns in sites.items()
+    }
     refused: dict[Site, str] = {}
     [(target, agreed)] = [most for most, _ in Counter(layout.values()).most_common(1)] or [("", frozenset())]
-    for site, found in layout.items():  # of equal counts, those of the first site
+    for site, found in layout.items():  # on a tie, the first site's columns are the most common
         kinds, here = dict(agreed), dict(found[1])
         parts = {
             "lacks the column": kinds.keys() - here.keys(),
             "has the extra column": here.keys() - kinds.keys(),
-            "has as another kind": {name for name in kinds.keys() & here.keys() if kinds[name] != here[name]},
+            "has another kind of": {name for name in kinds.keys() & here.keys() if kinds[name] != here[name]},
             "has as target": {found[0]} - {target},
         }
-        said = "; ".join(f"{w} {', '.join(f'`{n}`' for n in sorted(names))}" for w, names in parts.items() if names)
-        if said:
-            refused[site] = f"differs from most sites: {said}; write the file the way they do, or name `features`"
+        if differences := [f"{what} `{'`, `'.join(sorted(names))}`" for what, names in parts.items() if names]:
+            reason = f"differs from most sites: {'; '.join(differences)}"
+            refused[site] = f"{reason}; use the same columns, or set `features`"
     return refused
 
 
 def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:
-    """Sites with a class that is not among the two that most sites have; none where the target is a number."""
-    targets = {site: list(told.items())[-1] for site, told in sites.items()}
+    """Return the sites with a class beyond the two that most sites have; none if the target is a number."""
+    targets = {site: list(columns.items())[-1] for site, columns in sites.items()}
     held = Counter(level for _, column in targets.values() for level in column.counts)
     two = sorted(held, key=lambda level: (-held[level], level))[:2]
     return {
@@ -492,7 +500,7 @@ OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd
 
 
 def overview_lines(data: Facts) -> list[str]:
-    """A line on the whole, and one for every column with missing cells or sites that differ."""
+    """Return a line on the whole data, and one for every column with missing cells or sites that differ."""
     columns: Sequence[Facts] = data["columns"]
     left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
     inputs, of = data["inputs"], len(columns)
@@ -502,15 +510,15 @@ def overview_lines(data: Facts) -> list[str]:
         f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
     ]
     for column in columns:
-        said = [f"{column['missing']:,} missing cells"] if column["missing"] else []
+        notes = [f"{column['missing']:,} missing cells"] if column["missing"] else []
         if column.get("differs"):
-            said += [f"mean far from that of the other sites at {', '.join(column['differs'][:5])}"]
-        lines += [f"`{column['name']}`: {'; '.join(said)}"] if said else []
+            notes += [f"mean far from that of the other sites at {', '.join(column['differs'][:5])}"]
+        lines += [f"`{column['name']}`: {'; '.join(notes)}"] if notes else []
     return lines
 
 
 def overview_rows(data: Facts) -> list[list[str]]:
-    """A row of text for every feature column, as ``OVERVIEW_TITLES`` says."""
+    """Return a row of cells for every feature column, with the titles ``OVERVIEW_TITLES``."""
     return [
         [
             *(str(column[name]) for name in ("name", "kind", "inputs")),

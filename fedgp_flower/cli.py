@@ -19,7 +19,7 @@ from fedgp_flower.lazy import Lazy
 if TYPE_CHECKING:
     from fedgp_flower import agreement
     from fedgp_flower.data import catalogue, tables
-    from fedgp_flower.data import sites as deal
+    from fedgp_flower.data import sites as site_tables
     from fedgp_flower.deploy import demo, processes, submission
     from fedgp_flower.options import FlatConfig, Value
     from fedgp_flower.privacy import audit
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedgp_flower.run import user_config as user
 else:
     agreement, audit = Lazy("fedgp_flower.agreement"), Lazy("fedgp_flower.privacy.audit")
-    catalogue, tables, deal = (Lazy(f"fedgp_flower.data.{name}") for name in ("catalogue", "tables", "sites"))
+    catalogue, tables, site_tables = (Lazy(f"fedgp_flower.data.{name}") for name in ("catalogue", "tables", "sites"))
     demo, processes, submission = (Lazy(f"fedgp_flower.deploy.{name}") for name in ("demo", "processes", "submission"))
     identities, engine = Lazy("fedgp_flower.privacy.keys"), Lazy("fedgp_flower.run.in_process")
     user = Lazy("fedgp_flower.run.user_config")
@@ -39,7 +39,7 @@ else:
 app = typer.Typer(
     no_args_is_help=True,
     help="Federated Gaussian processes on Flower.",
-    pretty_exceptions_show_locals=False,  # they would print rows of data
+    pretty_exceptions_show_locals=False,  # local variables hold rows of data
 )
 
 
@@ -85,7 +85,7 @@ fedgp run --sites 5 dataset=breast-cancer model.likelihood=bernoulli
 
 
 class _WithKeys(TyperCommand):
-    """A command whose help ends with the basic keys, which are read only when the help is asked for."""
+    """A command whose help ends with examples and the basic keys; keys are loaded only for the help."""
 
     def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
         self.epilog = EXAMPLES.replace("fedgp run", f"fedgp {ctx.info_name}") + user.basic_keys()
@@ -103,7 +103,7 @@ def run(
 ) -> None:
     """Run a method in this process: the same ServerApp and sites as `flwr run`, without Ray."""
     given = {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
-    completed, sites = _completed(words, config, given, sites)
+    completed = _run_config(words, config, given)
     if dry_run:
         parsed = registry.parse_config(completed)
         _show_checked(check.plan(parsed, sites))
@@ -115,20 +115,17 @@ def run(
     terminal.show_result(folder)
 
 
-def _completed(words: Sequence[str] | None, file: Path | None, given: FlatConfig, sites: int) -> tuple[FlatConfig, int]:
-    """The keys of a file and of words, and how many sites."""
-    files, keys = _split(words)
+def _run_config(words: Sequence[str] | None, file: Path | None, given: FlatConfig) -> FlatConfig:
+    """Return the complete configuration from a TOML file, words and ``given`` keys; later ones take precedence."""
+    files, keys = _files_and_keys(words)
     flat = (user.read_config(file) if file else {}) | keys | dict(given)
-    paths = _sites_of(files)
-    if len(paths) == 1:
-        flat["dataset"] = str(paths[0])
-    elif paths:
+    if paths := _site_files(files):
         flat["dataset"] = ",".join(map(str, paths))
-    return user.complete_config(flat, Path.cwd()), sites
+    return user.complete_config(flat, Path.cwd())
 
 
-def _split(words: Sequence[str] | None) -> tuple[list[Path], dict[str, Value]]:
-    """The words that are tables, or folders, which are refused where they are read; and the others as keys."""
+def _files_and_keys(words: Sequence[str] | None) -> tuple[list[Path], dict[str, Value]]:
+    """Split words into tables or folders, and keys."""
     files = [
         word for word in words or () if "=" not in word and (word.endswith(tables.SUFFIXES) or Path(word).is_dir())
     ]
@@ -136,8 +133,8 @@ def _split(words: Sequence[str] | None) -> tuple[list[Path], dict[str, Value]]:
     return [Path(file) for file in files], user.parse_assignments(others)
 
 
-def _sites_of(files: Sequence[Path]) -> list[Path]:
-    """The files that are a site; what is left out is told."""
+def _site_files(files: Sequence[Path]) -> list[Path]:
+    """Return the files that are a site each, and report the others on stderr."""
     paths, left_out = tables.sites_of(files)
     print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
     return paths
@@ -150,17 +147,17 @@ def simulate(
     gpus_per_site: Gpus = 0.0,
     config: ConfigFile = None,
 ) -> None:
-    """Run through Flower's SuperLink and its simulation engine, Ray; nothing is left behind.
+    """Run through Flower's SuperLink and its simulation engine, Ray, which are stopped afterwards.
 
     The exit status is the result of the run.
     """
-    completed, sites = _completed(words, config, {}, sites)
+    completed = _run_config(words, config, {})
     with processes.interruptible():
         submission.simulate(completed, sites, gpus_per_site)
 
 
 @deploy.command("app")
-def deploy_app(folder: Annotated[Path, typer.Argument(help="folder to write; a copy of before is replaced")]) -> None:
+def deploy_app(folder: Annotated[Path, typer.Argument(help="folder to write; an earlier copy is replaced")]) -> None:
     """Write this version as a Flower app: for `flwr build`, for Flower's Hub, to read before it runs at a site."""
     print(submission.write_app(folder))
 
@@ -179,26 +176,26 @@ def deploy_demo(
     folder: Annotated[Path, typer.Option(help="where keys, logs and state go")] = Path(".deploy"),
     keep: Annotated[bool, typer.Option("--keep", help="leave everything up after the run, until Ctrl-C")] = False,
 ) -> None:
-    """Deploy on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with one CSV file."""
-    files, keys = _split(words)
+    """Deploy on this machine: a SuperLink with TLS and authenticated SuperNodes with one CSV file each."""
+    files, keys = _files_and_keys(words)
     with processes.interruptible():
-        demo.run_demo(keys, _sites_of([*(data or ()), *files]), num_sites, folder.resolve(), keep=keep)
+        demo.run_demo(keys, _site_files([*(data or ()), *files]), num_sites, folder.resolve(), keep=keep)
 
 
 @app.command("check")
 def check_tables(
     words: Annotated[list[str], typer.Argument(metavar="FILE… KEY=VALUE…", help="tables, one per site, and keys")],
 ) -> None:
-    """Look at tables as a run would, without training: inputs, levels, missing cells, sites that differ, problems.
+    """Check tables without training: inputs, levels, missing cells, sites that differ, problems.
 
-    The exit status is 2 where a table cannot be used.
+    The exit status is 2 if a table cannot be used.
     """
-    files, keys = _split(words)
-    _show_checked(check.check(_sites_of(files), registry.parse_config(keys)))
+    files, keys = _files_and_keys(words)
+    _show_checked(check.check(_site_files(files), registry.parse_config(keys)))
 
 
 def _show_checked(found: check.Checked) -> None:
-    """What is known of tables before training; the exit status is 2 where one cannot be used."""
+    """Print the result of a check. Exit with status 2 if a table cannot be used."""
     lines = [*found.suspected, *found.problems]
     if found.data:
         terminal.show(terminal.table(agreement.OVERVIEW_TITLES, agreement.overview_rows(found.data), numbers=True))
@@ -214,14 +211,14 @@ def predict_rows(
     run: RunArgument,
     source: NewRows,
     output: Predicted,
-    site: Annotated[str, typer.Option(help="predict at this site, with what it alone keeps, if the method can")] = "",
+    site: Annotated[str, typer.Option(help="predict at this site, with its saved state, if the method can")] = "",
     site_data: Annotated[Path | None, typer.Option(help="table of that site, unless it was simulated")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
     policy: PolicyFile = None,
     picture: Picture = None,
     times: Annotated[str, typer.Option(help="of times to an event: also survival at these, such as 30,365")] = "",
 ) -> None:
-    """Predict new rows from a run's saved posterior, or at `--site`; of units with curves, at all simulated ones."""
+    """Predict new rows from a run's posterior or at `--site`; a personal method predicts at all simulated sites."""
     where = {"data": site_data, "state_dir": state_dir, "policy": policy}
     if not site and any(where.values()):
         raise RunError("`--site-data`, `--state-dir` and `--policy` say where a site is: name it with `--site`")
@@ -237,7 +234,7 @@ def join(
     output: Predicted,
     picture: Picture = None,
 ) -> None:
-    """Predict at a site that took no part: fit what it alone knows to its table, here, and send nothing."""
+    """Predict at a new site: fit its local parameters to its table, here, and send nothing."""
     name = site_data.name.split(".")[0]
     _predict({name: predict.Predictor.joined(run, name, site_data)}, source, output, picture)
 
@@ -254,7 +251,7 @@ def _predict(
     if unknown:
         terminal.show(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
     if beyond:
-        terminal.show(f"{beyond} row(s) lie outside of all training rows; the column `outside` names the inputs")
+        terminal.show(f"{beyond} row(s) lie outside the training rows; the column `outside` names the inputs")
     if picture is not None:
         figures.draw_curves(predictors, source, picture)
         terminal.show(f"drawn into {picture}")
@@ -262,7 +259,7 @@ def _predict(
 
 @app.command("report")
 def write_report(run: RunArgument) -> None:
-    """Write a run's report.html again."""
+    """Rewrite a run's report.html."""
     terminal.show(str(report.write_report(run)))
 
 
@@ -273,7 +270,7 @@ def forget_site(
     rounds: Annotated[int, typer.Option(min=0, help="rounds of training afterwards")] = 0,
     name: Annotated[str, typer.Option(help="name of the new run's folder; default RUN-without-SITE")] = "",
 ) -> None:
-    """Remove a site from a finished run, evaluate again, and write a new run; for methods that can."""
+    """Remove a site from a finished run, evaluate, and write a new run; for methods that can."""
     with terminal.progress_bar() as progress:
         new = name or f"{run.name}-without-{site}"
         folder = forget.forget(run, site, rounds=rounds, name=new, progress=progress)
@@ -288,11 +285,11 @@ def what_leaves(
     test: Annotated[Path | None, typer.Option(help="rows to hold out; otherwise a share of the table")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="most rounds to try")] = 2,
 ) -> None:
-    """Show what a site with this table would send in a run, and what its policy says of every message; no network."""
-    files, keys = _split(words)
+    """Show what a site with this table would send in a run, and how its policy judges each message; no network."""
+    files, keys = _files_and_keys(words)
     if not files:
         raise RunError("name the table of the site: `fedgp leaves north.csv target=dose`")
-    for path in _sites_of(files):
+    for path in _site_files(files):
         node = {"data-path": path, "policy": policy, "test-path": test}
         named = {name: str(value) for name, value in node.items() if value is not None}
         lines, _ = leaves.try_out((user.read_config(config) if config else {}) | keys, named, rounds)
@@ -304,7 +301,7 @@ def verify_audit(
     file: Annotated[Path, typer.Argument(help="audit log of a site")],
     seen: Annotated[str, typer.Option(help="a hash that was noted earlier; the log must still have it")] = "",
 ) -> None:
-    """Print what has left a site, and verify that its log was not changed."""
+    """Print the messages that left a site, and verify that its log was not changed."""
     log = audit.read(file, seen)
     titles = ["", "time", "run", "round", "message", "bytes", "masked", "arrays", "rules"]
     terminal.show(terminal.table(titles, [audit.cells(line) for line in log.lines]))
@@ -318,11 +315,11 @@ def compare_runs(
     runs: Annotated[list[Path], typer.Argument(help="folders of finished runs", exists=True)],
     figure: Annotated[Path | None, typer.Option(help="PNG or SVG to write: NLL against what was spent")] = None,
 ) -> None:
-    """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
+    """Compare the figures of runs. Runs of different targets are refused; different rows give a warning."""
     read = [api.load_run(path) for path in runs]
-    if reasons := summary.unlike(read):
+    if reasons := summary.incomparable(read):
         raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
-    for doubt in summary.doubtful(read):
+    for doubt in summary.comparison_warnings(read):
         terminal.show(f"careful: {doubt}")
     terminal.show(terminal.table(["", *(path.name for path in runs)], summary.side_by_side(read), numbers=True))
     if figure is not None:
@@ -332,7 +329,7 @@ def compare_runs(
 
 @app.command()
 def methods() -> None:
-    """The methods that `method = …` can name, by what they are for."""
+    """List the methods for the key `method`."""
     further = [name for name in registry.METHODS if name not in registry.BUILT_IN]
     for title, names in [*registry.GROUPS.items(), *([("Further methods", further)] if further else [])]:
         rows = [[name, registry.METHODS[name].summary, registry.METHODS[name].paper] for name in names]
@@ -346,7 +343,7 @@ def methods() -> None:
 def keys_of_a_run(
     word: Annotated[str, typer.Argument(help="only keys whose name holds this, such as model")] = "",
 ) -> None:
-    """The keys of a run: default, what is allowed, what each means."""
+    """List the keys of a run: default, allowed values, meaning."""
     found = [key for key in user.reference() if word in key.name]
     rows = [[f"{key.name}={key.default}", key.allowed.replace("`", ""), key.meaning.replace("`", "")] for key in found]
     terminal.show(terminal.table(["key=default", "allowed", "meaning"], rows))
@@ -354,7 +351,7 @@ def keys_of_a_run(
 
 @app.command()
 def datasets(data_dir: Annotated[str, typer.Option(help="folder of data sets; default FEDGP_DATA")] = "") -> None:
-    """The data sets that `dataset = …` can name."""
+    """List the data sets for the key `dataset`."""
     rows = [
         [*map(str, (entry.name, entry.rows, entry.inputs, entry.splits, entry.natural, entry.summary or entry.source))]
         for entry in catalogue.catalogue(data_dir)
@@ -369,9 +366,9 @@ def partition(
     output_dir: Annotated[Path, typer.Option(help="folder for one CSV per site")],
     assignments: Assignments = None,
 ) -> None:
-    """Deal a data set to sites and write a CSV for each, as input of real SuperNodes."""
+    """Split a data set over sites and write a CSV for each, for real SuperNodes."""
     config = registry.parse_config(user.parse_assignments(assignments or []) | {"dataset": dataset})
-    for path in deal.write_partition(config, sites, output_dir):
+    for path in site_tables.write_partition(config, sites, output_dir):
         terminal.show(str(path))
 
 
@@ -380,8 +377,8 @@ app.add_typer(site, name="site")
 
 
 @site.command()
-def key(file: Annotated[Path, typer.Argument(help="file with the site's secret; made where there is none")]) -> None:
-    """Print the public key of this site and its fingerprint; make the secret if there is none."""
+def key(file: Annotated[Path, typer.Argument(help="file with the site's secret; created if missing")]) -> None:
+    """Print the public key of this site and its fingerprint; create the secret if it is missing."""
     if not file.expanduser().exists():
         identities.Identity.new().write(file)
     public = identities.Identity.read(file).public
@@ -390,11 +387,11 @@ def key(file: Annotated[Path, typer.Argument(help="file with the site's secret; 
 
 @site.command()
 def trust(
-    file: Annotated[Path, typer.Argument(help="trust file; made where there is none")],
+    file: Annotated[Path, typer.Argument(help="trust file; created if missing")],
     name: Annotated[str, typer.Argument(help="id of a site to add")] = "",
     public: Annotated[str, typer.Argument(help="its public key")] = "",
 ) -> None:
-    """Add a site to the trust file of this one, and print whom it trusts with fingerprints to compare."""
+    """Add a site to the trust file of this site, and print the trusted sites with their fingerprints."""
     known = identities.Trust.read(file) if file.expanduser().exists() else identities.Trust({})
     if name:
         known = known.with_site(name, public)
@@ -407,9 +404,9 @@ add_to(app, site)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Entry point: expected errors are one line, without a traceback.
+    """Run the command line. Expected errors print one line, without a traceback.
 
-    A wrong key or table and a damaged file have exit status 2, a run that cannot be completed has 1.
+    The exit status is 2 for a wrong key or table or a damaged file, and 1 for a run that cannot be completed.
     """
     try:
         app(args=words, prog_name="fedgp")

@@ -1,4 +1,4 @@
-"""The ClientApp: turns messages into ``fit`` and ``evaluate`` calls of the configured method's client, and back."""
+"""The ClientApp: it passes messages to the client of the configured method and returns its replies."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def make_client_app(
     mods: list[Mod] | None = None,
     train_mods: list[Mod] | None = None,
 ) -> ClientApp:
-    """The sites' app of a method, with rows of the user.
+    """Return the ClientApp of a method, with a loader for the rows of a site.
 
-    A site is called by ``site`` in its node configuration, in simulation by its ``partition-id``. All else that a site
-    needs to know comes with the server's messages.
+    The id of a site is ``site`` in its node configuration, in simulation its ``partition-id``. All other settings come
+    with the server's messages.
 
     Args:
-        method: Name of the method; a server that runs another one is refused. None answers every method.
+        method: Name of the method; other methods are refused. None answers every method.
         load_data: Returns ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name
-            of a column. Without test rows a share ``test_fraction`` of the rows is held out.
+            of the target. Without test rows a share ``test_fraction`` of the rows is held out.
         mods: Flower's mods, applied to every message.
-        train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
+        train_mods: Flower's mods for training messages only, such as ``fixedclipping_mod``.
     """
-    kept: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
+    cache: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
 
     def load(config: RunConfig, context: Context) -> RawSite:
         if method is not None and config.method != method:
             raise ConfigError(f"the server runs the method `{config.method}`; this app was made for `{method}`")
         key = context.run_id, context.node_id
-        if key not in kept or kept[key][0] != config:
-            kept[key] = config, site_of(config, context.node_config, load_data(context))
-        return kept[key][1]
+        if key not in cache or cache[key][0] != config:
+            cache[key] = config, site_of(config, context.node_config, load_data(context))
+        return cache[key][1]
 
     return SiteApp(parse_config, client_class, load, mods, train_mods)
 

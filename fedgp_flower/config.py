@@ -1,4 +1,4 @@
-"""The run configuration: flat dotted keys, validated once, the same on the server and at every site."""
+"""The run configuration: flat dotted keys, validated once, identical on the server and at every site."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     BASIC,
-    BESIDE,
+    SECOND_COLUMN,
     USUAL_KERNEL,
     AveragingSection,
     Count,
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=BaseModel)
 AUTO = "auto"
-"""The value of ``method`` that leaves the choice to the likelihood."""
+"""Value of ``method`` that chooses the method from the likelihood."""
 
 
 class PartitionSection(Section):
-    """How a data set is dealt to simulated sites; read only by the partitioners that need the key."""
+    """How a data set is split over simulated sites."""
 
     column: Annotated[str, BASIC] = ""
     """Column of ``natural``, ``dirichlet``, ``pathological``; empty: the target."""
@@ -54,12 +54,12 @@ class PartitionSection(Section):
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
     min_rows: Count = 0
-    """Natural groups with fewer training rows are left out, named and not scored. ``dirichlet`` deals until every site
-    has as many, 10 where this is 0."""
+    """Natural groups with fewer training rows are left out, named and not scored. ``dirichlet`` draws until every site
+    has as many; 0 means 10 there."""
 
 
 class TransformSection(Section):
-    """How the target is turned into what is modelled as Gaussian; predictions and scores are in units of the target."""
+    """Transformation of the target to a Gaussian scale."""
 
     target: Annotated[Literal["none", "log", "sqrt", "yeo-johnson"], BASIC] = "none"
     """Model this function of the target, with Gaussian noise. ``log`` and ``sqrt`` need targets above zero;
@@ -70,37 +70,37 @@ class BaselineSection(Section):
     """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
 
     linear: bool = True
-    """Also the mean of the target, and linear or logistic regression, from sums."""
+    """Mean of the target, and linear or logistic regression, from sums."""
     local_only: bool = True
-    """Also a GP of each site's rows."""
+    """A GP of each site's rows."""
     pooled: bool = True
-    """Simulation only: also a GP of all rows (exact up to 3000 rows, else with as many inducing points as the run) and
+    """Simulation only: a GP of all rows (exact up to 3000 rows, else with as many inducing points as the run) and
     gradient boosting."""
     max_evaluations: PositiveInt = 200
     """L-BFGS evaluations of each baseline."""
 
 
 class RoundSection(Section):
-    """What a round is worth that a site missed."""
+    """Treatment of rounds that a site missed."""
 
     incomplete: Literal["accept", "repeat"] = "accept"
-    """A round that a site failed counts without it; or all sites repeat it, until that site is back or has missed the
-    round ``max-failures`` times. Not for asynchronous schedules."""
+    """A round with a failed site: continue without that site, or repeat the round until the site is back or has failed
+    ``max-failures`` times. Not for asynchronous schedules."""
 
 
 _RANGES = TypeAdapter(dict[str, tuple[float, float]])
 
 
 class PrivacySection(Section):
-    """What the server learns of a site."""
+    """Protection of the sites' rows from the server."""
 
     secure_aggregation: Annotated[bool, BASIC] = False
-    """Masks: the server sees sums over sites, and no site's part. Methods that ask single sites are refused. See
+    """Masks: the server sees only sums over sites. Methods that ask single sites are refused. See
     ``docs/privacy.md``."""
     min_sites: Annotated[int, Field(ge=3)] = 3
     """Fewest sites in a sum under masks; a site may insist on more."""
     epsilon: Annotated[NonNegative, BASIC] = 0.0
-    """Differential privacy: ε of all that training tells of one row, by noise in the sums (``sgpr-private``); 0: none.
+    """Differential privacy: ε of training for each row, by noise in the sums (``sgpr-private``); 0: none.
     See ``docs/privacy.md``."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """δ beside ``epsilon``."""
@@ -110,7 +110,7 @@ class PrivacySection(Section):
 
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:
-        """The ranges, by column."""
+        """Public range of each column."""
         return _RANGES.validate_json(self.ranges or "{}")
 
     @field_validator("ranges")
@@ -128,10 +128,10 @@ Partitioner: TypeAlias = Literal[
 
 
 class CoreConfig(Section):
-    """The keys every method shares."""
+    """The keys that all methods share."""
 
     method: Annotated[str, BASIC] = AUTO
-    """What is run; `fedgp methods` lists them. ``auto``: ``sgpr`` for a Gaussian likelihood, ``svgp`` for others,
+    """Method of `fedgp methods`. ``auto``: ``sgpr`` for a Gaussian likelihood, ``svgp`` for others,
     ``mixed-model`` with a ``formula``."""
     dataset: Annotated[str, BASIC] = "diabetes"
     """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
@@ -144,37 +144,37 @@ class CoreConfig(Section):
     (``cases,person_years``), the trials of ``binomial`` (``cured,treated``), whether the event was seen, 1 or 0
     (``days,died``), the order of grades (``pain,none<mild<severe``)."""
     features: Annotated[str, BASIC] = ""
-    """Feature columns with commas between them, or each with a minus those to leave out; empty: all but the target."""
+    """Feature columns, comma-separated, or with a minus each those to leave out; empty: all but the target."""
     formula: Annotated[str, BASIC] = ""
     """A mixed model in lme4's notation, ``wheeze ~ smoke * age + (1 + age | child)``. See ``docs/mixed-models.md``."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
     """Share of its rows that a site holds out; 0: nothing is scored."""
     holdout: Annotated[str, BASIC] = "random"
-    """Which rows these are: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
+    """Held-out rows: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
     simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
     max_levels: ClassVar[int] = 50
     """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
-    """Missing cells: an error; their rows are left out; the mean over all sites stands for them; the same with a
-    further input that says where. Rows without a target are left out unless it is ``error``."""
+    """Missing cells: an error, drop the row, impute the mean over all sites, or impute and add an indicator as input.
+    Rows without a target are dropped unless it is ``error``."""
     dates: Annotated[Literal["error", "days", "season", "days-and-season"], BASIC] = "error"
-    """Columns of dates: an error; days since 1 January 2000; sine and cosine of the day of the year; or all three."""
+    """Columns of dates: an error, days since 1 January 2000, sine and cosine of the day of the year, or all three."""
     standardise: bool = True
     """Scale inputs and target by means and standard deviations of all sites."""
     partitioner: Annotated[Partitioner, BASIC] = "iid"
-    """How rows are dealt to simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
+    """How rows are split over simulated sites: at random, in equal (``iid``) or growing shares (``linear``, ``square``,
     ``exponential``, ``sizes``); unevenly by a column (``dirichlet``, ``pathological``); by a column that names the site
-    (``natural``); by where inputs lie (``kmeans``, ``blocks``)."""
+    (``natural``); by regions of the inputs (``kmeans``, ``blocks``)."""
     num_server_rounds: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
     """Most rounds; -1 leaves it to the method: 2000 for ``sfvi``, 100 otherwise. A run ends when it has converged."""
     seed: Annotated[Count, BASIC] = 0
-    """Everything random follows from it."""
+    """Seed of all random numbers."""
     output_dir: Annotated[str, BASIC] = "results"
     """Folder that the run's folder goes into."""
     name: Annotated[str, BASIC] = ""
     """Name of the run's folder; empty: method-dataset-time."""
     resume: Annotated[bool, BASIC] = False
-    """Go on with the run called `name` from its last complete round."""
+    """Resume the run called `name` from its last complete round."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where sites compute."""
     precision: Literal["float64", "float32"] = "float64"
@@ -186,7 +186,7 @@ class CoreConfig(Section):
     sites: Count = 0
     """Sites that the server waits for; 0: all simulated sites, or ``min-sites`` real ones."""
     min_sites: Annotated[PositiveInt, BASIC] = 2
-    """Usable sites below which the run stops."""
+    """Fewest usable sites; with fewer the run stops."""
     wait_seconds: Positive = 120.0
     """Seconds to wait for sites before the start."""
     round_timeout: Positive = 3600.0
@@ -239,33 +239,33 @@ class CoreConfig(Section):
 
     @property
     def design(self) -> Formula | None:
-        """The formula, taken apart; None without one."""
+        """The parsed formula; None without one."""
         return parse_formula(self.formula) if self.formula else None
 
     @property
     def sites_named(self) -> set[str]:
-        """What the site is called in a formula."""
+        """Names that a formula may use for the site."""
         return {SITE, *([self.partition.column] if self.partitioner == "natural" else [])}
 
     @property
     def outcome(self) -> str:
-        """The target column; empty where ``target`` names none."""
-        return self.target.partition(",")[0].strip() if self.beside or self.order else self.target
+        """The target column; empty if ``target`` is."""
+        return self.target.partition(",")[0].strip() if self.second_target or self.order else self.target
 
     @property
-    def beside(self) -> str:
-        """The column beside the target that the likelihood reads; empty without one."""
-        return self.target.partition(",")[2].strip() if self.model.likelihood in BESIDE else ""
+    def second_target(self) -> str:
+        """Second target column that the likelihood reads, such as the exposure; empty without one."""
+        return self.target.partition(",")[2].strip() if self.model.likelihood in SECOND_COLUMN else ""
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The grades of the target in their order; empty where they are numbers, or it has none."""
+        """Ordered grades of the target; empty if they are numbers or the likelihood is not ordinal."""
         known = self.target.partition(",")[2] if self.model.likelihood == "ordinal" else ""
         return tuple(level.strip() for level in known.split("<")) if known else ()
 
     @property
-    def set_aside(self) -> list[str]:
-        """Columns that name groups and are no input."""
+    def group_columns(self) -> list[str]:
+        """Columns that only name groups of the formula, and are no inputs."""
         design = self.design
         return [name for name in design.groups if name not in {*design.inputs, *self.sites_named}] if design else []
 
@@ -284,34 +284,34 @@ class CoreConfig(Section):
         return way
 
     @property
-    def aside(self) -> set[str]:
-        """Columns that are no inputs unless `features` names them: those of the sites, and of `holdout`."""
+    def default_exclusions(self) -> set[str]:
+        """Columns that are inputs only if `features` names them: of sites, of `holdout`, beside the target."""
         site = self.partition.column if self.partitioner == "natural" else ""
-        return {site, self.holdout.partition(":")[2], self.beside} - {""}
+        return {site, self.holdout.partition(":")[2], self.second_target} - {""}
 
     @property
-    def terms(self) -> Json:
-        """How sites agree on columns: keyword arguments of :func:`fedgp_flower.agreement.agree`."""
+    def agreement_options(self) -> Json:
+        """Keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
         return {**known, "max_levels": self.max_levels, "missing": self.missing, "order": self.order}
 
     def run_name(self, label: str = "") -> str:
-        """Name of the run's folder; ``label`` stands for the data set."""
+        """Return the name of the run's folder; ``label`` replaces the name of the data set."""
         words = (self.method, re.sub(r"[^\w.]+", "-", label or self.dataset), time.strftime("%Y%m%d-%H%M%S"))
         return self.name or "-".join(words)
 
     def require_whole_rosters(self, key: str, fraction: float) -> None:
-        """Raise ConfigError where sites are drawn anew in every round under masks."""
+        """Raise ConfigError if rounds under masks would sample sites."""
         if fraction < 1 and self.privacy.secure_aggregation:
             raise ConfigError(
-                f"`{key}` = {fraction:g} draws other sites in every round, and the difference of two totals under"
-                " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
+                f"`{key}` = {fraction:g} samples sites in every round, so differences of masked totals would reveal"
+                " the sums of few sites; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
     def require_whole_batches(self) -> None:
-        """Raise ConfigError where a batch size is set."""
+        """Raise ConfigError if a batch size is set."""
         if self.optimizer.batch_size:
-            raise ConfigError(f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows; set it to 0")
+            raise ConfigError(f"`optimizer.batch-size`: `method` = {self.method!r} uses all rows; set it to 0")
 
     def require_float64_on_cpu(self) -> None:
         """Raise ConfigError for another device or precision."""
@@ -319,73 +319,73 @@ class CoreConfig(Section):
             raise ConfigError(f"`device`, `precision`: `method` = {self.method!r} computes on the 'cpu' in 'float64'")
 
     def require_gaussian(self) -> None:
-        """Raise ConfigError for another likelihood than the Gaussian one."""
+        """Raise ConfigError unless the likelihood is Gaussian."""
         likelihood = f"`model.likelihood` = {self.model.likelihood!r}"
         if self.model.likelihood != "gaussian":
             raise ConfigError(f"{likelihood}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'")
 
-    def require_known(self, options: MethodOptions) -> None:
-        """Raise ConfigError where the method does not know the likelihood, or what stands beside the target."""
+    def require_supported(self, options: MethodOptions) -> None:
+        """Raise ConfigError if the method does not support the likelihood or a second target column."""
         likelihood = self.model.likelihood
         if likelihood not in options.likelihoods:
             able = ", ".join(sorted(options.likelihoods))
             raise ConfigError(
                 f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} has {able}; take 'svgp'"
             )
-        if self.beside and not {*BESIDE} <= options.likelihoods:
+        if self.second_target and not {*SECOND_COLUMN} <= options.likelihoods:
             raise ConfigError(
-                f"`target` = {self.target!r} names the {BESIDE[likelihood]} after the comma, which `method` ="
+                f"`target` = {self.target!r} names the {SECOND_COLUMN[likelihood]} after the comma, which `method` ="
                 f" {self.method!r} does not read; take 'svgp'"
             )
 
-    def require_accounted(self, options: MethodOptions) -> None:
-        """Raise ConfigError where anything is told that is not paid for from the budget of privacy."""
+    def require_private(self, options: MethodOptions) -> None:
+        """Raise ConfigError if the run would release anything outside the privacy budget."""
         privacy, baselines = self.privacy, self.baselines
         if not privacy.epsilon and privacy.ranges:
-            raise ConfigError("`privacy.ranges` is read where `privacy.epsilon` is set; leave it out")
+            raise ConfigError("`privacy.ranges` is only used with `privacy.epsilon`; leave it out")
         if not privacy.epsilon:
             return
-        told = {"linear": baselines.linear, "local-only": baselines.local_only, "pooled": baselines.pooled}
-        named = ", ".join(f"`baselines.{name}`" for name, on in told.items() if on)
-        wrong = {
+        enabled = {"linear": baselines.linear, "local-only": baselines.local_only, "pooled": baselines.pooled}
+        named = ", ".join(f"`baselines.{name}`" for name, on in enabled.items() if on)
+        problems = {
             f"`method` = {self.method!r} adds no noise; take 'sgpr-private'": not options.accounted,
-            f"{named}: baselines tell of rows and are not paid for; set them to false": bool(named),
-            "`privacy.ranges` is empty: means and scales of rows are not paid for, so public ranges must be given": (
+            f"{named}: the budget does not cover baselines; set them to false": bool(named),
+            "`privacy.ranges` is empty: the budget does not cover means and scales; give public ranges": (
                 not privacy.ranges
             ),
-            "`standardise` = false: set it to true; the ranges are what columns are scaled by": not self.standardise,
-            f"`missing` = {self.missing!r} tells how many cells are; set it to 'error'": self.missing != "error",
+            "`standardise` = false: columns are scaled by `privacy.ranges`; set it to true": not self.standardise,
+            f"`missing` = {self.missing!r} reveals counts of missing cells; set it to 'error'": self.missing != "error",
         }
-        if reasons := [reason for reason, holds in wrong.items() if holds]:
+        if reasons := [reason for reason, holds in problems.items() if holds]:
             raise ConfigError(f"`privacy.epsilon` = {privacy.epsilon:g} cannot be promised: {'; '.join(reasons)}")
 
 
 class RunConfig(CoreConfig):
-    """Core keys plus the table of the chosen method as ``options``."""
+    """The core keys, and the keys of the chosen method as ``options``."""
 
     options: MethodOptions = MethodOptions()
     shared: MethodOptions = MethodOptions()
-    """The table of another method that it reads too; where there is none, ``options`` again."""
+    """Keys that the method shares with another method; ``options`` if it shares none."""
 
     def flat(self) -> dict[str, Value]:
-        """Every key with its resolved value, the method's table under the method's prefix."""
+        """Return every key with its value, the method's keys under the method's prefix."""
         tables = {section.table: section.model_dump(by_alias=True) for section in (self.shared, self.options)}
         return flatten(self.model_dump(by_alias=True, exclude={"options", "shared"}) | tables)
 
     @property
-    def passing(self) -> set[str]:
-        """Keys that may be others where a run is resumed."""
+    def resumable_keys(self) -> set[str]:
+        """Keys that may change when a run is resumed."""
         budgets = {f"{self.options.table}.{name}" for name in self.options.budgets}
         return {"resume", "output-dir", "name", "num-server-rounds", "round-timeout", "wait-seconds"} | budgets
 
     def digest(self) -> str:
-        """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
-        keep = {k: v for k, v in sorted(self.flat().items()) if k not in self.passing}
+        """Return a short hash of all keys that affect the result; site state is valid for one digest."""
+        keep = {k: v for k, v in sorted(self.flat().items()) if k not in self.resumable_keys}
         return hashlib.sha256(json.dumps(keep).encode()).hexdigest()[:16]
 
 
 def flatten(nested: Facts) -> dict[str, Value]:
-    """Nested TOML tables as flat dotted keys: ``{"model": {"kernel": "rbf"}}`` becomes ``{"model.kernel": "rbf"}``."""
+    """Flatten nested tables to dotted keys: ``{"model": {"kernel": "rbf"}}`` becomes ``{"model.kernel": "rbf"}``."""
     out: dict[str, Value] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -396,7 +396,7 @@ def flatten(nested: Facts) -> dict[str, Value]:
 
 
 def nest(flat: FlatConfig) -> Json:
-    """Flat dotted keys as nested tables, the inverse of :func:`flatten`."""
+    """Nest dotted keys into tables, the inverse of :func:`flatten`."""
     out: Json = {}
     for key, value in flat.items():
         *tables, leaf = key.split(".")
@@ -408,18 +408,18 @@ def nest(flat: FlatConfig) -> Json:
 
 
 def with_shared(options: Iterable[type[MethodOptions]]) -> list[type[MethodOptions]]:
-    """The classes of tables, and those that they share."""
+    """Return the classes of method keys and the classes that they share."""
     return [section for table in options for section in (table, table.shared) if section is not None]
 
 
 def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
-    """Every key a run knows, with its default: the content of ``[tool.flwr.app.config]``."""
+    """Return every key of a run with its default, the content of ``[tool.flwr.app.config]``."""
     tables = {section.table: section().model_dump(by_alias=True) for section in with_shared(options) if section.table}
     return flatten(CoreConfig().model_dump(by_alias=True) | tables)
 
 
 def resolved(method: str, flat: FlatConfig) -> str:
-    """The method of a configuration: ``auto`` is ``mixed-model`` with a formula, else by the likelihood."""
+    """Resolve ``auto``: ``mixed-model`` with a formula, ``sgpr`` for the Gaussian likelihood, otherwise ``svgp``."""
     if method != AUTO:
         return method
     if flat.get("formula"):
@@ -428,16 +428,16 @@ def resolved(method: str, flat: FlatConfig) -> str:
 
 
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
-    """Validate flat keys; ``options`` maps every method to the class of its table."""
+    """Validate flat keys; ``options`` maps every method to the class of its keys."""
     known = defaults(options.values())
-    given = _with_extra(flat, known)
+    given = _merge_extra(flat, known)
     problems = []
     for key in (key for key in given if key not in known):
         close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
         instead = moved()[1].get(key)
-        gone = instead and f"the configuration key `{key}` is gone: {instead}"
-        problems.append(gone or f"unknown configuration key `{key}`; {hint}")
+        removed = instead and f"the configuration key `{key}` is gone: {instead}"
+        problems.append(removed or f"unknown configuration key `{key}`; {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
@@ -445,7 +445,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         instead = moved()[0].get(method)
         words = f"is gone: {instead}" if instead else "is not a method"
         raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
-    # TOML writes 1 for 1.0; everything else keeps its type and is judged strictly.
+    # An integer is accepted for a float; all other types are checked strictly.
     numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}
     nested = nest({**given, **numbers, "method": method})
     section = options[method]
@@ -453,32 +453,28 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
-    if core.model.likelihood == "gaussian":
-        likely = core.model.model_copy(update={"likelihood": chosen.usual_likelihood})
-        core = core.model_copy(update={"model": likely})
-    usual: dict[str, Value] = {}
+    likelihood = core.model.likelihood if core.model.likelihood != "gaussian" else chosen.usual_likelihood
+    from_method: dict[str, Value] = {"likelihood": likelihood}
     if core.model.kernel == USUAL_KERNEL:
-        usual["kernel"] = chosen.kernel_for(core.model.likelihood)
+        from_method["kernel"] = chosen.kernel_for(likelihood)
     if not core.model.num_inducing:
-        room = core.model.max_megabytes or chosen.usual_megabytes
-        usual |= {"num_inducing": chosen.usual_inducing, "max_megabytes": room}
+        megabytes = core.model.max_megabytes or chosen.usual_megabytes
+        from_method |= {"num_inducing": chosen.usual_inducing, "max_megabytes": megabytes}
     rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.usual_rounds
-    model = core.model.model_copy(update=usual)
+    model = core.model.model_copy(update=from_method)
     core = core.model_copy(update={"model": model, "num_server_rounds": rounds})
     if core.formula and not chosen.reads_formula:
-        raise ConfigError(
-            f"`formula`: `method` = {method!r} reads none; leave `method` out, which is 'mixed-model' then"
-        )
-    core.require_known(chosen)
+        raise ConfigError(f"`formula`: `method` = {method!r} reads none; leave `method` out to run 'mixed-model'")
+    core.require_supported(chosen)
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)
-    core.require_accounted(chosen)
+    core.require_private(chosen)
     return RunConfig.model_construct(**dict(core), options=chosen, shared=shared)
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar."""
+    """Parse ``KEY=VALUE`` words; the value of a string key is taken as it is, all others are TOML scalars."""
     if odd := [word for word in words if "=" not in word]:
         raise ConfigError(f"`{odd[0]}` is not of the form KEY=VALUE")
     pairs = (word.split("=", 1) for word in words)
@@ -493,24 +489,24 @@ def _scalar(text: str) -> Value:
     return value if isinstance(value, bool | int | float | str) else text
 
 
-def _with_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
-    """The keys, with those that ``extra`` carries among them."""
+def _merge_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
+    """Return the keys with those inside ``extra`` merged in."""
     if not flat.get("extra"):
         return flat
     try:
         words = shlex.split(str(flat["extra"]))
     except ValueError as error:
         raise ConfigError(
-            f"`extra` = {flat['extra']!r}: {error}; expected KEY=VALUE words, quoted like a shell's"
+            f"`extra` = {flat['extra']!r}: {error}; expected KEY=VALUE words with shell quoting"
         ) from None
     further = assignments(words, known)
     if twice := [key for key in further if key in flat and flat[key] != known.get(key, further[key])]:
-        raise ConfigError(f"given by itself and in `extra`: {', '.join(f'`{key}`' for key in twice)}; leave one out")
+        raise ConfigError(f"given directly and in `extra`: {', '.join(f'`{key}`' for key in twice)}; leave one out")
     return {**flat, "extra": "", **further}
 
 
 def validated(section: type[S], values: Facts, prefix: str) -> S:
-    """A section of nested values."""
+    """Validate nested values as a section. Raise ConfigError with every invalid key."""
     try:
         return section.model_validate(values)
     except ValidationError as error:

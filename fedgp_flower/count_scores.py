@@ -1,4 +1,4 @@
-"""Scores and quantiles of counts: the law of a count given f, mixed over a normal f."""
+"""Scores and quantiles of counts: the distribution of a count given f, mixed over a normal f."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedgp_flower.scores import Scores, regression_scores
 from fedgp_flower.typing import Array
 
 RATE_NODES, FEWER_RATE_NODES, RATE_REACH = 241, 49, 6.5
-"""Steps of a log rate for a density and, for the many values of F in a CRPS, fewer; how far they go in sd."""
+"""Quadrature nodes of a log rate for a density, and for F in a CRPS; their range in sd."""
 COUNT_STEPS = 400
-"""Integers at which the CRPS of a count looks at F, at equal ratios; every integer where these are denser."""
+"""Largest number of integers, at equal ratios, at which the CRPS of a count evaluates F."""
 
 
 @runtime_checkable
@@ -24,35 +24,35 @@ class Law(Protocol):
     """The distribution of a count k given f; arrays broadcast."""
 
     def log_mass(self, count: Array, f: Array) -> Array:
-        """Log p(k | f)."""
+        """Return log p(k | f)."""
 
     def cumulative(self, count: Array, f: Array) -> Array:
-        """P(y ≤ k | f)."""
+        """Return P(y ≤ k | f)."""
 
     def mean(self, mean: Array, variance: Array) -> Array:
-        """E y for f ~ N(m, v)."""
+        """Return E y for f ~ N(m, v)."""
 
     def end(self, f: float) -> float:
-        """A count that is hardly ever exceeded."""
+        """Return a count with a negligible probability of a larger one."""
 
 
 class PoissonLaw:
     """Poisson counts with rate eᶠ."""
 
     def log_mass(self, count: Array, f: Array) -> Array:
-        """K f − eᶠ − log k!."""
+        """Return k f − eᶠ − log k!."""
         return count * f - np.exp(f) - special.gammaln(count + 1)
 
     def cumulative(self, count: Array, f: Array) -> Array:
-        """By the incomplete gamma function."""
+        """Return P(y ≤ k | f) by the incomplete gamma function."""
         return np.asarray(special.pdtr(count, np.exp(f)))
 
     def mean(self, mean: Array, variance: Array) -> Array:
-        """E eᶠ = exp(m + ½ v)."""
+        """Return E eᶠ = exp(m + ½ v)."""
         return np.exp(mean + variance / 2)
 
     def end(self, f: float) -> float:
-        """Mean and standard deviations."""
+        """Return the mean plus several standard deviations."""
         rate = float(np.exp(f))
         return rate + RATE_REACH * rate**0.5 + 10
 
@@ -64,18 +64,18 @@ class NegativeBinomialLaw(PoissonLaw):
     dispersion: float
 
     def log_mass(self, count: Array, f: Array) -> Array:
-        """Γ(k + r) / (Γ(r) k!) · (μ / (r + μ))ᵏ (r / (r + μ))ʳ with r = 1/α, in logarithms."""
+        """Return log [Γ(k + r) / (Γ(r) k!) · (μ / (r + μ))ᵏ (r / (r + μ))ʳ] with r = 1/α."""
         r = 1 / self.dispersion
         ways = special.gammaln(count + r) - special.gammaln(r) - special.gammaln(count + 1)
         return ways + count * (f - np.log(r)) - (count + r) * np.logaddexp(0, f - np.log(r))
 
     def cumulative(self, count: Array, f: Array) -> Array:
-        """By the incomplete beta function."""
+        """Return P(y ≤ k | f) by the incomplete beta function."""
         r = 1 / self.dispersion
         return np.asarray(special.betainc(r, count + 1, special.expit(np.log(r) - f)))
 
     def end(self, f: float) -> float:
-        """The tail falls by e every 1 + αμ counts."""
+        """Return the end of the tail, which falls by a factor e every 1 + αμ counts."""
         spread = 1 + self.dispersion * float(np.exp(f))
         return PoissonLaw().end(f) * spread**0.5 + 40 * spread
 
@@ -87,28 +87,28 @@ class BinomialLaw:
     trials: Array
 
     def log_mass(self, count: Array, f: Array) -> Array:
-        """Log (n choose k) + k f − n log(1 + eᶠ)."""
+        """Return log (n choose k) + k f − n log(1 + eᶠ)."""
         rest = self.trials - count
         ways = special.gammaln(self.trials + 1) - special.gammaln(count + 1) - special.gammaln(rest + 1)
         return ways + count * f - self.trials * np.logaddexp(0, f)
 
     def cumulative(self, count: Array, f: Array) -> Array:
-        """By the incomplete beta function."""
+        """Return P(y ≤ k | f) by the incomplete beta function."""
         rest = np.maximum(self.trials - count, 1)
         return np.where(count >= self.trials, 1.0, special.betainc(rest, count + 1, special.expit(-f)))
 
     def mean(self, mean: Array, variance: Array) -> Array:
-        """N E σ(f)."""
+        """Return n E σ(f)."""
         f, share = _rates(mean, variance, RATE_NODES)
         return self.trials * (share @ special.expit(f))
 
     def end(self, f: float) -> float:
-        """All trials of any row."""
+        """Return the largest number of trials plus one."""
         return float(self.trials.max(initial=0.0)) + 1
 
 
 def count_scores(mean: Array, variance: Array, target: Array, law: Law | None = None) -> Scores:
-    """Scores of a count y given f ~ N(m, v), [n], by the trapezoidal rule in f; without a law it is Poisson's."""
+    """Score a count y given f ~ N(m, v), [n], by the trapezoidal rule in f; the default law is Poisson."""
     law = law or PoissonLaw()
     if not (np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()):
         raise NumericsError("moments of a predicted log rate are not finite, or a variance is negative")
@@ -123,13 +123,13 @@ def count_scores(mean: Array, variance: Array, target: Array, law: Law | None = 
 
 
 def log_rate_of(mean: Array, sd: Array) -> tuple[Array, Array]:
-    """Mean m and variance v of a log rate, from those of counts: E y = r = exp(m + ½ v), var y = r + r² (e^v − 1)."""
-    variance = np.log1p(np.maximum(sd**2 - mean, 0.0) / mean**2)  # e^v − 1 is below zero by rounding alone
+    """Return mean m and variance v of a log rate, for counts with r = E y = exp(m + ½ v), var y = r + r² (e^v − 1)."""
+    variance = np.log1p(np.maximum(sd**2 - mean, 0.0) / mean**2)  # rounding can make e^v − 1 negative
     return np.log(mean) - variance / 2, variance
 
 
 def count_quantiles(mean: Array, variance: Array, levels: Sequence[float], law: Law | None = None) -> Array:
-    """Least k with F(k) ≥ level, [levels, n], of a count given f ~ N(m, v); without a law it is Poisson's."""
+    """Return the least k with F(k) ≥ level, [levels, n], of a count given f ~ N(m, v); the default law is Poisson."""
     law = law or PoissonLaw()
     log_rates, share = _rates(mean, variance, RATE_NODES)
     found = []
@@ -146,14 +146,14 @@ def count_quantiles(mean: Array, variance: Array, levels: Sequence[float], law: 
 
 
 def _rates(mean: Array, variance: Array, count: int) -> tuple[Array, Array]:
-    """Log rates [Q, n] and their shares [Q]."""
+    """Return quadrature nodes of the log rate [Q, n] and their weights [Q]."""
     nodes = np.linspace(-RATE_REACH, RATE_REACH, count)
     weights = np.exp(-0.5 * nodes**2)
     return mean + np.sqrt(variance) * nodes[:, None], weights / weights.sum()
 
 
 def _count_distribution(law: Law, count: Array, log_rates: Array, share: Array) -> Array:
-    """F(count) of the mixture, for counts that broadcast with [n]."""
+    """Return F(count) of the mixture, for counts that broadcast with [n]."""
     total = np.zeros(np.broadcast_shapes(np.shape(count), log_rates.shape[1:]))
     for log_rate, weight in zip(log_rates, share, strict=True):
         total += weight * law.cumulative(count, log_rate)
@@ -161,7 +161,7 @@ def _count_distribution(law: Law, count: Array, log_rates: Array, share: Array) 
 
 
 def _count_crps(law: Law, target: Array, log_rates: Array, share: Array) -> Array:
-    """Σ_k (F(k) − 1[k ≥ y])², with F constant between the integers that are looked at."""
+    """Return Σ_k (F(k) − 1[k ≥ y])², with F constant between the integers of a grid."""
     end = max(law.end(float(log_rates.max(initial=0.0))), float(target.max(initial=0.0)) + 1)
     steps = np.rint(np.expm1(np.linspace(0, np.log1p(end), COUNT_STEPS)))
     edges = np.unique(np.concatenate([steps, target]))

@@ -1,16 +1,16 @@
-"""The kinds of error this project raises; all descend from :class:`FedGPError`.
+"""The errors of this project; all descend from :class:`FedGPError`.
 
-A message says what is wrong, what was expected, what was found, and what to try. Text of an error may travel from a
-site to the server, so it names files, columns and rows but **never contains data values**.
+A message says what is wrong, what was expected, what was found, and what to try. An error may be sent from a site to
+the server, so it names files, columns and rows but **never contains data values**.
 """
 
 
 class FedGPError(Exception):
-    """Anything this project raises on purpose."""
+    """Base of all errors of this project."""
 
 
 class ConfigError(FedGPError):
-    """A configuration key is unknown, ill-typed, out of range, or at odds with another."""
+    """A configuration key is unknown, has a wrong type or value, or conflicts with another."""
 
 
 class DataError(FedGPError):
@@ -26,12 +26,12 @@ class ProtocolError(FedGPError):
 
 
 class PolicyError(FedGPError):
-    """A site refuses by a rule of its policy; names rule, value and file."""
+    """A rule of a site's policy refuses a message; the error names rule, value and file."""
 
 
 class RunError(FedGPError):
-    """A run cannot start, go on, or be read."""
+    """A run cannot start, continue or be read."""
 
 
 class DamagedError(RunError):
-    """A file of a run is not what the run wrote."""
+    """A file of a run was changed or is invalid."""

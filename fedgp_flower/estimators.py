@@ -1,4 +1,4 @@
-"""Estimators of scikit-learn: a federated Gaussian process that is fitted, in this process, on rows with groups."""
+"""Estimators of scikit-learn: a federated Gaussian process, fitted in this process to rows with groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TARGET = "y"
 
 
 def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: str) -> Predictor:
-    """Train on a table per site; all rows are training rows, and nothing is compared or written."""
+    """Train on a table per site, without held-out rows, baselines or files. Return the predictor."""
     quiet: dict[str, Value] = {"keep-predictions": False, "test-fraction": 0.0, "min-sites": 1, "evaluate-every": 0}
     quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")}
     flat = {**quiet, **flat, "sites": len(tables)}
@@ -47,16 +47,16 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     posterior = saved_posterior(config, strategy.outcome)
     if posterior is None:
-        raise RunError(f"method {config.method!r} saves nothing that predicts new rows; take one that does")
+        raise RunError(f"method {config.method!r} saves no posterior for new rows; take one that does")
     metrics = RunMetrics(**strategy.outcome.metrics)
     return Predictor.of(Run(Path("(fitted in memory)"), dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
 
 
 class _FederatedGP(BaseEstimator):
-    """What regressor and classifier share.
+    """Base of regressor and classifier.
 
-    ``method`` saves a posterior, see ``fedgp methods``; ``sites`` counts where ``fit`` is given no ``groups``; None as
-    ``num_rounds`` is the configuration's; ``options`` are further keys of the run, ``random_state`` is its seed.
+    ``method`` must save a posterior, see ``fedgp methods``. ``sites`` is used if ``fit`` has no ``groups``. None for
+    ``num_rounds`` is the default of the key. ``options`` are further keys of the run, ``random_state`` is its seed.
     """
 
     def __init__(
@@ -109,23 +109,23 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
-        """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row."""
+        """Train on inputs [N, D] and targets [N]; ``groups`` [N] are the sites of the rows."""
         x, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._fit(x, targets, groups, "gaussian")
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
-        """Mean [N] and, if asked, standard deviation [N] of a noisy observation."""
+        """Return the mean [N] and, with ``return_std``, the sd [N] of a noisy observation."""
         found = self._predicted(X)
         mean, sd = (found[name].to_numpy() for name in ("mean", "sd"))
         return (mean, sd) if return_std else mean
 
 
 class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
-    """Federated Gaussian-process classification: a probit of two classes, a softmax of up to 20."""
+    """Federated Gaussian-process classification: probit for two classes, softmax for up to 20."""
 
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
-        """Train on inputs [N, D] and classes [N]; ``groups`` [N] names the site of each row."""
+        """Train on inputs [N, D] and classes [N]; ``groups`` [N] are the sites of the rows."""
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -136,10 +136,10 @@ class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
         return self
 
     def predict_proba(self, X: ArrayLike) -> Array:
-        """Probability of each class [N, C]."""
+        """Return the probability of each class [N, C]."""
         return self._predicted(X).to_numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """The more probable class [N]."""
+        """Return the most probable class [N]."""
         likely = self.predict_proba(X).argmax(axis=1)
         return self.classes_[likely]

@@ -1,4 +1,4 @@
-"""Writing files so that a kill at any moment leaves either the old content or the new, never a torn file."""
+"""Atomic writes and checked reads: an interrupted write leaves the old content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedgp_flower.typing import Facts, Json, NamedArrays
 
 
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder."""
+    """Write to a temporary file in the same folder, flush it, rename it to ``path``, flush the folder."""
     name = ""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -45,17 +45,17 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def write_json(path: Path, content: Facts) -> None:
-    """Write strictly valid JSON: NaN and the infinities, which JSON lacks, become null."""
+    """Write strictly valid JSON, with null for NaN and the infinities."""
     write_bytes(path, (json.dumps(plain(content), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
 def write_arrays(path: Path, arrays: Facts) -> None:
-    """Write named arrays as safetensors, C-ordered, with their shapes (0-d included) and types."""
+    """Write named arrays as safetensors, in C order."""
     write_bytes(path, save({name: np.array(value, order="C") for name, value in arrays.items()}))
 
 
 def read_json(path: Path) -> Json:
-    """Read a JSON object."""
+    """Read a JSON object. Raise DamagedError if it is invalid."""
     try:
         return TypeAdapter(Json).validate_json(read_bytes(path))
     except ValidationError as error:
@@ -63,35 +63,35 @@ def read_json(path: Path) -> Json:
 
 
 def read_arrays(path: Path) -> NamedArrays:
-    """Read named arrays from safetensors."""
+    """Read named arrays from safetensors. Raise DamagedError if the file is invalid."""
     content = read_bytes(path)
     try:
         arrays: NamedArrays = load(content)
-    except Exception as error:  # safetensors raises a type that it defines, and KeyError or ValueError for odd headers
+    except Exception as error:  # safetensors raises SafetensorError, KeyError or ValueError
         raise DamagedError(f"{path} is not a readable safetensors file: {error}") from None
     return arrays
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What cannot be read as a run wrote it is damage with a name and a place, whatever Python calls it."""
+    """Turn unexpected exceptions while reading a run's file into DamagedError."""
     try:
         yield
     except FedGPError:
         raise
-    except Exception as error:  # bytes that were changed raise anything
+    except Exception as error:  # changed bytes can raise any exception
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
         raise DamagedError(f"{path} cannot be read as this version writes it ({where}): {error}"[:400]) from error
 
 
 def plain(value: object) -> Any:
-    """The value in JSON's types: numpy's scalars and arrays unpacked, numbers that are not finite as None."""
+    """Convert a value to JSON's types: numpy scalars and arrays unpacked, None for numbers that are not finite."""
     return to_jsonable_python(value, inf_nan_mode="null", fallback=lambda array: array.tolist())
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file of a run."""
+    """Read a file of a run. Raise DamagedError if it is missing."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

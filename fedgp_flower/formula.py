@@ -1,6 +1,6 @@
-"""A formula in lme4's notation, taken apart: target, fixed part, random terms, offset, smooth terms, and their columns.
+"""Parse a formula in lme4's notation into target, fixed part, random terms, offset and smooth terms.
 
-It is text that a server sends to sites, so that it may call only the few functions of :data:`FUNCTIONS`.
+A server sends the formula to sites, so it may call only :data:`FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 
 FUNCTIONS = ("C", "I", "Treatment", "log", "log10", "log2", "log1p", "exp", "sqrt")
-"""What a formula may call, besides ``offset`` and ``s``."""
+"""Functions that a formula may call, besides ``offset`` and ``s``."""
 SITE = "site"
-"""The group that is the site itself, whatever its table says."""
+"""Name of the site in a formula."""
 QUOTED = r"`[\w .%/°-]+`|\"[^\"`\\]*\"|'[^'`\\]*'"
 ALLOWED = re.compile(rf"(?:{QUOTED}|(?<![\w.`])\d+\.\d*(?![\w.])|[\w\s+\-*/:^|~(),])*")
 """A point stands in numbers alone: nothing has attributes."""
@@ -48,25 +48,25 @@ class Formula:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Columns that effects are of, in order."""
+        """Columns of the effects, in order."""
         parts = (self.fixed, *(term.effects for term in self.random), self.offset, *map(" ".join, self.smooths))
         return tuple(dict.fromkeys(name for part in parts for name in columns_of(part)))
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Columns that name groups."""
+        """Grouping columns."""
         return tuple(dict.fromkeys(name for term in self.random for name in term.group))
 
     @property
     def categories(self) -> tuple[str, ...]:
-        """Columns whose numbers are names of levels, by ``C(…)``."""
+        """Columns that ``C(…)`` declares as categorical."""
         named = re.findall(rf"\bC\(\s*({QUOTED}|\w+)", self.text)
         return tuple(dict.fromkeys(name.strip("`") for name in named))
 
 
 @cache
 def parse(text: str) -> Formula:
-    """Take a formula apart; ValueError where it is none."""
+    """Parse a formula. Raise ValueError if it is invalid."""
     left, tilde, right = text.partition("~")
     odd = [name for name, called in called_in(text) if called and name not in (*FUNCTIONS, "offset", "s")]
     if not tilde or "~" in right or len(columns_of(left)) != 1 or not ALLOWED.fullmatch(text):
@@ -91,7 +91,7 @@ def parse(text: str) -> Formula:
 
 
 def random_terms(inner: str) -> Iterator[RandomTerm]:
-    """The terms of ``effects | group``: of ``a/b`` those of a and a:b, of ``||`` one for each effect."""
+    """Yield the terms of ``effects | group``: for ``a/b`` those of a and a:b, for ``||`` one for each effect."""
     effects, bars, group = re.match(r"(.*?)(\|\|?)(.*)", inner, re.DOTALL).groups()  # type: ignore[union-attr]
     outer = [part.strip() for part in group.split("/")]
     groups = [tuple(columns_of(":".join(outer[: count + 1]))) for count in range(len(outer))]
@@ -107,7 +107,7 @@ def random_terms(inner: str) -> Iterator[RandomTerm]:
 
 
 def split_terms(text: str) -> Iterator[tuple[str, str]]:
-    """The terms of a sum with their signs."""
+    """Yield the terms of a sum with their signs."""
     sign, term, depth = "+", "", 0
     for piece in re.findall(rf"{QUOTED}|.", text, re.DOTALL):
         depth += (piece == "(") - (piece == ")")
@@ -123,12 +123,12 @@ def split_terms(text: str) -> Iterator[tuple[str, str]]:
 
 
 def called_in(text: str) -> Iterator[tuple[str, bool]]:
-    """Every word outside of quotes, without its backticks, and whether it is called; numbers are not."""
+    """Yield every name outside of quotes, without backticks, and whether it is called."""
     for word, bracket in WORD.findall(text):
         if word[0] not in "\"'" and not word[0].isdigit():
             yield word.strip("`"), bool(bracket)
 
 
 def columns_of(text: str) -> list[str]:
-    """The columns in a part of a formula."""
+    """Return the columns in a part of a formula."""
     return list(dict.fromkeys(name for name, called in called_in(text) if not called))

@@ -1,6 +1,6 @@
-"""What few messages need: imported when one of its names is first read.
+"""Modules that few messages need, imported on first use.
 
-Flower starts a process for each message of a real site, so that what a module imports is paid for every time.
+Flower starts a process for each message of a real site, so every import costs time for every message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["cluster", "datasets", "pd", "special"]
 
 
 class Lazy(ModuleType):
-    """Stands for a module until it is used."""
+    """A module that is imported when an attribute is first read."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module(self.__name__), name)

@@ -1,6 +1,6 @@
-"""A message is a frozen dataclass; its annotations are the contract.
+"""Messages are frozen dataclasses whose annotations define their encoding.
 
-From one declaration come the encoding as named arrays, the decoding with words, the checkpoint of a state, the sum over
+One declaration gives the encoding as named arrays, the decoding with checks, the checkpoint of a state, the sum over
 sites, and the table of what leaves a site::
 
     @message("query.statistics", summand=True)
@@ -8,10 +8,10 @@ sites, and the table of what leaves a site::
         gram: Float[ndarray, "M M"] = leaves("W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
         moment: Float[ndarray, "M"] = leaves("W y")
 
-A field is an array with a shape, of which an axis ``*C`` in front may be missing, another message, ``tuple[Message,
-...]``, ``Mapping[str, Message]``, ``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or
-anything that JSON can hold. Arrays travel under ``field`` or ``outer.field``, the numbers of a request or an answer
-among Flower's configuration or metrics (:func:`to_parts`); all else is JSON text in one array of bytes.
+A field is an array with a shape (a first axis ``*C`` is optional), another message, ``tuple[Message, ...]``,
+``Mapping[str, Message]``, ``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is not sent), or JSON.
+Arrays are sent as ``field`` or ``outer.field``, numbers in Flower's configuration or metrics (:func:`to_parts`), and
+JSON as text in an array of bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedgp_flower.typing import Facts, NamedArrays
 M = TypeVar("M")
 
 ECHOED = ("run", "round", "communication")
-"""Config keys of a question that its reply repeats. A reply that repeats others answers another question."""
+"""Config keys of a question that its reply must repeat."""
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 _KEYS = TypeAdapter(list[str])
@@ -40,7 +40,7 @@ _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message
 _COUNTED = "num_parameters"
 
 Layout: TypeAlias = list[list[Any]]
-"""Arrays of a summand: name, shape and ``int64`` or ``float64`` of each."""
+"""Name, shape and type (``int64`` or ``float64``) of each array of a summand."""
 
 
 def leaves(
@@ -51,10 +51,10 @@ def leaves(
     within: float | str = np.inf,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """A field of a message: what it is, in words that a site's owner reads.
+    """Declare a field of a message, with its meaning for the owner of a site.
 
-    ``symmetric`` matrices travel packed. Arrays ``as_sent`` have names and shapes of the request's field, and are at
-    most ``within`` away from it, a distance or the request's number of this name.
+    ``symmetric`` matrices are sent packed. Arrays ``as_sent`` have the names and shapes of the request's field and
+    differ from it by at most ``within``, a number or the name of a number in the request.
     """
     facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent, "within": within}
     return dataclasses.field(default=default, metadata=facts)
@@ -64,10 +64,10 @@ def leaves(
 def message(
     kind: str = "", *, summand: bool = False, public: bool = False, counts: str = ""
 ) -> Callable[[type[M]], type[M]]:
-    """Declare a message of a ``kind``, the Flower message type that it answers; a request, part or state has none.
+    """Declare a message. ``kind`` is the Flower message type that it answers; requests, parts and states have none.
 
-    A ``summand`` is asked for its sum over sites. A ``public`` one may be sent in the clear where all else is masked.
-    ``counts`` says how many numbers it estimates: letters of shapes, fields of named arrays and constants, to be added.
+    The server uses only the sum of a ``summand`` over sites. A ``public`` message may be sent without a mask.
+    ``counts`` is the number of estimates in it: a sum of letters of shapes, fields of named arrays and constants.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -83,24 +83,24 @@ def message(
 
 
 def is_message(cls: object) -> bool:
-    """Whether a class was declared by :func:`message`."""
+    """Return whether a class was declared by :func:`message`."""
     return isinstance(cls, type) and _KIND in cls.__dict__
 
 
 def count_parameters(values: Mapping[str, NDArray[Any]]) -> int:
-    """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
+    """Count parameters: M points [M, D] count as M, other arrays by their size."""
     return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())
 
 
 def _counted(answer: object, counts: str) -> int:
-    """The sum of lengths, numbers of parameters and constants that ``counts`` names."""
+    """Return the sum of the lengths, numbers of parameters and constants in ``counts``."""
     known = _lengths(answer)
     named = {name: count_parameters(getattr(answer, name)) for name in counts.split() if hasattr(answer, name)}
     return sum(int(part) if part.isdigit() else {**known, **named}[part] for part in counts.split())
 
 
 def _lengths(value: object) -> dict[str, int]:
-    """What the letters of the shapes of a message stand for."""
+    """Return the length of each letter in the shapes of a message."""
     found: dict[str, int] = {}
     for spec in _fields(type(value)):
         content = getattr(value, spec.name)
@@ -112,23 +112,23 @@ def _lengths(value: object) -> dict[str, int]:
 
 
 def kind_of(cls: type) -> str:
-    """The Flower message type that a class of answers belongs to."""
+    """Return the Flower message type of a class of answers."""
     return str(getattr(cls, _KIND))
 
 
 def is_summand(cls: type) -> bool:
-    """Whether answers of a class may be added without looking at any of them."""
+    """Return whether answers of a class are summed over sites."""
     return bool(getattr(cls, _SUMMAND))
 
 
 def is_public(cls: object) -> bool:
-    """Whether each site may send an answer of this class in the clear where all else is masked."""
+    """Return whether answers of this class may be sent without a mask."""
     return bool(getattr(cls, _PUBLIC, False))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """A field, its annotation taken apart."""
+    """A field of a message with its parsed annotation."""
 
     name: str
     form: str
@@ -143,25 +143,25 @@ class _Field:
 
     @cached_property
     def letters(self) -> tuple[str, ...]:
-        """Of the shape of an array."""
+        """Letters of the shape of an array."""
         return tuple(self.inner.dim_str.removeprefix("*").split())
 
     @property
     def open(self) -> bool:
-        """Whether the first axis may be missing; its length is 0 then."""
+        """Whether the first axis may be missing; its length is then 0."""
         return bool(self.inner.dim_str.startswith("*"))
 
     def lengths(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What the letters stand for."""
+        """Return the lengths of the letters for a shape."""
         return (0, *shape) if self.open and len(shape) < len(self.letters) else shape
 
     @cached_property
     def dtypes(self) -> list[str]:
-        """Names of the types that an array may have, of floating-point ones float64 alone."""
+        """Allowed types of an array; the only floating-point type is float64."""
         return [name for name in self.inner.dtypes if name == "float64" or "float" not in name]
 
 
-def _taken_apart(cls: type) -> tuple[_Field, ...]:
+def _parsed_fields(cls: type) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     found = []
     for spec in dataclasses.fields(cls):
@@ -173,7 +173,7 @@ def _taken_apart(cls: type) -> tuple[_Field, ...]:
     return tuple(found)
 
 
-_fields: Callable[[type], tuple[_Field, ...]] = cache(_taken_apart)
+_fields: Callable[[type], tuple[_Field, ...]] = cache(_parsed_fields)
 
 
 def _form(hint: Any) -> tuple[str, Any]:
@@ -192,7 +192,7 @@ def _form(hint: Any) -> tuple[str, Any]:
 
 
 def encode(value: object) -> NamedArrays:
-    """A message as named arrays."""
+    """Encode a message as named arrays."""
     arrays: NamedArrays = {}
     for spec in _fields(type(value)):
         content = getattr(value, spec.name)
@@ -213,7 +213,7 @@ def _encoded(spec: _Field, content: Any) -> NamedArrays:
             return _under(spec.name, encode(content))
         case "arrays":
             return _under(spec.name, {key: np.asarray(item) for key, item in content.items()})
-    # A count or the keys under the field's name, and each part under its number.
+    # The field's name holds the count or the keys; each part is under its number.
     keyed = spec.form == "mapping"
     arrays: NamedArrays = {spec.name: _text(_KEYS.dump_json(list(content))) if keyed else np.array(len(content))}
     for index, item in enumerate(content.values() if keyed else content):
@@ -230,7 +230,7 @@ def _text(content: bytes) -> NDArray[np.uint8]:
 
 
 def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = None) -> M:
-    """The inverse of :func:`encode`; ``sizes`` are lengths of letters of shapes, as ``{"M": 50}``."""
+    """Decode named arrays; ``sizes`` are known lengths, as ``{"M": 50}``. Raise ProtocolError for other arrays."""
     reader = _Reader(cls.__name__, dict(sizes or {}), arrays)
     found = reader.read(cls, "")
     unknown = sorted(set(arrays) - reader.seen)
@@ -240,7 +240,7 @@ def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = 
 
 
 def to_parts(value: object) -> tuple[NamedArrays, dict[str, float | int]]:
-    """What travels as arrays, and the numbers that travel as Flower's metrics, which know no bool, or configuration."""
+    """Split a message into arrays and numbers for Flower's configuration or metrics; a bool becomes an integer."""
     arrays = encode(value)
     numbers = {spec.name: spec.inner for spec in _fields(type(value)) if spec.form == "number" and spec.name in arrays}
     rest = {name: array for name, array in arrays.items() if name not in numbers}
@@ -248,7 +248,7 @@ def to_parts(value: object) -> tuple[NamedArrays, dict[str, float | int]]:
 
 
 def from_parts(cls: type[M], arrays: NamedArrays, numbers: Facts, sizes: Mapping[str, int] | None = None) -> M:
-    """The inverse of :func:`to_parts`; numbers that the message does not declare are left out."""
+    """Decode the parts of :func:`to_parts`; undeclared numbers are ignored."""
     declared = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in numbers}
     found = {name: np.asarray(numbers[name]) for name in declared}
     truths = {name: array == 1 for name, array in found.items() if declared[name] is bool and array in (0, 1)}
@@ -257,7 +257,7 @@ def from_parts(cls: type[M], arrays: NamedArrays, numbers: Facts, sizes: Mapping
 
 @dataclasses.dataclass
 class _Reader:
-    """Decoding of one message: which names were read, and which letter of a shape stands for which length."""
+    """Decoder of a message; it records the names it has read and the length of each letter."""
 
     title: str
     sizes: dict[str, int]
@@ -307,7 +307,7 @@ class _Reader:
         try:
             return adapter.validate_json(np.asarray(self.arrays[name], dtype=np.uint8).tobytes())
         except (ValidationError, ValueError, TypeError) as error:
-            raise self._error(name, "is not the JSON that was expected") from error
+            raise self._error(name, "is not the expected JSON") from error
 
     def _number(self, kind: type[float], name: str) -> float:
         self.seen.add(name)
@@ -352,10 +352,10 @@ class _Reader:
 
 
 def add(parts: Iterable[M]) -> M:
-    """The sum of summands, in the order given so that the last digit is reproducible."""
+    """Return the sum of summands, in the given order so that the last digit is reproducible."""
     summands = list(parts)
     if not summands:
-        raise ProtocolError("a total over no site")
+        raise ProtocolError("a total needs at least one site")
     totals: Facts = {}
     for spec in _fields(type(summands[0])):
         values = [getattr(summand, spec.name) for summand in summands]
@@ -380,7 +380,7 @@ def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | None:
-    """The arrays of an answer before there is one, those sent back as they came; None where a length is not known."""
+    """Return the arrays of an answer to a request before it arrives; None if a length is unknown."""
     cells: Layout = []
     for spec in _fields(cls):
         if spec.form == "array" and not spec.optional:
@@ -403,7 +403,7 @@ def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | Non
 
 
 def misfit(request: object, answer: object) -> str | None:
-    """In what the arrays that an answer sends back differ from those of the request: names, shapes, or too far."""
+    """Return how the arrays ``as_sent`` of an answer differ from the request in names, shapes or distance, or None."""
     for spec in (spec for spec in _fields(type(answer)) if spec.as_sent):
         sent, back = getattr(request, spec.name), getattr(answer, spec.name)
         for key in sorted({**sent, **back}):
@@ -418,7 +418,7 @@ def misfit(request: object, answer: object) -> str | None:
 
 
 def stepped_from(answer: type, request: object) -> NamedArrays | None:
-    """The arrays of a request that its answer sends back after local steps; None where an answer holds others."""
+    """Return the arrays of a request that its answer returns after local steps; None if it has other arrays."""
     fields = [spec for spec in _fields(answer) if spec.form != "number"]
     if not fields or not all(spec.as_sent and spec.within != np.inf for spec in fields):
         return None
@@ -426,7 +426,7 @@ def stepped_from(answer: type, request: object) -> NamedArrays | None:
 
 
 def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None:
-    """Why local steps from an array do not end at another, or None; points may be as far off as the farthest is."""
+    """Return why local steps cannot lead from ``sent`` to ``back``, or None; points may also move by their range."""
     reach = within + float(np.abs(sent).max(initial=0.0)) * (np.ndim(sent) > 1)
     with np.errstate(over="ignore", invalid="ignore"):
         moved = float(np.abs(back - sent).max(initial=0.0))
@@ -434,13 +434,13 @@ def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None
 
 
 def refusal_of(answer: object, described: object) -> str | None:
-    """Why an answer cannot come from rows described so, or None; an answer without this method can be anything."""
+    """Return why an answer contradicts the description of the rows, or None; not every message can tell."""
     judge = getattr(answer, "refusal", None)
     return None if judge is None else judge(described)
 
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Rows (name, shape, meaning) of what a message holds: the page *what leaves a site* is made of them."""
+    """Yield the rows (name, shape, meaning) of a message for the page *what leaves a site*."""
     for spec in _fields(cls):
         name = f"{prefix}{spec.name}"
         if spec.form in ("message", "messages", "mapping"):
@@ -453,18 +453,18 @@ def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
 
 
 def packed(matrix: NDArray[Any]) -> NDArray[Any]:
-    """The lower triangles [..., M (M + 1) / 2], row by row, of symmetric matrices [..., M, M]."""
+    """Return the lower triangles [..., M (M + 1) / 2], row by row, of symmetric matrices [..., M, M]."""
     return np.asarray(matrix.reshape(*matrix.shape[:-2], -1)[..., _places(matrix.shape[-1])[0]])
 
 
 def unpacked(lower: NDArray[Any], size: int) -> NDArray[Any]:
-    """The inverse of :func:`packed`, where M is ``size``."""
+    """Return the matrices of :func:`packed` triangles, with M = ``size``."""
     return np.asarray(lower.take(_places(size)[1], axis=-1))
 
 
 @lru_cache(maxsize=4)
 def _places(size: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Where the lower triangle of a matrix stands in its rows, one after another; and each entry in the triangle."""
+    """Return flat indices of the lower triangle in a matrix, and of each entry of the matrix in the triangle."""
     rows, columns = np.tril_indices(size)
     packed = np.empty((size, size), dtype=np.intp)
     packed[rows, columns] = packed[columns, rows] = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Names of earlier versions and what replaced them, so that an old configuration is refused with the new name."""
+"""Names of earlier versions with their replacements, for errors on old configurations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pathlib import Path
 
 @cache
 def moved() -> tuple[dict[str, str], dict[str, str]]:
-    """Old values of ``method``, and old keys, each with what to write instead as the end of a sentence."""
+    """Return old values of ``method`` and old keys, each with its replacement as the end of a sentence."""
     table = json.loads(Path(__file__).with_name("moved.json").read_text(encoding="utf-8"))
     return table["methods"], {key: words for words, keys in table["keys"].items() for key in keys.split()}

@@ -1,4 +1,4 @@
-"""What both halves of every method read: sections of the configuration as frozen, validated records."""
+"""Sections of the configuration that server and clients of every method read, as frozen, validated records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
 STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.replace("_", "-"))
-"""No unknown keys, and dashes for underscores."""
+"""Unknown keys are errors; keys have dashes for underscores."""
 
 
 class Section(BaseModel):
@@ -38,7 +38,7 @@ class Section(BaseModel):
 
 @cache
 def meanings(section: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field: read from the source, which takes a site longer than its answer."""
+    """Return the docstring below each field, from the source; this is slow, so only documentation uses it."""
     found: dict[str, str] = {}
     for parent in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
@@ -50,23 +50,23 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
 
 
 BASIC = "basic"
-"""Marks a field that many runs set: help and documentation show these keys first."""
+"""Mark of fields that many runs set; help and documentation show these keys first."""
 
 KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
-"""What a kernel expression is made of, besides what installed packages register."""
+"""Names of the built-in kernels in a kernel expression."""
 USUAL_KERNEL, SMOOTH = "auto", "rbf"
-"""What leaves the kernel to the method, and the kernel of most methods."""
+"""Value of ``kernel`` that means the method's kernel, and the kernel of most methods."""
 KERNEL_GROUP = "fedgp_flower.kernels"
-"""Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
+"""Entry points of packages with kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Built-in kernels and those of installed packages, none of which is imported; a dash would be a minus."""
+    """Return the names of built-in kernels and of those in installed packages, without importing them."""
     return (*KERNELS, *sorted(name for name in entry_points(group=KERNEL_GROUP).names if name.isidentifier()))
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """The syntax tree of a sum or product of :func:`kernel_names`; ``auto`` stands for a smooth one."""
+    """Parse a sum or product of :func:`kernel_names`; ``auto`` means ``rbf``. Raise ValueError for anything else."""
     try:
         expression = SMOOTH if expression == USUAL_KERNEL else expression
         tree = ast.parse(expression.strip(), mode="eval").body
@@ -80,21 +80,21 @@ def kernel_tree(expression: str) -> ast.expr:
     raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
 
 
-BESIDE = {
+SECOND_COLUMN = {
     "poisson": "exposure",
     "negative-binomial": "exposure",
     "binomial": "trials",
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
-"""What a second column named by ``target`` holds, by likelihood."""
+"""Content of the second target column, by likelihood."""
 SEVERAL = frozenset({"categorical", "ordinal"})
-"""Likelihoods of a target that is one of several classes, whose numbers are 0, 1, 2, …"""
+"""Likelihoods of a target with several classes 0, 1, 2, …"""
 CLASSES = SEVERAL | {"bernoulli"}
 MOST_CLASSES = 20
 NUMBERS = frozenset({"gaussian", "student-t", "heteroscedastic"})
-"""Likelihoods of a number with units, which is standardised."""
+"""Likelihoods of a number with units; the target is standardised."""
 COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
-"""Likelihoods of every method that does not say which it knows."""
+"""Default of ``MethodOptions.likelihoods``."""
 
 
 class ModelSection(Section):
@@ -128,10 +128,10 @@ class ModelSection(Section):
         ],
         BASIC,
     ] = "gaussian"
-    """What the target is: a number with normal noise; two classes; counts; a number with outliers; a number
+    """Kind of target: a number with normal noise; two classes; counts; a number with outliers; a number
     whose noise varies with the inputs (``heteroscedastic``); 2 to 20 classes;
-    counts that vary more than ``poisson`` says; successes among trials; times to an event, some censored, that are
-    Weibull (``time-to-event``), log-logistic or log-normal; grades in an order (``ordinal``)."""
+    overdispersed counts; successes among trials; times to an event, some censored, that are
+    Weibull (``time-to-event``), log-logistic or log-normal; ordered grades (``ordinal``)."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and period of ``periodic``, in standardised units."""
     outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
@@ -154,16 +154,16 @@ class OptimizerSection(Section):
     name: Literal["sgd", "adam", "lbfgs"] = "adam"
     """Optimiser of the local steps."""
     learning_rate: Positive = 0.1
-    """Its learning rate in the first round."""
+    """Learning rate in the first round."""
     decay: Fraction = 1.0
     """Factor of the learning rate from round to round."""
     steps: PositiveInt = 3
     """Local steps of a site in a round."""
     batch_size: Count = 0
-    """Rows of a mini-batch; 0 takes all rows."""
+    """Rows of a mini-batch; 0: all rows."""
 
     def unread(self, *read: str) -> str:
-        """The keys with another value than their default that are not among the fields ``read``, for an error."""
+        """Return the keys outside the fields ``read`` that differ from their default, for an error."""
         usual = OptimizerSection()
         names = [name for name in type(self).model_fields if name not in read]
         changed = [name for name in names if getattr(self, name) != getattr(usual, name)]
@@ -176,77 +176,77 @@ class AveragingSection(Section):
     fraction: Fraction = 1.0
     """Share of the sites that take part in a round."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
-    """Flower's rule that combines parameters; the last two withstand a few sites that lie."""
+    """Flower's rule that combines parameters; the last two are robust to a few dishonest sites."""
     server_learning_rate: ClassVar[float] = 0.1
     """Of ``fedadam`` and ``fedyogi``: Flower's default."""
 
 
 class MethodOptions(BaseModel):
-    """A method's table; methods that share a table share the class."""
+    """The keys of a method; methods with the same keys share the class."""
 
     model_config = STRICT
     table: ClassVar[str] = ""
     """Prefix of the keys, for example ``sgpr``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
-    """Keys that say how long to go on: a resumed run may have others."""
+    """Keys that limit the length of training; they may change when a run is resumed."""
     variant_key: ClassVar[str] = ""
-    """The key of the table that chooses among :attr:`variants`, such as ``model``."""
+    """The key that chooses among :attr:`variants`, such as ``model``."""
     variants: ClassVar[Mapping[str, str]] = {}
-    """Its values, each with a line that says what it is."""
+    """Values of this key with a description each."""
     foreign: ClassVar[frozenset[str]] = frozenset()
-    """Fields that installed packages brought."""
+    """Fields from installed packages."""
     shared: ClassVar[type[MethodOptions] | None] = None
-    """The table of another method that this one reads too."""
+    """Keys that the method shares with another method."""
     likelihoods: ClassVar[frozenset[str]] = COMMON
-    """The likelihoods that the method knows."""
+    """Supported likelihoods."""
     reads_formula: ClassVar[bool] = False
     """Whether the method reads ``formula``."""
     accounted: ClassVar[bool] = False
-    """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
+    """Whether the method can add the noise for ``privacy.epsilon``."""
     classes: Annotated[int, Field(exclude=True)] = 0
-    """Of the target, as agreed; 0: it is a number."""
+    """Number of agreed classes; 0 for a number."""
 
     @property
     def usual_likelihood(self) -> str:
-        """What the target is where ``model.likelihood`` leaves it to the method."""
+        """The method's default likelihood."""
         return "gaussian"
 
     @property
     def hyperprior(self) -> str:
-        """A name of :data:`fedgp_flower.clients.baselines.PRIORS`, also for the pooled fit."""
+        """Name in :data:`fedgp_flower.clients.baselines.PRIORS`, also for the pooled fit."""
         return "none"
 
     @property
     def usual_rounds(self) -> int:
-        """Most rounds where ``num-server-rounds`` leaves them to the method."""
+        """The method's default of ``num-server-rounds``."""
         return 100
 
     @property
     def usual_inducing(self) -> int:
-        """M where ``model.num-inducing`` leaves it to the method."""
+        """The method's default of ``model.num-inducing``."""
         return 50
 
     @property
     def usual_kernel(self) -> str:
-        """The kernel where ``model.kernel`` leaves it to the method."""
+        """The method's default of ``model.kernel``."""
         return SMOOTH
 
     def kernel_for(self, likelihood: str) -> str:
-        """The same where it depends on what the target is."""
+        """Return the default kernel for a likelihood."""
         del likelihood
         return self.usual_kernel
 
     @property
     def usual_megabytes(self) -> int:
-        """Of a message at more inducing points after training, where keys leave it to the method; 0: there is none."""
+        """The method's default of ``model.max-megabytes``; 0 adds no inducing points after training."""
         return 0
 
     def of_classes(self, count: int) -> Self:
-        """With the number of classes that the sites agreed on."""
+        """Return these options with the agreed number of classes."""
         return self.model_copy(update={"classes": count})
 
     def check(self, core: CoreConfig) -> None:
-        """Raise ConfigError where the method cannot work with these core keys."""
+        """Raise ConfigError if the method cannot work with these core keys."""
 
     def check_shared(self, shared: MethodOptions) -> None:
-        """Raise ConfigError where the method cannot work with these keys of the :attr:`shared` table."""
+        """Raise ConfigError if the method cannot work with these :attr:`shared` keys."""

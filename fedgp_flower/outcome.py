@@ -1,4 +1,4 @@
-"""What a run hands over: rounds and checkpoints while it goes, and its figures and posterior at the end."""
+"""Results of a run: rounds and checkpoints during training, figures and posterior at the end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ENCODING = (
     " y = target.mean + target.scale * standardised y; where the target has a `transform`, that is t instead of y, t a"
     " Gaussian, cut off where `transform.equation` ends: quantiles of y are those of t mapped, and p(y) = p(t) |dt/dy|."
 )
-"""How a row of a table becomes the inputs of a saved model, in the words of ``posterior.json``."""
+"""Explanation of the encoding of a row in ``posterior.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """All that is needed to predict without any site; a method gives the fields without a default."""
+    """Everything needed to predict without any site; a method sets the fields without a default."""
 
     arrays: NamedArrays
     meanings: Mapping[str, str]
     coordinates: Mapping[str, str]
-    """Of each array: ``standardised``, ``log``, …"""
+    """Coordinates of each array: ``standardised``, ``log``, …"""
     equation: str
-    """How the arrays become a prediction."""
+    """Equation of a prediction in terms of the arrays."""
     model: Facts
-    """Kernel expression, jitter and what else defines the model."""
+    """Kernel expression, jitter and other properties of the model."""
     schema: Facts = field(default_factory=dict)
     """The agreed columns: ``features`` and ``target``."""
     method: str = ""
@@ -45,7 +45,7 @@ class Posterior:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a finished run and what goes into its folder beside them."""
+    """Figures, posterior and predictions of a finished run."""
 
     metrics: Json
     posterior: Posterior | None
@@ -57,14 +57,14 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All a run needs to go on after a kill: arrays, and facts of JSON's types, the ``round`` among them."""
+    """State for resuming a run: arrays, and JSON facts including the ``round``."""
 
     arrays: NamedArrays
     facts: Json
 
 
 Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
-"""Called with every row of the history and the number of rounds at most."""
+"""Function of a row of the history and the largest number of rounds."""
 
 
 def silent(row: Mapping[str, float], total: int) -> None:
@@ -72,17 +72,17 @@ def silent(row: Mapping[str, float], total: int) -> None:
 
 
 def time_left(row: Facts) -> str:
-    """How long training goes on, in words."""
+    """Return the upper bound of the remaining training time, in words."""
     return f"at most {timedelta(seconds=math.ceil(row['seconds_to_come']))} left"
 
 
 def round_of(row: Facts, total: int) -> str:
-    """A round in a line."""
+    """Return a line on a round."""
     return f"round {row['round']:.0f} of at most {total}  {time_left(row)}  {figures_of(row)}"
 
 
 def figures_of(row: Facts) -> str:
-    """The figures of a round that people watch, in words."""
+    """Return the main figures of a round, in words."""
     shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
     trips = [f"{row['exchanges']:.0f} exchanges"] if "exchanges" in row else []
     named = {"objective": "objective (higher is better)"}
@@ -91,8 +91,8 @@ def figures_of(row: Facts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Receives what a run reports while it goes; by default nothing is kept."""
+    """Callbacks of a run; by default they do nothing."""
 
     on_round: Progress = silent
     on_checkpoint: Callable[[Snapshot], None] = lambda snapshot: None
-    """Keep the snapshot; it replaces the one before."""
+    """Save the snapshot in place of the last one."""

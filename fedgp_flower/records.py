@@ -1,7 +1,7 @@
-"""Flower's records as numpy arrays and back.
+"""Convert Flower's records to numpy arrays and back.
 
-Small neighbours among the arrays of a message travel as one (:func:`packed_record`): Flower moves two objects for each.
-Flower's wrappers and mods clip arrays by shape; where they are at work, all travel apart.
+Consecutive small arrays of a message are packed into one (:func:`packed_record`), because Flower sends two objects for
+each array. Flower's wrappers and mods clip arrays by shape; with them no array is packed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from fedgp_flower.typing import NamedArrays
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
 PACKED = "fedgp.packed"
-"""Flower's ``stype`` of an array that holds several of float64."""
+"""Flower's ``stype`` of packed arrays."""
 SMALL = 2**14
-"""Bytes up to which an array travels with those beside it; a larger one gains nothing."""
+"""Largest array that is packed, in bytes."""
 SCHEMA_VERSION = 2
 SHARED, CONSTANTS, LACKS = "context", "constants", "lacks-context"
-"""Records of what travels to a site once, the first also the key of its digest, and the key of a reply without it."""
+"""Records of data that a site caches, the first also the key of their digest; key of a reply of a site without them."""
 TRUST = "trust-file"
-"""Number in the description of a site that has one."""
+"""Key in the description of a site with a trust file."""
 APART = "apart"
-"""Config key of a message whose answer is not packed either."""
+"""Config key of a message whose answer must not be packed."""
 
 
 def array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Named numpy arrays as a Flower record."""
+    """Convert named numpy arrays to a Flower record."""
     return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 
 def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """The same in which neighbours of float64 that are small travel as one array, in the same order."""
+    """Convert named arrays to a record in which consecutive small float64 arrays are packed."""
     record = ArrayRecord()
     whole = {name: np.asarray(array) for name, array in arrays.items()}
     for small, group in groupby(whole.items(), lambda entry: entry[1].dtype == np.float64 and entry[1].nbytes <= SMALL):
@@ -53,7 +53,7 @@ def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 
 def numpy_arrays(record: ArrayRecord) -> NamedArrays:
-    """A Flower record, packed or not, as named numpy arrays, which may be written to."""
+    """Convert a Flower record, packed or not, to named, writable numpy arrays."""
     found: NamedArrays = {}
     for name, array in record.items():
         part = _unpacked(name, array) if array.stype == PACKED else {name: array.numpy()}
@@ -64,13 +64,13 @@ def numpy_arrays(record: ArrayRecord) -> NamedArrays:
 
 
 def arrays_of(records: RecordDict, name: str) -> NamedArrays:
-    """The arrays of the record of a name; none where there is no such record."""
+    """Return the arrays of a named record; none if there is no such record."""
     record = record_of(records, name, ArrayRecord)
     return {} if record is None else numpy_arrays(record)
 
 
 def bytes_of(records: RecordDict) -> int:
-    """Bytes of everything that a message carries; Flower's count fails where a text or a list is empty."""
+    """Return the bytes of a message; Flower's count fails for empty texts and lists."""
     found = 0
     for record in records.values():
         try:
@@ -81,7 +81,7 @@ def bytes_of(records: RecordDict) -> int:
 
 
 def _layout(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """A line ``kept:shape:rest`` for each array: its name is so many letters of the one before, and the rest."""
+    """Return a line ``kept:shape:rest`` for each array: its name is ``kept`` letters of the last name and ``rest``."""
     lines, before = [], ""
     for name, array in arrays.items():
         kept = len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, name, strict=False))])
@@ -98,7 +98,7 @@ def _unpacked(layout: str, array: Array) -> NamedArrays:
         kept, sizes, rest = line.split(":", 2)
         name, shape = name[: int(kept)] + rest, tuple(int(size) for size in sizes.split(",") if size)
         if name in found or min(shape, default=0) < 0:
-            raise ValueError(f"`{name}` is there twice, or has shape {shape}")
+            raise ValueError(f"`{name}` occurs twice, or has shape {shape}")
         found[name] = numbers[at : at + prod(shape)].reshape(shape)
         at += prod(shape)
     if at != len(numbers):
@@ -107,11 +107,11 @@ def _unpacked(layout: str, array: Array) -> NamedArrays:
 
 
 def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:
-    """The record of a name and kind, or None; Flower's views by kind are built anew at every look."""
+    """Return the record of a name and kind, or None; faster than Flower's views by kind."""
     found = records.get(name)
     return found if isinstance(found, kind) else None
 
 
 def settings_of(message: Message) -> ConfigRecord:
-    """The record of a message that says what it is; an empty one where it has none."""
+    """Return the configuration record of a message; an empty one if it has none."""
     return record_of(message.content, "config", ConfigRecord) or ConfigRecord()

@@ -1,4 +1,4 @@
-"""Scores of predictions on a site's held-out rows, as sums that add over rows and over sites, in units of the target.
+"""Scores of predictions on held-out rows, in units of the target, as sums over rows that add over sites.
 
 For a predictive distribution F with density f and an outcome y:
 
@@ -25,37 +25,37 @@ from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
 LEVELS = (50, 90, 95)
-"""Central intervals that are counted, in percent."""
+"""Nominal coverage of the central intervals, in percent."""
 PIT_BINS, RELIABILITY_BINS = 20, 10
-"""Equal bins of [0, 1] in which the PIT and predicted probabilities are counted."""
+"""Numbers of equal bins of [0, 1] for the PIT and for predicted probabilities."""
 RANK_BINS, RANK_REACH = 80, 8.0
-"""Equal bins of log odds, and how far they reach from even odds: predictions that differ by less count as ties."""
+"""Number of equal bins of log odds, and their range on each side of 0; predictions in one bin count as ties."""
 REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))
 CLASSIFICATION_SUMS = ("count", "correct", "nll", "brier")
 """Names of the sums, by kind of task."""
 TIME_SUMS = ("count", "events", "nll", "ibs", "concordant", "comparable", *(f"inside-{level}" for level in LEVELS))
-PAIRED = 1000
-"""Rows that are compared with all others at once."""
+PAIR_BLOCK = 1000
+"""Number of rows that are compared with all others at once."""
 MUCH, MUCH_A_ROW = 3.0, 0.05
-"""Nats of held-out rows, in all and a row, that a prediction which is much better gains."""
+"""Gains of a much better prediction on held-out rows, in nats: in total and per row."""
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(160)
 REACH = 9.0
-"""How far integrals over a transformed target go, in standard deviations."""
+"""Range of integrals over a transformed target on each side of the mean, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Sums over rows (``sums``) and histograms over rows (``arrays``), which add over pieces of the rows."""
+    """Sums (``sums``) and histograms (``arrays``) over rows; both add over subsets of the rows."""
 
     sums: dict[str, float]
     arrays: NamedArrays
 
     def flat(self) -> dict[str, float | list[float]]:
-        """As metrics of a reply: sums as numbers, histograms as flat lists."""
+        """Return the metrics of a reply: sums as numbers, histograms as flat lists."""
         return self.sums | {name: [float(value) for value in array.ravel()] for name, array in self.arrays.items()}
 
     def coarse(self, least: int) -> Scores:
-        """The same with histograms in which small cells have joined a neighbour."""
+        """Merge histogram cells with fewer than ``least`` rows into their neighbours."""
         merged = {"evaluation.ranks": merged_classes, "evaluation.survival": merged_tables}
         arrays = {name: merged.get(name, merged_cells)(array, least) for name, array in self.arrays.items()}
         return Scores(self.sums, arrays)
@@ -63,34 +63,34 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predictive mean and variance of noisy observations, standardised, each [N]."""
+    """Predictive mean and variance of standardised noisy observations, each [N]."""
 
     mean: Array
     variance: Array
 
 
-def apart(targets: Array) -> tuple[Array, Array]:
-    """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
+def split_target(targets: Array) -> tuple[Array, Array]:
+    """Return the target [N] and its second column, such as the exposure; ones if there is none."""
     return (targets, np.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 
 
 def shares_of(target: Mapping[str, float]) -> Array:
-    """Shares of the classes [C], from what is known of a target that has classes."""
+    """Return the shares of the classes [C] from a summary of the target."""
     return np.array([1 - target["share"], target["share"]] if "share" in target else [*target.values()])
 
 
 def much_better(nll: float, other: float, rows: float) -> bool:
-    """Whether so many held-out rows with this NLL are predicted much better than with the other one, all in nats."""
+    """Return whether ``nll`` is much lower than ``other``, both summed over held-out rows, in nats."""
     return other - nll > max(MUCH, MUCH_A_ROW * rows)
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of Gaussian predictions N(mean, sd²) [n]."""
+    """Score Gaussian predictions N(mean, sd²) [n]."""
     return mixture_scores(np.asarray(mean)[None], np.asarray(sd)[None], target)
 
 
 def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike, shares: Array | None = None) -> Scores:
-    """Scores of mixtures Σ_s p_s N(m_s, σ_s²), [S, n], with their mean as point prediction; p_s = 1/S without shares.
+    """Score mixtures Σ_s p_s N(m_s, σ_s²), [S, n], with their mean as point prediction; p_s = 1/S without shares.
 
     CRPS (Grimit et al. 2006) = Σ_s p_s A(y − m_s, σ_s²) − ½ Σ_{s,t} p_s p_t A(m_s − m_t, σ_s² + σ_t²), A = E|N(μ, σ²)|.
     """
@@ -109,14 +109,14 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike, shares: 
 
 
 def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: Array) -> Scores:
-    """Sums of scores of rows; F just ``below`` y and at y differ where y is a count.
+    """Sum scores over rows; ``below`` = F(y⁻) differs from ``pit`` = F(y) only for counts.
 
-    The PIT of a row is spread evenly over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009), and so it is for intervals: no
-    interval of whole numbers holds exactly 95 %, but right ones hold 95 % of these shares.
+    The PIT of a row is uniform over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009). Coverage counts the same fractions of
+    rows, because no interval of whole numbers has a coverage of exactly 95 %.
     """
 
     def share(edge: float | Array) -> Array:
-        """How much of each row lies below; where y is no count, all of a row lies on one side."""
+        """Return the fraction of each row's PIT below an edge: 0 or 1 unless y is a count."""
         with np.errstate(over="ignore"):
             return np.clip((edge - below) / np.maximum(pit - below, np.finfo(float).tiny), 0.0, 1.0)
 
@@ -136,22 +136,21 @@ def time_scores(
     follow_up: FollowUp,
     survival: Callable[[Array], Array],
 ) -> Scores:
-    """Scores of times to an event, of which F(t) was ``reached``; ``order`` is larger where the event comes later.
+    """Score times to an event; ``reached`` = F(t), and a larger ``order`` predicts a later event.
 
-    ``survival`` has P(T > t) of each row at times [*, 1], ``target`` times and whether the event was seen [n, 2].
+    ``survival`` returns P(T > t) of each row at times [*, 1]; ``target`` holds times and event indicators [n, 2].
 
-    A row that is censored at t may have its event anywhere beyond, so that its PIT is spread over [F(t), 1] (Haider,
-    Hoehn, Davis & Greiner 2020). Of two rows of the site it is known who was first where the shorter time was seen;
-    Harrell's concordance is the share of these pairs whose order was predicted, ties by half. The Brier score, a mean
-    over times, is weighted by 1/P(C > t), C the time of censoring (Graf et al. 1999), and so is the observed share of
-    rows without an event by the quartiles of time.
+    The PIT of a row that is censored at t is uniform over [F(t), 1] (Haider, Hoehn, Davis & Greiner 2020). Two rows
+    of a site are comparable if the shorter time is an event; Harrell's concordance is the share of comparable pairs in
+    the predicted order, with ties as ½. The Brier score, a mean over times, and the observed survival at the quartiles
+    of time are weighted by 1/P(C > t), with C the censoring time (Graf et al. 1999).
     """
-    (time, seen), grid = apart(target), follow_up.grid[:, None]
+    (time, seen), grid = split_target(target), follow_up.grid[:, None]
     none, last = np.zeros_like(time), np.where(seen == 1, reached, 1.0)
     found = regression_scores(none, nll, none, reached, last)
     concordant, comparable = 0.0, 0.0
-    for start in range(0, len(time), PAIRED):
-        block = slice(start, start + PAIRED)
+    for start in range(0, len(time), PAIR_BLOCK):
+        block = slice(start, start + PAIR_BLOCK)
         first = (seen[block, None] == 1) & ((time[block, None] < time) | ((time[block, None] == time) & (seen == 0)))
         earlier = np.sign(order - order[block, None]) / 2 + 0.5
         concordant, comparable = concordant + float(earlier[first].sum()), comparable + float(first.sum())
@@ -167,7 +166,7 @@ def time_scores(
 
 
 def mixture_quantiles(means: Array, sds: Array, levels: Sequence[float], shares: Array) -> Array:
-    """Quantiles [levels, n] of mixtures of Gaussians [S, n], by bisection between those of the components."""
+    """Return quantiles [levels, n] of mixtures of Gaussians [S, n], by bisection between those of the components."""
     found = []
     for level in levels:
         ends = means + sds * special.ndtri(level)
@@ -181,14 +180,14 @@ def mixture_quantiles(means: Array, sds: Array, levels: Sequence[float], shares:
 
 
 def _log_density(target: Array, means: Array, sds: Array, shares: Array) -> Array:
-    """Log density [n] of mixtures of Gaussians [S, n] with shares [S]."""
+    """Return the log density [n] of mixtures of Gaussians [S, n] with weights ``shares`` [S]."""
     z = (target - means) / sds
     parts = -0.5 * z**2 - np.log(sds) - 0.5 * math.log(2 * math.pi)
     return np.asarray(special.logsumexp(parts, axis=0, b=shares[:, None]))
 
 
 def _cumulative(t: Array, means: Array, sds: Array, shares: Array) -> Array:
-    """F(t) of the same, for t that broadcasts with [n]."""
+    """Return F(t) of such mixtures; t broadcasts with [n]."""
     total = np.zeros_like(t)
     for mean, sd, share in zip(means, sds, shares, strict=True):
         total += share * special.ndtr((t - mean) / sd)
@@ -203,7 +202,7 @@ def _mean_absolute(mean: Array, sd: Array) -> Array:
 
 
 def _mean_absolute_difference(means: Array, sds: Array, shares: Array) -> Array:
-    """E|X − X'| of two independent draws from the mixture [n]: the diagonal once, every other pair twice."""
+    """Return E|X − X'| of two independent draws from the mixture [n]: the diagonal once, every other pair twice."""
     total = shares**2 @ (2 * sds / math.sqrt(math.pi))
     for s in range(1, len(means)):
         total += 2 * shares[s] * (shares[:s] @ _mean_absolute(means[s] - means[:s], np.hypot(sds[s], sds[:s])))
@@ -211,7 +210,7 @@ def _mean_absolute_difference(means: Array, sds: Array, shares: Array) -> Array:
 
 
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
-    """Scores of p = P(label = 1): NLL, Brier (p − label)², correct at ½, and log odds by class for the ranks."""
+    """Score p = P(label = 1): NLL, Brier (p − label)², correct at ½, and histograms of log odds by class."""
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if not np.all((p >= 0) & (p <= 1)):
         raise NumericsError("a predicted probability is not in [0, 1]; look for non-finite latent values")
@@ -225,7 +224,7 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
-    """Scores [n, C]: NLL, Brier Σ_c (p_c − 1[label = c])², and reliability of the likeliest class (Guo et al. 2017)."""
+    """Score [n, C]: NLL, Brier Σ_c (p_c − 1[label = c])², reliability of the most probable class (Guo et al. 2017)."""
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if not np.all(p >= 0) or not np.allclose(p.sum(axis=1), 1.0, atol=1e-6):
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
@@ -237,14 +236,13 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
 
 
 def _classified(correct: Array, nll: Array, brier: Array, probability: Array, outcome: Array) -> Scores:
-    """Sums of scores, and rows, probabilities and outcomes by bins of the probability [B, 3]."""
     columns = (np.ones_like(probability), correct, nll, brier)
     sums = {name: float(np.sum(column)) for name, column in zip(CLASSIFICATION_SUMS, columns, strict=True)}
     return Scores(sums, {"evaluation.reliability": _by_probability(probability, outcome)})
 
 
 def _by_probability(probability: Array, outcome: Array) -> Array:
-    """Rows, probabilities and outcomes by bins of the probability [B, 3]."""
+    """Return numbers of rows, sums of probabilities and of outcomes by bins of the probability [B, 3]."""
     weights = (np.ones_like(probability), probability, outcome)
     bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
     return np.stack(bins, axis=1)
@@ -252,58 +250,58 @@ def _by_probability(probability: Array, outcome: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class TargetUnits:
-    """The units of the target: y = shift + scale · t of a standardised t, or a transformation's inverse of that."""
+    """Units of the target: y = g⁻¹(shift + scale · t) for standardised t, with transformation g or the identity."""
 
     shift: float
     scale: float
     transform: Transform | None = None
     classes: int = 0
-    """Of a target that has classes."""
+    """Number of classes of a target with classes."""
     follow_up: FollowUp | None = None
-    """Of a target that is a time to an event."""
+    """Follow-up of a target that is a time to an event."""
 
     def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
-        """Scores of Gaussian predictions of a standardised target."""
+        """Score Gaussian predictions of a standardised target."""
         return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
 
     def mixture_scores(self, means: Array, variances: Array, target: Array) -> Scores:
-        """Scores of even mixtures of Gaussians [S, N] of a standardised target [N]."""
+        """Score equally weighted mixtures of Gaussians [S, N] of a standardised target [N]."""
         goal, moments = target * self.scale + self.shift, self.modelled(means, np.sqrt(variances))
         if self.transform is None:
             return mixture_scores(*moments, goal)
         return transformed_scores(*moments, goal, self.transform)
 
     def original(self, prediction: Prediction, target: Array) -> tuple[Array, Array, Array]:
-        """Mean, standard deviation and target in the units of the data."""
+        """Return mean, sd and target in original units."""
         return *self.moments(prediction.mean, np.sqrt(prediction.variance)), self.values(target)
 
     def values(self, standardised: Array) -> Array:
-        """Values in the units of the data."""
+        """Return standardised values in original units."""
         shifted = standardised * self.scale + self.shift
         return shifted if self.transform is None else self.transform.inverse(shifted)
 
     def moments(self, mean: Array, sd: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation [N] in the units of the data."""
+        """Return mean and sd [N] in original units."""
         mean, sd = self.modelled(mean, sd)
         return (mean, sd) if self.transform is None else transformed_moments(mean[None], sd[None], self.transform)
 
     def quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-        """Quantiles [levels, N] in the units of the data."""
+        """Return quantiles [levels, N] in original units."""
         mean, sd = self.modelled(mean, sd)
         if self.transform is None:
             return mean + sd * special.ndtri(np.array(levels))[:, None]
         return transformed_quantiles(mean, sd, levels, self.transform)
 
     def modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of the target, or of what a transformation makes of it, not standardised."""
+        """Return mean and sd of g(y), the transformed target, without standardisation."""
         return mean * self.scale + self.shift, sd * self.scale
 
 
 def transformed_scores(means: Array, sds: Array, target: Array, transform: Transform) -> Scores:
-    """Scores in units of y = g⁻¹(t) of the mixture (1/S) Σ_s N(means_s, sds_s²) of t, [S, n], at t = ``target`` [n].
+    """Score the mixture (1/S) Σ_s N(means_s, sds_s²) of t, [S, n], at t = ``target`` [n], in units of y = g⁻¹(t).
 
-    Where t ends at a floor c, as that of a square root at 0, its distribution is the Gaussian given t > c. The CRPS is
-    an integral over t by the rule of Gauss and Legendre, with dy = dt / g'(y):
+    If t has a floor c, such as 0 for a square root, its distribution is truncated to t > c. The CRPS is an integral
+    over t by Gauss–Legendre quadrature, with dy = dt / g'(y):
 
         CRPS = ∫_{t < t₀} F(t)² dy + ∫_{t > t₀} (1 − F(t))² dy.
     """
@@ -324,7 +322,7 @@ def transformed_scores(means: Array, sds: Array, target: Array, transform: Trans
 
 
 def transformed_moments(means: Array, sds: Array, transform: Transform) -> tuple[Array, Array]:
-    """Mean and sd of y [n] for mixtures of t [S, n]: each component's integral goes over that component's reach."""
+    """Return mean and sd of y [n] for mixtures of t [S, n], by quadrature over the range of each component."""
     first, second = np.zeros(means.shape[1]), np.zeros(means.shape[1])
     for mean, sd in zip(means, sds, strict=True):
         t, weights = _rule(np.maximum(mean - REACH * sd, transform.floor), mean + REACH * sd)
@@ -337,13 +335,13 @@ def transformed_moments(means: Array, sds: Array, transform: Transform) -> tuple
 
 
 def transformed_quantiles(mean: Array, sd: Array, levels: Sequence[float], transform: Transform) -> Array:
-    """Quantiles of y [levels, n] for t ~ N(mean, sd²)."""
+    """Return quantiles of y [levels, n] for t ~ N(mean, sd²)."""
     below = special.ndtr((transform.floor - mean) / sd)
     share = np.array(levels)[:, None]
     return transform.inverse(mean + sd * special.ndtri(below + share * (1 - below)))
 
 
 def _rule(low: Array, high: Array) -> tuple[Array, Array]:
-    """Nodes and weights [Q, n] of integrals from ``low`` to ``high`` [n]."""
+    """Return quadrature nodes and weights [Q, n] for integrals from ``low`` to ``high`` [n]."""
     half = (high - low) / 2
     return low + half * (NODES[:, None] + 1), half * WEIGHTS[:, None]

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedgp_flower.config import AUTO, RunConfig
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer, Progress, Summary, figures_of
-from fedgp_flower.run.artefacts import RunFolder, RunMetrics, held, saved_posterior
+from fedgp_flower.run.artefacts import RunFolder, RunMetrics, locked, saved_posterior
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import Facts
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("fedgp")
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Entry point of ``flwr run``: a run that cannot be completed raises, so that its status says so."""
+    """Entry point of ``flwr run``. A run that cannot be completed raises, so that its status is a failure."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("fedgp: %(message)s"))
@@ -39,7 +39,7 @@ def main(grid: Grid, context: Context) -> None:
 def execute(
     grid: Grid, flat: FlatConfig, progress: Progress, opened: Callable[[Path], None] = lambda folder: None
 ) -> Path:
-    """Run the configured method over a Grid; ``opened`` is called with the run's folder before any site is asked."""
+    """Run the configured method over a Grid. ``opened`` is called with the run's folder before any message."""
     config = parse_config(flat)
     folder = RunFolder.open(config)
 
@@ -48,7 +48,7 @@ def execute(
         progress(row, total)
 
     logger.setLevel(logging.INFO)
-    with held(folder.path):
+    with locked(folder.path):
         try:
             opened(folder.path)
             with folder.logging_to_file("fedgp"):
@@ -59,14 +59,14 @@ def execute(
                 strategy = strategy_class(config).from_config(config, observer, snapshot)
                 strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
                 write_results(folder, config, strategy.outcome)
-        except BaseException:  # raised again, Ctrl-C too: a run that has no round keeps no name from the next one
-            folder.give_name_free()
+        except BaseException:  # also Ctrl-C: a run without a round must not block its name
+            folder.mark_as_failed()
             raise
     return folder.path
 
 
 def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> None:
-    """Posterior and predictions first, then ``metrics.json`` as the mark of a finished run, then its report."""
+    """Write posterior and predictions, then ``metrics.json``, which marks a finished run, then the report."""
     from fedgp_flower.run.report import write_report  # noqa: PLC0415  pictures and models, not needed before
 
     found = saved_posterior(config, summary)

@@ -1,4 +1,4 @@
-"""Messages that every method shares, and those of the baselines that are linear in the inputs."""
+"""Messages that all methods use, and the messages of the linear baselines."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from fedgp_flower.typing import AnyShape, Array, Facts, NamedArrays
 A = TypeVar("A")
 
 MOVE = 10.0
-"""Farthest that a site's local steps take a logarithm, or a standardised input, in one round: a factor of 22 000."""
+"""Largest change that local steps make to a log parameter or a standardised input in a round: a factor of 22 000."""
 OUTLIER = 300.0
-"""A gradient or a precision so many times larger per row than the median site's is not taken for one."""
+"""A gradient or precision per row is refused if it exceeds the median over sites by this factor."""
 DIRECTIONS = 4
-"""Along so many a matrix is looked at before the total that it is added to is judged."""
+"""Number of random directions along which a matrix is checked before it is added to a total."""
 _directions = np.random.default_rng()
 TASK_SUMS = (REGRESSION_SUMS, CLASSIFICATION_SUMS, TIME_SUMS)
-"""Names of the sums of an evaluation by kind of task, in the order of :class:`ScoreSums`."""
+"""Names of the score sums of regression, classification and times, in the order of :class:`ScoreSums`."""
 HISTOGRAM_SHAPES = {
     "evaluation.pit": (PIT_BINS,),
     "evaluation.reliability": (RELIABILITY_BINS, 3),
     "evaluation.ranks": (RANK_BINS, 2),
     "evaluation.survival": (len(QUARTILES), RELIABILITY_BINS, 3),
 }
-"""Histograms of an evaluation, in the order of :class:`ScoreSums`."""
+"""Shapes of the histograms of an evaluation, in the order of :class:`ScoreSums`."""
 
 
 @message()
@@ -54,21 +54,21 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """How a site, or all sites of a total, described their rows; what is not known is None, or NaN for a column."""
+    """Summary of the training rows of a site, or of all sites of a total. Unknown values are None, or NaN by column."""
 
     rows: int
     input_squares: ndarray | None = None
     """Σx² of each standardised input, [D]."""
     target_square: float | None = None
     """yᵀy."""
-    middles: ndarray | None = None
+    input_means: ndarray | None = None
     reaches: ndarray | None = None
-    """How far a row lies from these means at most, [D]: √(N − 1) times the site's sd (Samuelson's inequality)."""
+    """Largest distance of a row from these means, [D]: √(N − 1) times the site's sd (Samuelson's inequality)."""
     added: bool = False
-    """Whether the answer is but added to a total: what costs O(M³) to see is then asked of the total."""
+    """Whether the answer is only added to a total. Checks that cost O(M³) then run on the total."""
 
-    def unlike(self, name: str, found: ndarray, expected: ndarray | float | None) -> str | None:
-        """Why sums of squares are not those of the rows described, or None; single precision is no lie."""
+    def squares_mismatch(self, name: str, found: ndarray, expected: ndarray | float | None) -> str | None:
+        """Return why sums of squares contradict the description, or None; single precision is tolerated."""
         if expected is None:
             return None
         found = np.atleast_1d(found)
@@ -84,25 +84,26 @@ class Described:
 def dwarfing(
     answers: Mapping[str, A], rows: Mapping[str, float], what: str, size: Callable[[A], float]
 ) -> dict[str, str]:
-    """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
+    """Return the sites whose ``size`` per row far exceeds the median, with the reason; needs three sites or more."""
     sizes = {site: size(answer) / rows[site] for site, answer in answers.items()}
     usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
     return {
-        site: f"its {what} is {size / usual:.1e} times the usual one per row"
+        site: f"its {what} per row is {size / usual:.1e} times the median over sites"
         for site, size in sizes.items()
         if not size <= OUTLIER * usual and usual > 0
     }
 
 
 def largest(*arrays: ndarray) -> float:
-    """The largest entry whatever its sign; a norm would overflow where a liar's numbers are huge."""
+    """Return the largest absolute entry. A norm could overflow on the huge numbers of a dishonest site."""
     return max(float(np.abs(array).max(initial=0.0)) for array in arrays)
 
 
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
-    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must.
+    """Return the sites whose Σ k(x, x) per row differs from that of most sites, with the reason.
 
-    A part that is linear spreads them all a little, so a site is odd only beyond ten times the median distance.
+    Under a stationary kernel all sites have the same value. A linear part spreads the values, so a site is odd only
+    beyond ten times the median distance.
     """
     if len(variances) < 3:
         return {}
@@ -118,7 +119,7 @@ def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
 
 
 def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
-    """Unit vectors v [M, V], some drawn anew, which nobody knows before, and those given, and vᵀ A v along each [V]."""
+    """Return unit vectors v [M, V], fresh random ones and the given ones, and vᵀ A v for each [V]."""
     drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
     every = np.vstack([drawn, *vectors])
     units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)
@@ -127,27 +128,27 @@ def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
 
 @message("query.shape", summand=True, counts="D")
 class Shape:
-    """Where a site's standardised inputs lie, and the initial hyperparameters that the configuration means."""
+    """Histograms and products of a site's standardised inputs, and the initial hyperparameters of the configuration."""
 
     histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
-    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, as follows from `query.describe`")
-    beside: Float[ndarray, ""] = leaves("sum of the column beside the target, such as exposure; without one the rows")
-    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
+    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, which follows from `query.describe`")
+    beside: Float[ndarray, ""] = leaves("sum of the second target column, such as exposure; without one, rows")
+    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, which follow from the configuration")
 
     def coarse(self, least: int) -> Shape:
-        """The same without cells of fewer rows."""
+        """Merge histogram cells with fewer than ``least`` rows."""
         return replace(self, histogram=np.stack([merged_cells(entry, least) for entry in self.histogram]))
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from rows so described, or None."""
+        """Return why the message contradicts the description of the rows, or None."""
         if (self.histogram.sum(axis=1) != described.rows).any():
             return f"`histogram` is not one of the {described.rows} rows it introduced itself with"
-        different = described.unlike("products", np.diag(self.products), described.input_squares)
-        different = different or described.unlike("square", self.square, described.target_square)
+        different = described.squares_mismatch("products", np.diag(self.products), described.input_squares)
+        different = different or described.squares_mismatch("square", self.square, described.target_square)
         if not self.beside >= 0:
             return "`beside` is a sum of numbers that are not negative"
-        if different or self._elsewhere(described):
+        if different or self._outside_range(described):
             return different or f"`histogram` has rows where none of the {described.rows} rows it described can lie"
         if (self.histogram < 0).any():
             return f"`histogram` has negative counts of {described.rows} rows"
@@ -157,20 +158,20 @@ class Shape:
             return "`products` is not XᵀX of any rows"
         return None
 
-    def _elsewhere(self, described: Described) -> bool:
-        """Whether rows lie where none of those described can; sums of squares are the same at x and −x."""
-        if described.middles is None or described.reaches is None:
+    def _outside_range(self, described: Described) -> bool:
+        """Return whether the histogram has rows outside the described range; sums of squares cannot tell x from −x."""
+        if described.input_means is None or described.reaches is None:
             return False
         edges = np.concatenate([[-np.inf], INPUT_EDGES[1:-1], [np.inf]])
-        slack = 1e-3 * (1 + np.abs(described.middles))
-        low, high = (described.middles + sign * (described.reaches + slack) for sign in (-1, 1))
-        beyond = (edges[1:] < low[:, None]) | (edges[:-1] > high[:, None])  # no bin is where nothing is known: NaN
+        slack = 1e-3 * (1 + np.abs(described.input_means))
+        low, high = (described.input_means + sign * (described.reaches + slack) for sign in (-1, 1))
+        beyond = (edges[1:] < low[:, None]) | (edges[:-1] > high[:, None])  # False where the range is unknown (NaN)
         return self.histogram.shape == beyond.shape and bool((beyond & (self.histogram > 0)).any())
 
 
 @message()
 class TargetPowers:
-    """Powers of a transformation of the target, and what to subtract from t: sums of squares stay small."""
+    """Powers of a transformation t of the target to try. The centres are subtracted from t to keep squares small."""
 
     powers: Float[ndarray, " J"] = leaves("powers to try")
     centres: Float[ndarray, " J"] = leaves("t at the mean of the target, for each")
@@ -178,7 +179,7 @@ class TargetPowers:
 
 @message("query.target", summand=True, counts="J J 1")
 class TargetMoments:
-    """Sums over training rows of t = g(y) less the centre c, for each power of a transformation."""
+    """Sums over training rows of t − c, with t = g(y) and centre c, for each power of a transformation."""
 
     first: Float[ndarray, " J"] = leaves("Σ (t − c), t = g(y) the transformed target, for each power tried")
     second: Float[ndarray, " J"] = leaves("Σ (t − c)²")
@@ -186,7 +187,7 @@ class TargetMoments:
     count: Float[ndarray, ""] = leaves("number of rows")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
+        """Return why the message contradicts the number of rows, or None."""
         rows = described.rows
         if float(self.count) != rows:
             return f"`count` is not {rows} rows"
@@ -197,7 +198,7 @@ class TargetMoments:
 
 @message()
 class RobustScales:
-    """Where the middle of the target may be, and how wide it may spread."""
+    """Centre and scales of the target for :class:`RobustMoments`."""
 
     centre: float = leaves("centre c")
     scales: Float[ndarray, " J"] = leaves("scales s to try")
@@ -205,7 +206,7 @@ class RobustScales:
 
 @message("query.robust", summand=True, counts="J J J")
 class RobustMoments:
-    """What Cauchy's likelihood of the targets says of their middle and spread: no row adds more than 2 to a sum."""
+    """Sums for the location and scale of the targets under a Cauchy likelihood; no row adds more than 2 to a sum."""
 
     weights: Float[ndarray, " J"] = leaves("Σ w, w = 2 / (1 + z²), z = (y − c)/s, for each scale")
     first: Float[ndarray, " J"] = leaves("Σ w z")
@@ -213,17 +214,17 @@ class RobustMoments:
     count: Float[ndarray, ""] = leaves("number of rows")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None: w (1 + z²) = 2 and |z| ≤ ½ (1 + z²)."""
+        """Return why the sums are impossible for this many rows, or None: w (1 + z²) = 2 and |z| ≤ ½ (1 + z²)."""
         rows, slack = described.rows, 1e-6 * described.rows
         if float(self.count) != rows:
             return f"`count` is not {rows} rows"
         unlike = np.abs(self.weights + self.second - 2 * rows) > slack
-        return "its sums are of no rows" if (unlike | (np.abs(self.first) > rows + slack)).any() else None
+        return "no rows have these sums" if (unlike | (np.abs(self.first) > rows + slack)).any() else None
 
 
 @message("query.column_sums", summand=True, counts="columns levels")
 class ColumnSums:
-    """What means are made of: under masks in place of the description of a site."""
+    """Sums and counts of each column, from which means follow. They replace a site's description under masks."""
 
     sums: Float[ndarray, " columns"] = leaves("Σ x of each numeric column")
     sizes: Float[ndarray, " columns"] = leaves("Σ |x|")
@@ -234,7 +235,7 @@ class ColumnSums:
 
 @message()
 class Centres:
-    """About what, and in what units, squares are wanted."""
+    """Centres and scales for :class:`ColumnSquares`."""
 
     centre: Float[ndarray, " columns"] = leaves("means over all sites")
     scale: Float[ndarray, " columns"] = leaves("mean sizes over all sites")
@@ -242,7 +243,7 @@ class Centres:
 
 @message("query.column_squares", summand=True, counts="columns")
 class ColumnSquares:
-    """What spreads are made of."""
+    """Sums of residuals and squares of each column, from which standard deviations follow."""
 
     residual: Float[ndarray, " columns"] = leaves("Σ (x − c)/s of each numeric column")
     squares: Float[ndarray, " columns"] = leaves("Σ (x − c)²/s²")
@@ -250,9 +251,9 @@ class ColumnSquares:
 
 @message()
 class Points:
-    """How many inducing points the comparison with all rows has."""
+    """Number of inducing points of the pooled baseline."""
 
-    count: int = leaves("that the run ended with; 0 where it has none")
+    count: int = leaves("number of inducing points of the run; 0 without any")
 
 
 @message()
@@ -264,51 +265,51 @@ class Parameters:
 
 @message()
 class Step:
-    """Take local steps from these parameters."""
+    """Request to take local steps from these parameters."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
-    learning_rate: float = leaves("of this round")
-    reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
+    learning_rate: float = leaves("learning rate of this round")
+    reach: float = leaves("largest change by an honest site's steps", default=MOVE)
 
 
 @message("train", counts="values")
 class Stepped:
-    """Parameters after local steps: what federated averaging averages."""
+    """Parameters after local steps, which federated averaging averages."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True, within="reach")
     objective: float = leaves("mean over rows of the local objective after the steps")
 
     @staticmethod
     def of(request: Step, arrays: Mapping[str, np.ndarray], objective: float) -> Stepped:
-        """The parameters that were sent, after the steps, in the order and shapes in which they came."""
+        """Return the parameters after the steps, in the order and shapes of the request."""
         return Stepped({name: arrays[name].reshape(sent.shape) for name, sent in request.values.items()}, objective)
 
     def weighted(self, rows: int) -> WeightedStep:
-        """The summand of a site with so many rows."""
+        """Return the parameters weighted by the number of rows."""
         values = {name: np.asarray(rows * array) for name, array in self.values.items()}
         return WeightedStep(values, np.array(rows * self.objective), np.array(float(rows)))
 
 
 @message("train.weighted", summand=True, counts="values")
 class WeightedStep:
-    """Parameters after local steps times the rows behind them: the summand of a weighted mean."""
+    """Parameters after local steps, times the number of rows: the summand of a weighted mean."""
 
     values: Mapping[str, AnyShape] = leaves("N times the parameters after local steps", as_sent=True)
     objective: Float[ndarray, ""] = leaves("N times the mean over rows of the local objective")
     rows: Float[ndarray, ""] = leaves("N, number of rows")
 
     def mean(self) -> Stepped:
-        """The weighted mean of a total."""
+        """Return the weighted mean of a total."""
         values = {name: np.asarray(array / float(self.rows)) for name, array in self.values.items()}
         return Stepped(values, float(self.objective / self.rows))
 
 
 @message("query.score_sums", summand=True)
 class ScoreSums:
-    """Scores of held-out rows, see :mod:`fedgp_flower.scores`; those of the other kinds of task are zero."""
+    """Scores of held-out rows, see :mod:`fedgp_flower.scores`. Scores of other kinds of task are zero."""
 
     regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
-    classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
+    classification: Float[ndarray, " 4"] = leaves("rows, correct rows, NLL, Brier score")
     times: Float[ndarray, " 9"] = leaves(
         "rows, events, NLL, Brier score, pairs in the predicted order, pairs, rows inside intervals"
     )
@@ -319,44 +320,44 @@ class ScoreSums:
 
     @property
     def known(self) -> dict[str, float]:
-        """The sums of the kind of task that these are scores of, by name."""
+        """The nonzero sums by name, those of regression, classification or times."""
         kinds = zip(TASK_SUMS, (self.regression, self.classification, self.times), strict=True)
         return next((dict(zip(names, map(float, sums), strict=True)) for names, sums in kinds if sums[0] > 0), {})
 
     @property
     def rows(self) -> float:
-        """Held-out rows."""
+        """Number of held-out rows."""
         return self.known.get("count", 0.0)
 
     @property
     def nll(self) -> float:
-        """Of these rows, in nats."""
+        """Summed negative log likelihood of these rows, in nats."""
         return self.known.get("nll", 0.0)
 
     @property
     def histograms(self) -> NamedArrays:
-        """Those of the other kind of task are zero."""
+        """Histograms by name; those of other kinds of task are zero."""
         return dict(zip(HISTOGRAM_SHAPES, (self.pit, self.reliability, self.ranks, self.survival), strict=True))
 
     def coarse(self, least: int) -> ScoreSums:
-        """The same without cells of fewer rows."""
+        """Merge histogram cells with fewer than ``least`` rows."""
         merged = Scores({}, self.histograms).coarse(least).arrays
         return replace(self, **{name.removeprefix("evaluation."): array for name, array in merged.items()})
 
     def refusal(self, described: Described) -> str | None:
-        """Why these cannot be scores of some rows, or None."""
+        """Return why these cannot be scores of any rows, or None."""
         sums = np.concatenate(
             [np.delete(self.regression, 3), np.delete(self.classification, 2), np.delete(self.times, 2)]
         )
-        if not (sums >= 0).all():  # a density may be above one, so that a NLL may be
-            return "a score that cannot be negative is"
+        if not (sums >= 0).all():  # the NLL is excluded: a density above one makes it negative
+            return "a sum of scores is negative that cannot be"
         counted = max(*self.regression[5:], self.classification[1], self.times[1], *self.times[6:])
         too_many = counted > self.rows + 1e-6 or self.times[4] > self.times[5]
         return "scores count more rows or pairs than there are" if too_many else None
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
-        """From the scores of a site."""
+        """Build the message from the scores of a site."""
         parts = [
             np.array([scores.sums[name] for name in names] if set(names) <= set(scores.sums) else np.zeros(len(names)))
             for names in TASK_SUMS
@@ -366,8 +367,8 @@ class ScoreSums:
         return cls(*parts)
 
     @classmethod
-    def told(cls, metrics: Facts) -> Self:
-        """From the metrics of a reply to ``evaluate``; ProtocolError where these are no scores."""
+    def from_metrics(cls, metrics: Facts) -> Self:
+        """Read the metrics of a reply to ``evaluate``. Raise ProtocolError if they are not scores."""
         names = next((names for names in TASK_SUMS if set(names) <= metrics.keys()), REGRESSION_SUMS)
         if missing := [name for name in names if np.ndim(metrics.get(name, ()))]:
             raise ProtocolError(f"scores missing: {', '.join(missing)}")
@@ -390,36 +391,36 @@ class Edges:
 
 @message("query.follow_up", summand=True, counts="B")
 class TimeCounts:
-    """How long training rows were followed, and whether to an event."""
+    """Numbers of training rows and of events by follow-up time."""
 
-    counts: Float[ndarray, "B 2"] = leaves("rows whose time is in a bin, and those whose event was seen")
+    counts: Float[ndarray, "B 2"] = leaves("rows and observed events by bin of time")
 
     def coarse(self, least: int) -> TimeCounts:
-        """The same without cells of fewer rows."""
+        """Merge cells with fewer than ``least`` rows."""
         return replace(self, counts=merged_cells(self.counts, least))
 
     def refusal(self, described: Described) -> str | None:
-        """Why these cannot be counts of so many rows, or None."""
+        """Return why these cannot be counts of the described rows, or None."""
         rows, events = self.counts.T
         odd = (events < 0).any() or (events > rows).any() or rows.sum() != described.rows
-        return f"`counts` is not of {described.rows} rows and events among them" if odd else None
+        return f"`counts` are not counts of {described.rows} rows and the events among them" if odd else None
 
 
 @message("query.life_table", summand=True)
 class LifeTableScoreSums(ScoreSums):
-    """Scores on a site's held-out rows of the curve of Kaplan and Meier."""
+    """Scores of the Kaplan–Meier curve on a site's held-out rows."""
 
 
 @message()
 class TimeCoefficients:
-    """Of z = τ log t − X̃ᵀv, the logarithm of time in units of the noise."""
+    """Coefficients of z = τ log t − X̃ᵀv, the standardised residual of log time."""
 
     values: Float[ndarray, " Q"] = leaves("v, Q − 1 numbers, and τ")
 
 
 @message("query.time_regression", summand=True, counts="Q")
 class TimeSums:
-    """The log likelihood of a site's times given z = τ log t − X̃ᵀv, and its derivatives by (v, τ)."""
+    """Log likelihood of a site's times, z = τ log t − X̃ᵀv, and its derivatives with respect to (v, τ)."""
 
     likelihood: Float[ndarray, ""] = leaves("Σ log p(t), or of censored rows log P(T > t)")
     gradient: Float[ndarray, " Q"] = leaves("first derivatives")
@@ -428,49 +429,49 @@ class TimeSums:
 
 @message("query.local_scores", summand=True)
 class LocalScoreSums(ScoreSums):
-    """Scores of a GP of each site's rows alone, on its held-out rows."""
+    """Scores of a GP fitted to each site's rows alone, on its held-out rows."""
 
 
 @message("query.compared_scores", summand=True)
 class ComparedScoreSums(LocalScoreSums):
-    """The same, and at how many sites; under masks, where the server sees no site's scores."""
+    """Local scores with counts of sites, for runs under masks, where the server sees no site's scores."""
 
-    sites: Float[ndarray, " 2"] = leaves("1 where rows are held out, and 1 if that GP predicts them much better")
+    sites: Float[ndarray, " 2"] = leaves("1 if rows are held out, and 1 if that GP predicts them much better")
 
 
 @message("query.pooled", public=True)
 class PooledScoreSums(ScoreSums):
-    """Simulation only: scores of one model of the rows of all sites."""
+    """Simulation only: scores of one model fitted to all rows."""
 
 
 @message("query.boosted", public=True)
 class BoostedScoreSums(ScoreSums):
-    """Simulation only: scores of gradient boosting of the rows of all sites."""
+    """Simulation only: scores of gradient boosting fitted to all rows."""
 
 
 @message("query.confusion", summand=True)
 class Confusion:
-    """Held-out rows by their class and by the one that was likeliest."""
+    """Confusion matrix: held-out rows by observed class and most probable class."""
 
-    counts: Float[ndarray, "C C"] = leaves("held-out rows by class and likeliest class")
+    counts: Float[ndarray, "C C"] = leaves("held-out rows by observed and most probable class")
 
     @staticmethod
     def of(probabilities: Array, label: Array) -> Confusion:
-        """From probabilities [N, C] and classes [N]."""
+        """Count from probabilities [N, C] and classes [N]."""
         size = probabilities.shape[1]
         cells = size * label.astype(int) + probabilities.argmax(axis=1)
         return Confusion(np.bincount(cells, minlength=size**2).reshape(size, size).astype(float))
 
     def num_parameters(self) -> int:
-        """Cells."""
+        """Return the number of cells."""
         return self.counts.size
 
     def coarse(self, least: int) -> Confusion:
-        """The same without the rows of cells that have fewer."""
+        """Set cells with fewer than ``least`` rows to zero."""
         return replace(self, counts=np.where(self.counts < least, 0.0, self.counts))
 
     def refusal(self, described: Described) -> str | None:
-        """Why these are no counts, or None."""
+        """Return why these cannot be counts, or None."""
         del described
         return "`counts` of rows cannot be negative" if (self.counts < 0).any() else None
 
@@ -484,29 +485,29 @@ class HeldOutRows:
 
 @message("query.moments", summand=True, counts="P")
 class Moments:
-    """All that linear regression needs of a site's rows. X̃ = (1, X), P = 1 + D, standardised like y."""
+    """Sufficient statistics of linear regression; X̃ = (1, X), P = 1 + D, standardised like y."""
 
-    gram: Float[ndarray, "P P"] = leaves("X̃ᵀX̃, X̃ the standardised inputs beside a column of ones", symmetric=True)
+    gram: Float[ndarray, "P P"] = leaves("X̃ᵀX̃, X̃ the standardised inputs with a column of ones", symmetric=True)
     products: Float[ndarray, " P"] = leaves("X̃ᵀy")
     square: Float[ndarray, ""] = leaves("yᵀy")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from rows so described, or None."""
+        """Return why the message contradicts the description of the rows, or None."""
         if round(float(self.gram[0, 0])) != described.rows:
             return f"`gram` is not one of {described.rows} rows"
-        return described.unlike("square", self.square, described.target_square)
+        return described.squares_mismatch("square", self.square, described.target_square)
 
 
 @message()
 class Coefficients:
-    """Intercept and weights, in standardised inputs, of each class but the first, whose log odds are 0."""
+    """Intercept and weights, for standardised inputs, of each class but the first, whose log odds are 0."""
 
     values: Float[ndarray, "R P"] = leaves("intercept and weights of each class but the first")
 
 
 @message("query.logistic", summand=True, counts="Q")
 class LogisticSums:
-    """The log likelihood of a site's classes, p = softmax(0, X̃w), and its derivatives by w; Q = R P."""
+    """Log likelihood of a site's classes, p = softmax(0, X̃w), and its derivatives with respect to w; Q = R P."""
 
     likelihood: Float[ndarray, ""] = leaves("Σ log p_y")
     gradient: Float[ndarray, "R P"] = leaves("(1[y = c] − p_c)ᵀ X̃ of each class but the first")
@@ -515,7 +516,7 @@ class LogisticSums:
 
 @message()
 class LinearPredictor:
-    """f(x) = intercept + (x − centre)ᵀ weights, in standardised coordinates; what it means depends on the likelihood.
+    """f(x) = intercept + (x − centre)ᵀ weights, in standardised coordinates. Its meaning depends on the likelihood.
 
     Gaussian or Student-t: y ~ N(f, variance + ‖spread (x − centre)‖²). Bernoulli: P(y = 1) = σ(f). Poisson: a log rate
     ~ N(f, variance). Times: log t = f + σ ε with σ² = variance. Classes: P(y = c) = softmax(0, classes (1, x))_c.
@@ -524,7 +525,7 @@ class LinearPredictor:
     centre: Float[ndarray, " D"] = leaves("means of the training inputs")
     weights: Float[ndarray, " D"] = leaves("regression weights; zero for the mean of the target")
     intercept: float = leaves("prediction at the centre")
-    variance: float = leaves("of a new row at the centre")
+    variance: float = leaves("variance of a new row at the centre")
     spread: Float[ndarray, "D D"] | None = leaves("S, with SᵀS the covariance of the weights", default=None)
     classes: Float[ndarray, "R P"] | None = leaves("intercept and weights of each class but the first", default=None)
 
@@ -535,5 +536,5 @@ class LinearScoreSums(ScoreSums):
 
 
 def with_ones(inputs: ndarray) -> ndarray:
-    """X̃ = (1, X), [N, P]."""
+    """Return X̃ = (1, X), [N, P]."""
     return np.column_stack([np.ones(len(inputs)), inputs])

@@ -1,6 +1,6 @@
-"""Transformations t = g(y) of a numeric target: what is modelled as Gaussian is t, and everything told is about y.
+"""Transformations t = g(y) of a numeric target: t is modelled as Gaussian, all results are on the scale of y.
 
-A density of t becomes one of y by the slope, p(y) = p(t) g'(y); quantiles of y are g⁻¹ of those of t. The power λ of
+The density of y is p(y) = p(t) g'(y); quantiles of y are g⁻¹ of those of t. The power λ of
 Yeo and Johnson (2000) is the best of a grid by the likelihood of independent N(m, σ²) values of t,
 
     −½ N log σ²(λ) + Σ log g'(y; λ),
@@ -64,11 +64,11 @@ class Transform:
         return np.sign(t) * np.expm1(np.where(side == 0, size, plain))
 
     def log_slope(self, y: Array) -> Array:
-        """Logarithm of g'(y)."""
+        """Return log g'(y)."""
         if self.positive:
             return -np.log(y) if self.name == "log" else -np.log(2 * np.sqrt(y))
         return (self.power - 1) * np.sign(y) * np.log1p(np.abs(y))
 
     def as_json(self) -> Json:
-        """The entry ``transform`` of the target in the agreed schema."""
+        """Return the entry ``transform`` of the target in the agreed schema."""
         return {"name": self.name, "power": self.power, "equation": TRANSFORMS[self.name]}

@@ -15,16 +15,16 @@ Array: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 
 NamedArrays: TypeAlias = dict[str, NDArray[Any]]
-"""What a message or a file carries: arrays under names, never by position."""
+"""Named arrays of a message or a file."""
 
 Facts: TypeAlias = Mapping[str, Any]
-"""Facts of JSON's types under their names: figures, labels, counts."""
+"""Named JSON values: figures, labels, counts."""
 
 Json: TypeAlias = dict[str, Any]
-"""A JSON object that is being made or changed."""
+"""A mutable JSON object."""
 
 Node: TypeAlias = Mapping[str, Any]
-"""The configuration of a node: strings, numbers and booleans under the names that Flower passes."""
+"""The configuration of a node: named strings, numbers and booleans."""
 
 AnyShape: TypeAlias = Float[np.ndarray, "*_"]
 """A float64 array of any shape, in a message."""
@@ -33,4 +33,4 @@ Scalar: TypeAlias = Float[Tensor, ""]
 Vector: TypeAlias = Float[Tensor, " M"]
 Square: TypeAlias = Float[Tensor, "M M"]
 Rows: TypeAlias = Float[Tensor, "N D"]
-Targets: TypeAlias = Float[Tensor, "N ..."]  # a second column is what stands beside the target
+Targets: TypeAlias = Float[Tensor, "N ..."]  # possibly with a second target column

@@ -75,11 +75,11 @@ def public(run: Weights, state: PVIState) -> NamedArrays:
 
 
 def final(run: Weights, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
-    """The free energy."""
-    del run, roster
+    """The free energy, and of several classes which was taken for which."""
+    told = yield from FederatedStrategy.final(run, state, roster)
     q = posterior(state)[WEIGHTS]
     kl = {"kl_weights": float(q.kl(state.prior[WEIGHTS].gaussian))}
-    return (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
+    return told | (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
 
 
 class PVIGLM(FederatedStrategy[PVIState]):

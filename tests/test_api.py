@@ -86,7 +86,7 @@ def test_a_notebook_shows_the_answer_and_draws_on_axes(run):
     np.testing.assert_allclose(drawn[1], run.posterior.predict(pd.DataFrame({"x": drawn[0]}))["mean"], atol=1e-9)
     assert {observed.figure.number, ax.figure.number} <= set(pyplot.get_fignums())  # a notebook shows them
     pyplot.close("all")
-    with pytest.raises(RunError, match="no effect of `z` can be drawn; there are x"):
+    with pytest.raises(RunError, match="the effect of `z` cannot be plotted; possible are x"):
         run.posterior.plot("z")
 
 
@@ -264,7 +264,7 @@ def test_classes_are_no_single_mixture_but_f_is(tmp_path):
     torch.testing.assert_close(
         posterior.distribution(frame).mean, torch.stack([model(inputs).mean for model, _ in draws]).mean(0)
     )
-    with pytest.raises(RunError, match=r"draws .*`to_gpytorch_draws\(\)`"):
+    with pytest.raises(RunError, match=r"mixture of 100 models.*`to_gpytorch_draws\(\)`"):
         posterior.to_gpytorch()
     with pytest.raises(RunError, match="not normal"):
         posterior.distribution(frame, noise=True)

@@ -24,7 +24,7 @@ from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
 from fedgp_flower.files import read_arrays, read_json, write_arrays, write_json
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot, silent
-from fedgp_flower.run.artefacts import HISTORY_COLUMNS, SEALS, RunFolder, RunMetrics, held, read_posterior, read_run
+from fedgp_flower.run.artefacts import HISTORY_COLUMNS, SEALS, RunFolder, RunMetrics, locked, read_posterior, read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.server_app import execute
@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path):
 
 def test_a_folder_has_one_writer_who_is_named(tmp_path):
     folder = RunFolder.open(config(tmp_path))
-    with held(folder.path), pytest.raises(RunError, match=rf"is being written by process {os.getpid()} on "):
+    with locked(folder.path), pytest.raises(RunError, match=rf"is being written by process {os.getpid()} on "):
         RunFolder.open(config(tmp_path, resume=True))
     RunFolder.open(config(tmp_path, resume=True))
 
@@ -220,12 +220,12 @@ def test_a_folder_has_one_writer_who_is_named(tmp_path):
 def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_path):
     for number in (1, 2):
         folder = RunFolder.open(config(tmp_path))
-        folder.give_name_free()
+        folder.mark_as_failed()
         assert folder.path.name == f"a-run-failed-{number}"
     folder = RunFolder.open(config(tmp_path))
     folder.append_history(row(1))
     folder.checkpoint(Snapshot({}, {"round": 1}))
-    folder.give_name_free()
+    folder.mark_as_failed()
     assert folder.path.name == "a-run"  # it can be resumed
 
 

@@ -220,5 +220,5 @@ def test_what_names_no_class_is_refused(tmp_path):
         fg.run(frame, target="species", options=options)
     with pytest.raises(DataError, match="'bernoulli' takes at most 2 classes: set"):
         fg.run(frame, target="species", options=options | {"model.likelihood": "bernoulli"})
-    with pytest.raises(DataError, match="as an identifier has"):
+    with pytest.raises(DataError, match="like an identifier"):
         fg.run(frame, target="x0", options=options | {"features": "x1", "model.likelihood": "categorical"})

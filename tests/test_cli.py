@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_table_names_its_file_once(fedgp, tmp_path):
     for name, missing, words in [
         ("one", "error", "too few training rows"),
         ("gone", "error", "column `y`: empty"),
-        ("gone", "drop", "every row lacks its `y`"),
+        ("gone", "drop", "every row has a missing `y`"),
         ("ids", "error", "90 levels in 90 rows"),
     ]:
         keys = ["target=y", f"missing={missing}"]
@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_table_names_its_file_once(fedgp, tmp_path):
     status, out, _ = fedgp("run", "--sites", 3, f"dataset={tmp_path / 'ids.csv'}", "--dry-run")
     assert (status, out.count("90 levels in 90 rows")) == (2, 1)
     status, _, err = fedgp("run", f"dataset={tmp_path}", "target=y")
-    assert (status, "a folder, not a table" in err) == (2, True)
+    assert (status, "is a folder, not a table" in err) == (2, True)
 
 
 def test_ctrl_c_says_what_is_kept_and_how_to_go_on(fedgp, tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(fedgp, tmp_path, monkeypatch)
 def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('method = "fgpr"\nname = "a"\n[model]\nkernel = "matern32"\nnoise = 0.3\n')
-    completed, _ = cli._completed(["model.noise=0.2", "name=b"], file, {"name": "c"}, 2)
+    completed = cli._run_config(["model.noise=0.2", "name=b"], file, {"name": "c"})
     expected = {"method": "fgpr", "name": "c", "model.kernel": "matern32", "model.noise": 0.2}
     assert {key: completed[key] for key in expected} == expected
 

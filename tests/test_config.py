@@ -48,7 +48,7 @@ def test_defaults_are_a_valid_configuration():
         ({"extra": "toy.step=3"}, ["unknown configuration key `toy.step`"]),
         ({"extra": "seed=-1"}, ["`seed` = -1"]),
         ({"extra": "name='x"}, ["No closing quotation"]),
-        ({"extra": "seed=3", "seed": 4}, ["given by itself and in `extra`: `seed`"]),
+        ({"extra": "seed=3", "seed": 4}, ["given directly and in `extra`: `seed`"]),
         ({"seed": -1, "threads": 0}, ["`seed`", "`threads`"]),
     ],
 )
@@ -76,7 +76,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"fedmgp.aggregation": "agreement", "fedmgp.latents": 2}, "one latent function"),
         ({"optimizer.name": "sgd"}, "adam"),
         (MASKED | {"fedmgp.aggregation": "median"}, "'median' uses updates"),
-        (MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 draws other sites"),
+        (MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 samples sites"),
     ],
     "sfvi-avg": [(MASKED | {"sfvi.structure": "full"}, "full covariances is not a sum")],
     "pvi": [
@@ -117,7 +117,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
     "hierarchical-gp": [({"hierarchical.deviation": "rough", "model.likelihood": "poisson"}, "needs 'gaussian'")],
     "sgpr-private": [
         (PRIVATE | {"baselines.linear": True}, "`baselines.linear`"),
-        (PRIVATE | {"privacy.ranges": ""}, "public ranges must be given"),
+        (PRIVATE | {"privacy.ranges": ""}, "give public ranges"),
         (PRIVATE | {"standardise": False}, "`standardise`"),
         (PRIVATE | {"missing": "drop"}, "`missing`"),
         (PRIVATE | {"model.kernel": "linear"}, "bounds what it adds"),
@@ -126,11 +126,11 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         (PRIVATE | {"privacy.epsilon": 0.0}, "needs a budget: set `privacy.epsilon`"),
     ],
     "sgpr": [
-        (PRIVATE | {"privacy.epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
+        (PRIVATE | {"privacy.epsilon": 0.0}, "is only used with `privacy.epsilon`"),
         ({"model.likelihood": "poisson"}, "`method` = 'sgpr' needs 'gaussian'; take 'svgp'"),
     ],
     "svgp": [({}, "with Gaussian noise take 'sgpr'")],
-    "fsgp": [(MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 draws other sites")],
+    "fsgp": [(MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 samples sites")],
 }
 """Method → keys that make no sense together with it, and what is said of them."""
 

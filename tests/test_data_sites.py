@@ -12,7 +12,7 @@ import pytest
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, catalogue
 from fedgp_flower.data.datasets import Table, load_table
-from fedgp_flower.data.partitioning import Deal, deal, standard_columns
+from fedgp_flower.data.partitioning import Partition, partition_rows, standard_columns
 from fedgp_flower.data.sites import RawSite, count_sites, load_all_sites, load_site, write_partition
 from fedgp_flower.data.synthetic import convolved_signals, five_blocks, sine
 from fedgp_flower.errors import ConfigError, DataError
@@ -118,7 +118,7 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         assert real.train.equals(simulated.train)
         assert real.test.equals(simulated.test)
         assert (real.site, real.label, real.partitions) == (path.stem, "ward", 0)
-    with pytest.raises(DataError, match=r"site-00\.csv is there already"):
+    with pytest.raises(DataError, match=r"site-00\.csv exists already"):
         write_partition(keys, 5, tmp_path / "sites")
 
 
@@ -200,13 +200,13 @@ def rows() -> pd.DataFrame:
     )
 
 
-def by(partitioner: str, sites: int, by_column: pd.Series | None = None, seed: int = 0, **partition) -> Deal:
+def by(partitioner: str, sites: int, by_column: pd.Series | None = None, seed: int = 0, **partition) -> Partition:
     inputs = rows()
     config = CoreConfig.model_validate({"partitioner": partitioner, "seed": seed, "partition": partition})
-    return deal(inputs, inputs["a"] if by_column is None else by_column, sites, config)
+    return partition_rows(inputs, inputs["a"] if by_column is None else by_column, sites, config)
 
 
-def sizes(found: Deal) -> list[int]:
+def sizes(found: Partition) -> list[int]:
     return [part.size for part in found.rows]
 
 
@@ -247,7 +247,7 @@ def test_sizes_are_what_the_names_say():
 def test_blocks_are_contiguous_along_the_first_principal_component():
     x = np.random.default_rng(0).permutation(N).astype(float)
     inputs = pd.DataFrame({"x": x, "twice": 2 * x})
-    found = deal(inputs, inputs["x"], 4, CoreConfig.model_validate({"partitioner": "blocks"}))
+    found = partition_rows(inputs, inputs["x"], 4, CoreConfig.model_validate({"partitioner": "blocks"}))
     assert [sorted(x[part]) for part in found.rows] == np.arange(N, dtype=float).reshape(4, -1).tolist()
 
 
@@ -256,7 +256,7 @@ def test_kmeans_finds_clusters_in_standardised_units():
     draw = np.random.default_rng(0)
     inputs = pd.DataFrame({"fine": group + 0.01 * draw.normal(size=N), "wide": 1e6 * draw.uniform(-0.01, 0.01, N)})
     inputs["wide"] += 1e6 * (group == 1)
-    found = deal(inputs, inputs["fine"], 3, CoreConfig.model_validate({"partitioner": "kmeans"}))
+    found = partition_rows(inputs, inputs["fine"], 3, CoreConfig.model_validate({"partitioner": "kmeans"}))
     assert sorted(tuple(np.unique(group[part])) for part in found.rows) == [(0,), (1,), (2,)]
 
 
@@ -307,11 +307,11 @@ def test_impossible_requests_are_refused_with_the_key_to_change():
         by("exponential", 20)
     with pytest.raises(DataError, match=r"raise `partition.alpha`, lower `partition.min-rows` \(now 50\)"):
         by("dirichlet", 5, **{"alpha": 0.05, "min-rows": 50})
-    with pytest.raises(DataError, match="cannot deal every class to a site; the partition column has 10 classes"):
+    with pytest.raises(DataError, match="cannot assign every class to a site; the partition column has 10 classes"):
         by("pathological", 5)
     few = pd.DataFrame({"x": [0.0, 0.0, 1.0, 1.0, 1.0]})
     with pytest.raises(DataError, match="'kmeans' with 3 sites leaves a site without rows"):
-        deal(few, few["x"], 3, CoreConfig.model_validate({"partitioner": "kmeans"}))
+        partition_rows(few, few["x"], 3, CoreConfig.model_validate({"partitioner": "kmeans"}))
 
 
 def table(dataset: str, **keys) -> Table:
@@ -430,11 +430,11 @@ def test_splits_divide_the_rows(folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"n": 11, "test": [[1]]}, "made for 11 rows, and the table has 12"),
-        ({"n": 12, "test": [[1, 1]]}, "split 0 names a row twice"),
-        ({"n": 12, "test": [[1], [12]]}, "split 1 names"),
-        ({"n": 12, "test": [[-1]]}, "split 0 names"),
-        ({"n": 12, "test": [[]]}, "split 0 names"),
+        ({"n": 11, "test": [[1]]}, "splits of 11 rows, but the table has 12"),
+        ({"n": 12, "test": [[1, 1]]}, "split 0 is empty, repeats a row"),
+        ({"n": 12, "test": [[1], [12]]}, "split 1 is empty, repeats"),
+        ({"n": 12, "test": [[-1]]}, "split 0 is empty, repeats"),
+        ({"n": 12, "test": [[]]}, "split 0 is empty, repeats"),
         ({"n": 12}, "not a list of splits"),
         ([], "not a list of splits"),
     ],

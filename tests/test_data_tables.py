@@ -72,16 +72,16 @@ CASES = {
     "index column": (lines(header=",job,dose,y"), {}, ["column 1 has no name", "`features`"]),
     "unknown separator": (lines().replace(",", "~"), {"target": "y"}, ["missing column `y`", "cells are separated by"]),
     "line above the header": (f"Export of {SECRET}\n{lines()}", {}, ["more cells than the header", "line above"]),
-    "open quotation mark": (lines((3, f'22,"{SECRET},1,4')), {}, ["quotation mark is opened and not closed"]),
+    "open quotation mark": (lines((3, f'22,"{SECRET},1,4')), {}, ["quotation mark is not closed"]),
     "total below the rows": (f"{lines()}Total,,{SECRET},1\n", {}, ["`age`: text in a numeric cell in row 13", "`job`"]),
-    "thousands": (lines(rows=[f'{i},ax,"{i},500",{i}' for i in range(1, 9)]), {}, ["`dose`", "stand for thousands"]),
+    "thousands": (lines(rows=[f'{i},ax,"{i},500",{i}' for i in range(1, 9)]), {}, ["`dose`", "separate thousands"]),
     "huge number": (lines((6, "25,ax,1e300,25")), {}, ["`dose`: number beyond 1e+100 in row 6"]),
     "unit": (lines(rows=[f"{i},ax,{i}.5 mg,{i}" for i in range(9)]), {}, ["`dose`", "a unit", "'-dose'"]),
     "dates": (lines(rows=[f"{i},ax,2023-01-{i},1" for i in range(10, 19)]), {}, ["`dose` holds dates", "`dates`"]),
     "day or month": (
         lines(rows=[f"{i},ax,0{i}/02/2023,1" for i in range(1, 9)]),
         {"dates": "days"},
-        ["in `dose` day and month could be exchanged"],
+        ["in `dose` day and month could be swapped"],
     ),
     "counts below zero": (lines((2, "21,ax,1,-1")), {"model": {"likelihood": "poisson"}}, ["counts", "in row 2"]),
     "many classes": (
@@ -120,7 +120,7 @@ def test_a_faulty_file_is_refused_with_its_name_and_without_its_cells(case, tmp_
 
 UNREADABLE = {
     "absent.csv": (None, "no such file"),
-    "notes.txt": (b"a,y\n1,2\n", "not a table"),
+    "notes.txt": (b"a,y\n1,2\n", "unknown file type"),
     "torn.csv.gz": (gzip.compress(lines().encode())[:-20], "cannot be read"),
     "torn.parquet": (b"PAR1 and no more", "cannot be read"),
     "latin.csv": ("größe,y\n1,2\n".encode("latin-1"), "not UTF-8 text; save the file as CSV in UTF-8"),
@@ -255,9 +255,9 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
 
 
 def test_a_folder_is_no_table_and_levels_are_counted_over_all_rows(tmp_path):
-    with pytest.raises(DataError, match=r"a folder, not a table; name the tables in it"):
+    with pytest.raises(DataError, match=r"is a folder, not a table; name the tables in it"):
         read_table(tmp_path)
-    with pytest.raises(DataError, match=r"a folder, not a table"):
+    with pytest.raises(DataError, match=r"is a folder, not a table"):
         load_table(CoreConfig(dataset=str(tmp_path)))
     frame = pd.DataFrame({"id": [f"p{k}" for k in range(100)], "x": range(100), "y": range(100)})
     frame.to_csv(tmp_path / "a.csv", index=False)
@@ -274,8 +274,8 @@ def words(levels: int, rows: int) -> pd.DataFrame:
     [
         (2, 3, 50, ""),  # two levels are a class at the smallest site
         (3, 9, 50, ""),
-        (3, 8, 50, "`word` has 3 levels in 8 rows, as an identifier has"),
-        (34, 100, 10**9, "`word` has 34 levels in 100 rows, as an identifier has; leave it out (`features` = '-word')"),
+        (3, 8, 50, "`word` has 3 levels in 8 rows, like an identifier"),
+        (34, 100, 10**9, "`word` has 34 levels in 100 rows, like an identifier; leave it out (`features` = '-word')"),
         (33, 100, 50, ""),
         (51, 10_000, 50, "`word` has 51 levels in 10000 rows; at most 50 are allowed: leave it out"),
         (51, 10_000, 51, ""),
@@ -382,7 +382,7 @@ def test_many_inputs_and_a_model_no_better_than_the_mean_are_said_first(tmp_path
     with no_waiting():
         folder = server_app.execute(FaultyGrid(flat, csv_nodes(tmp_path, frames)), flat, lambda row, total: None)
     show_result(folder)
-    many, mean = "40 encoded inputs for 96 training rows are more than a third", " the mean of the target (R²"
+    many, mean = "40 encoded inputs are more than a third of the 96 training rows", " the mean of the target (R²"
     assert many in json.loads((folder / "metrics.json").read_text())["warnings"][0]
     assert many in (folder / "log.txt").read_text()
     terminal, page = capsys.readouterr().out, (folder / "report.html").read_text()

@@ -1,23 +1,17 @@
-"""A Gaussian process on learned features: heads are those of the pooled process, whatever the partition; runs."""
+"""A Gaussian process on learned features: heads are those of the pooled process, whatever the partition."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from faults import configured
 from torch.distributions import MultivariateNormal
 
 from fedgp_flower.messages import add
 from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, Heads, heads_of, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.api import load_run
-from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.predict import Predictor
 from fedgp_flower.shared_messages import Described
 from strategies.deep_kernel import chosen
 
@@ -125,44 +119,6 @@ def test_probabilities_are_those_of_a_softmax_of_draws():
     drawn = mean[:, 0] + variance[:, 0].sqrt() * normal
     found, _ = Classes(3, binary=False, draws=4000).predict(mean, variance)
     torch.testing.assert_close(found[0], drawn.softmax(1).mean(0), atol=0.02, rtol=0)
-
-
-def opposite_sites(rows: int = 60) -> pd.DataFrame:
-    """Points around three centres, whose classes have other numbers at every site."""
-    rng = np.random.default_rng(0)
-    site, centre = np.repeat(np.arange(3), rows), np.arange(3 * rows) % 3
-    x = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])[centre] + 0.4 * rng.standard_normal((len(site), 2))
-    label = (centre + site) % 3
-    return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float), "silo": site})
-
-
-@pytest.mark.parametrize("kind", ["classes", pytest.param("numbers", marks=pytest.mark.long)])
-def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str):
-    path, classes = tmp_path / "table.csv", kind == "classes"
-    table = opposite_sites()
-    table["label"] += 0.0 if classes else 0.1 * np.sin(np.arange(len(table)))
-    table.to_csv(path, index=False)
-    keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "features": "a,b"}
-    keys |= {"partitioner": "natural", "partition__column": "silo"}
-    keys |= {"model__likelihood": "categorical"} if classes else {}
-    keys |= {"num_server_rounds": 8, "deep__learning_rate": 0.02}
-    keys |= {"dataset": str(path), "name": "run", "output_dir": str(tmp_path)}
-    folder = run_in_process(configured(**keys), 3)
-    read = load_run(folder)
-    assert "Personal heads" in (folder / "report.html").read_text()
-    site = table[table["silo"] == 1]
-    found = Predictor.at_site(folder, "1").predict(site).to_numpy()
-    if classes:
-        assert read.metrics.test["accuracy"] > 0.9
-        confusion = np.array(read.metrics.method_details["confusion"])
-        assert np.trace(confusion) == pytest.approx(confusion.sum() * read.metrics.test["accuracy"])
-        assert (found.argmax(1) == site["label"]).mean() > 0.9
-        new = Predictor.of_run(folder).predict(site).to_numpy()
-        np.testing.assert_allclose(new.sum(1), 1.0)
-        assert (new.argmax(1) == site["label"]).mean() < 0.7  # a new site may have any numbers
-    else:
-        assert read.metrics.test["rmse"] < 0.5
-        assert np.abs(found[:, 0] - site["label"]).mean() < 0.4
 
 
 def test_images_are_square():

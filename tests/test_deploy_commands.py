@@ -138,7 +138,7 @@ def test_status_and_revocation(
     both: tuple[Coordinator, SiteFolder], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     coordinator, _ = both
-    coordinator.keep({"north": 7, "south": 8})
+    coordinator.save_sites({"north": 7, "south": 8})
     (coordinator.folder / "results" / "first").mkdir(parents=True)
     (coordinator.folder / "results" / "first" / "history.csv").write_text("round,failures\n1,0\n2,1\n")
     answers: dict[str, dict[str, Any]] = {

@@ -88,9 +88,9 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
         lambda: acquisition.qKnowledgeGradient(model, num_fantasies=2)(points[None].repeat(1, 2, 1)),
         lambda: acquisition.qNegIntegratedPosteriorVariance(model, mc_points=points)(points[None]),
     ):
-        with pytest.raises(NotImplementedError, match=r"keeps no row.*qUpperConfidenceBound"):
+        with pytest.raises(NotImplementedError, match=r"has no training rows.*qUpperConfidenceBound"):
             look()
-    with pytest.raises(NotImplementedError, match="Conditioning on 2 rows is what a new run does"):
+    with pytest.raises(NotImplementedError, match="Conditioning on 2 rows needs a new run"):
         model.condition_on_observations(points, points[:, :1])
 
 

@@ -158,7 +158,6 @@ LIES = {
     "a hundred times": lambda sent: {**sent, **{name: 100 * sent[name] for name in STATISTICS}},
     "negative": lambda sent: {**sent, "precision": -sent["precision"]},
     "five trials of six": lambda sent: {**sent, **{name: sent[name][:5] for name in STATISTICS}},
-    "another number of pseudo-inputs": lambda sent: {**sent, "shift": sent["shift"][:, 1:]},
 }
 
 

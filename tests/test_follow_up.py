@@ -61,7 +61,7 @@ def test_counts_of_sites_add_up_to_the_curve_of_all_rows():
     assert small.counts[small.counts[:, 0] > 0, 0].min() >= 5
     assert small.refusal(Described(len(time[::7]))) is None
     assert "events among them" in small.refusal(Described(3))
-    with pytest.raises(DataError, match="no event was seen"):
+    with pytest.raises(DataError, match="no event was observed"):
         life_table(counted(time, 0 * seen, edges), edges)
 
 

@@ -237,7 +237,7 @@ def test_a_reply_that_comes_too_late_is_not_counted_twice(method: str) -> None:
         require_same(slow, calm)
 
 
-REFERENCES = {"LocalOnly", "Pooled", "ModularGP", "FedPoly"}
+REFERENCES = {"LocalOnly", "Pooled"}
 """Comparisons: sites answer one question, and what is fitted is fitted where its rows are."""
 LATE = ("sfvi glmm", "sfvi vae", "sfvi-avg prodlda")
 """Forms that the first seeds do not reach: units with random effects, and networks that read latents off rows."""

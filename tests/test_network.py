@@ -196,7 +196,7 @@ SCORES = dict.fromkeys(
 )
 def test_scores_that_cannot_be_are_refused(change: dict[str, Any], words: str | None) -> None:
     with contextlib.nullcontext() if words is None else pytest.raises(ProtocolError, match=words):
-        ScoreSums.told(SCORES | change)
+        ScoreSums.from_metrics(SCORES | change)
 
 
 def test_scores_of_another_task_are_their_sites_failure() -> None:
@@ -204,6 +204,7 @@ def test_scores_of_another_task_are_their_sites_failure() -> None:
     other = dict.fromkeys(("count", "correct", "nll", "brier"), 1.0)
     none = dict.fromkeys(SCORES, 0.0)
     scoring = Scoring(SimpleNamespace(network=net, preparation=SimpleNamespace(target_scale=1.0)))
-    found = scoring._figures({str(k): ScoreSums.told(own) for k, own in enumerate((SCORES, other, SCORES, none))})
+    sums = map(ScoreSums.from_metrics, (SCORES, other, SCORES, none))
+    found = scoring._figures({str(k): site for k, site in enumerate(sums)})
     assert [row["site"] for row in found["per_site"]] == ["0", "2"]
     assert [failure.site for failure in net.failures] == ["1"]

@@ -124,7 +124,7 @@ def test_sites_that_differ_from_most_are_refused_by_column():
     assert "has as target `z`" in found.refused["4"]
     assert "lacks the column `job`" in found.refused["0"]
     assert "has the extra column `z`" in found.refused["0"]
-    assert "has as another kind `x`" in found.refused["3"]
+    assert "has another kind of `x`" in found.refused["3"]
     assert found.names[0] == "x"  # the order of the first accepted site
     assert found.arrays["input.mean"][0] == pytest.approx(frame["x"].mean())
 
@@ -133,10 +133,11 @@ def test_sites_that_differ_from_most_are_refused_by_column():
     ("changed", "schema", "message"),
     [
         ({"features.sum": np.zeros(2)}, "", "shape"),
-        ({"features.squares": np.array([-1.0])}, "", "not negative"),
+        ({"features.squares": np.array([-1.0])}, "", "not be negative"),
         ({"features.residual": np.array([1e-9])}, "", "more than rounding"),
         ({"levels.job": np.array([1, 1, 1])}, "", "add up"),
         ({"extra": np.zeros(1)}, "", "extra"),
+        ({"features.missing": np.array([400])}, "", "counts more than the"),
         ({}, "{", ""),
         ({}, '{"features": [], "target": {"name": "y"}}', ""),
         ({}, '{"features": [{"name": "y", "kind": "numeric"}], "target": {"name": "y", "kind": "numeric"}}', ""),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, each, lost, numbers, run, waves
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, each, lost, run, waves
 from faults import arrays as other_arrays
 
 from fedgp_flower import server_app
@@ -61,10 +61,8 @@ def unequal(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (each(lambda array: np.full_like(array, np.nan)), "not finite"),
         (lost, "no reply"),
-        (numbers(num_examples=3), "rows"),
-        (other_arrays(unequal), "one number"),
+        (other_arrays(unequal), "differ in number"),
         (each(lambda array: array * 1e20), "numbers above"),
     ],
 )

@@ -1,14 +1,12 @@
 """PVI over weights: exact where conjugate, global VI at convergence, and networks."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import configured
 from scipy.optimize import minimize
 from scipy.special import gammaln, log_expit
 
@@ -28,8 +26,6 @@ from fedgp_flower.methods.pvi_weights.model import (
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.api import load_run
-from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.shared_messages import Described
 from strategies.pvi import one_round
 from strategies.pvi_state import PVIState, posterior
@@ -259,27 +255,3 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     assert ((q / prior).precision > 0).all()
     probability = NetworkPosterior(NETWORK, q, 20, False).probabilities(rows.inputs.numpy())
     assert (probability.argmax(1) == rows.targets.numpy()).mean() > 0.95
-
-
-KEYS = {
-    "method": "pvi-bnn",
-    "target": "label",
-    "bnn__hidden": 6,
-    "pvi__steps": 60,
-    "pvi__learning_rate": 0.03,
-    "num_server_rounds": 3,
-    "name": "run",
-}
-
-
-def test_a_run_is_scored_saved_and_predicts(tmp_path: Path):
-    path = tmp_path / "classes.csv"
-    three_classes(150).to_csv(path, index=False)
-    keys = configured(**KEYS, dataset=str(path), output_dir=str(tmp_path), keep_predictions=True)
-    folder = run_in_process(keys, 3)
-    read = load_run(folder)
-    assert read.metrics.test["accuracy"] > 0.9
-    chance = read.posterior.predict(three_classes(30, 5))
-    assert list(chance) == [f"probability of {c}" for c in range(3)]
-    assert (chance.to_numpy().argmax(1) == np.arange(30) % 3).mean() > 0.9
-    assert "Pruned weights" in (folder / "report.html").read_text()

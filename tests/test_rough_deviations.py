@@ -12,6 +12,8 @@ import torch
 from faults import configured
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
+from test_hierarchical_gp import bound
+from test_hierarchical_gp import total as together
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
@@ -57,10 +59,6 @@ def units() -> list[RoughDeviation]:
     return found
 
 
-def together(parts: list[Sums]) -> Sums:
-    return Sums(sum(p.precision for p in parts), sum(p.shift for p in parts), sum(p.constant for p in parts))
-
-
 def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[Sums, GlobalPosterior]:
     """The fixed point of q(u) and the weights of roughness at a θ."""
     q = initial_global(len(INDUCING), scale=1.0, triangular=True)
@@ -74,13 +72,6 @@ def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[
 def matern(a: np.ndarray, b: np.ndarray, lengthscale: float) -> np.ndarray:
     r = np.sqrt(3) * np.abs(a[:, None] - b) / lengthscale
     return (1 + r) * np.exp(-r)
-
-
-def bound(total: Sums) -> torch.Tensor:
-    """F = c − ½ log|I + P| + ½ pᵀ(I + P)⁻¹p."""
-    precision = torch.eye(len(total.shift), dtype=torch.float64) + total.precision
-    fit = total.shift @ torch.linalg.solve(precision, total.shift)
-    return total.constant - 0.5 * torch.logdet(precision) + 0.5 * fit
 
 
 def dense(

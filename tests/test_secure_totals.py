@@ -299,7 +299,7 @@ def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, cap
     assert "simulated" not in strategy.session.what_the_server_sees()
     lines = [record.message for record in caplog.records if record.message.startswith("totals under masks")]
     assert len(lines) == 1
-    with pytest.raises(ConfigError, match="masks would hide"):
+    with pytest.raises(ConfigError, match="masks hide"):
         run(FaultyGrid(configured(method="pvi"), real_nodes))
 
 

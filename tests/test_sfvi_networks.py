@@ -14,7 +14,7 @@ from scipy import stats
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
-from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import named, unit_noise
 from fedgp_flower.methods.sfvi.classes import CONCENTRATION, AmortisedModel, PersonalNetwork, half_normal
 from fedgp_flower.methods.sfvi.mixed import GroupedModel
@@ -102,43 +102,6 @@ def test_confusion_counts_rows_and_leaves_small_cells_out():
     np.testing.assert_array_equal(found.coarse(2).counts, [[0, 0], [0, 2]])
     assert found.refusal(Described(4)) is None
     assert Confusion(-found.counts).refusal(Described(4))
-
-
-def one_class_each(rows: int = 60) -> pd.DataFrame:
-    """Three sites, each with one class for 80 % of its rows."""
-    rng = np.random.default_rng(0)
-    site = np.repeat(np.arange(3), rows)
-    label = np.where(np.arange(3 * rows) % 5 == 0, (site + 1 + np.arange(3 * rows) // 5 % 2) % 3, site)
-    centres = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])
-    x = centres[label] + 0.4 * rng.standard_normal((len(site), 2))
-    return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float), "silo": site})
-
-
-@pytest.mark.parametrize(("method", "name"), [("sfvi", "fedpop"), ("sfvi-avg", "hierarchical-bnn")])
-def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, method: str, name: str):
-    path = tmp_path / "classes.csv"
-    one_class_each().assign(label=lambda frame: frame["label"].map("kind {:.0f}".format)).to_csv(path, index=False)
-    own: dict[str, Any] = {"sfvi__local_steps": 5, "num_server_rounds": 8} if method == "sfvi-avg" else {}
-    keys = {"method": method, "target": "label", "partitioner": "natural"}
-    keys |= {"partition__column": "silo", "sfvi__model": name, "sfvi__hidden": 8}
-    keys |= {"sfvi__initial_scale": 0.1}
-    keys |= {"num_server_rounds": 40, "sfvi__samples": 2, "name": "run", "output_dir": str(tmp_path)}
-    flat = configured(**keys | own, dataset=str(path), features="a,b")
-    folder = run_in_process(flat, 3)
-    read = load_run(folder)
-    assert read.metrics.test["accuracy"] > 0.85
-    confusion = np.array(read.metrics.method_details["confusion"])
-    assert confusion.sum() == 36
-    assert np.trace(confusion) == pytest.approx(36 * read.metrics.test["accuracy"])
-    assert "that of the likeliest class" in (folder / "report.html").read_text()
-    assert {"calibration.png", "confusion-of-classes.png"} <= {path.name for path in (folder / "plots").iterdir()}
-    table = one_class_each()[lambda frame: frame["silo"] == 1]
-    assert read.posterior is None  # of the heads of new sites nothing is known: all classes would be as likely
-    with pytest.raises(RunError, match="a last layer of its own"):
-        Predictor.of_run(folder)
-    assert len(Predictor.of_all(folder)) == 3
-    chance = Predictor.at_site(folder, "1").predict(table).to_numpy()
-    assert (chance.argmax(1) == table["label"]).mean() > 0.85
 
 
 WORDS = "ball,goal,disk,file,say"

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from safetensors.numpy import load_file
 from scipy import stats
 from scipy.integrate import quad
+from test_predict import by_hand
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError, RunError
@@ -103,23 +103,8 @@ def trained(request, tmp_path_factory):
 
 
 def test_the_saved_equation_predicts_with_numpy_alone(trained):
-    words, a = (
-        json.loads((trained.path / "posterior.json").read_text()),
-        load_file(trained.path / "posterior.safetensors"),
-    )
-    new = pd.DataFrame({"x": [-1.5, 0.2, 1.1]})
-    x = (new.to_numpy() - a["input.mean"]) / a["input.scale"]
-
-    def k(left, right):
-        gap = (left[:, None] - right[None]) / a["kernel.lengthscale"].ravel()
-        return a["kernel.outputscale"] * np.exp(-0.5 * (gap**2).sum(-1))
-
-    z = a["inducing.locations"]
-    root = np.linalg.cholesky(k(z, z) + words["model"]["jitter"] * a["kernel.outputscale"].item() * np.eye(len(z)))
-    cross = np.linalg.solve(root, k(z, x))
-    variance = np.diag(k(x, x)) - (cross**2).sum(0) + np.diag(cross.T @ a["inducing.covariance"] @ cross)
-    mean = cross.T @ a["inducing.mean"] * a["target.scale"] + a["target.mean"]
-    sd = np.sqrt(variance + a["likelihood.noise"]) * a["target.scale"]
+    words, new = json.loads((trained.path / "posterior.json").read_text()), pd.DataFrame({"x": [-1.5, 0.2, 1.1]})
+    mean, sd = by_hand(trained.path, new.to_numpy())
     named = words["schema"]["target"]["transform"]
     low = stats.norm.cdf((0.0 - mean) / sd) if named["name"] == "sqrt" else 0.0
     t = mean + sd * stats.norm.ppf(low + 0.975 * (1 - low))

@@ -59,7 +59,7 @@ VIOLATIONS: dict[str, Violation] = {
         "`rows-per-level` = 10 in the default policy",
         frame=named(lambda i: f"person-{i % 24}"),
     ),
-    "default identifier": Violation("an id for each row", "as an identifier has", frame=named(lambda i: f"person-{i}")),
+    "default identifier": Violation("an id for each row", "like an identifier", frame=named(lambda i: f"person-{i}")),
     "default dates": Violation(
         "dates of admission as text", "`ward` holds dates", frame=named(lambda i: f"2021-03-{1 + i % 12:02d}")
     ),

@@ -28,7 +28,7 @@ from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.options import CLASSES
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, apart
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, split_target
 from fedgp_flower.typing import NamedArrays
 
 MOST_POINTS = 100
@@ -212,7 +212,7 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
-    (y, beside), count = apart(rows.y), len(rows.y)
+    (y, beside), count = split_target(rows.y), len(rows.y)
     known = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # also where all are zero
     if units.classes > 2:
         held = np.bincount(y.astype(int), minlength=units.classes) + 0.5

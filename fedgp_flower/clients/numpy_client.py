@@ -34,16 +34,16 @@ from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
-from fedgp_flower.options import BESIDE, MethodOptions
+from fedgp_flower.options import SECOND_COLUMN, MethodOptions
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import (
     Prediction,
     Scores,
     TargetUnits,
-    apart,
     bernoulli_scores,
     class_scores,
     much_better,
+    split_target,
     time_scores,
 )
 from fedgp_flower.shared_messages import (
@@ -241,7 +241,7 @@ class SiteClient(NumPyClient):
         predicted, agreed, units = self.held_out(request), self.preparation, self.units
         if predicted.mean.ndim > 1:
             return {}
-        mean, sd, target = units.original(predicted, apart(self.rows.y_test)[0])
+        mean, sd, target = units.original(predicted, split_target(self.rows.y_test)[0])
         arrays: NamedArrays = {"prediction.mean": mean, "prediction.sd": sd, "prediction.target": target}
         if self.config.model.likelihood == "bernoulli":
             del arrays["prediction.sd"]
@@ -345,7 +345,7 @@ def column_squares(client: SiteClient, request: Centres) -> ColumnSquares:
 def shape(client: SiteClient, request: Nothing) -> Shape:
     """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
     rows = client.rows
-    arrays, start, (y, beside) = input_shape(rows.x), client.start(rows.x.shape[1]), apart(rows.y)
+    arrays, start, (y, beside) = input_shape(rows.x), client.start(rows.x.shape[1]), split_target(rows.y)
     sums = np.array(y @ y), np.asarray(beside.sum())
     return Shape(arrays["input.histogram"], arrays["input.products"], *sums, start)
 
@@ -378,7 +378,7 @@ def log_shares(design: Array, weights: Array) -> Array:
 
 def follow_up(client: SiteClient, request: Edges) -> TimeCounts:
     """Training rows by their time, and those whose event was seen."""
-    return TimeCounts(counted(*apart(client.rows.y), request.values))
+    return TimeCounts(counted(*split_target(client.rows.y), request.values))
 
 
 def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
@@ -386,7 +386,7 @@ def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
     known, target = client.preparation.follow_up, client.rows.y_test
     if known is None:
         raise ProtocolError("the sites have not agreed on how long rows were followed")
-    time, seen = apart(target)
+    time, seen = split_target(target)
     alive = known.survived(time)
     nll = -np.log(alive) - np.where(seen == 1, np.log(known.hazard(time)), 0.0)
     curve = known.survived
@@ -399,7 +399,7 @@ def time_regression(client: SiteClient, request: TimeCoefficients) -> TimeSums:
 
     At z = τ log t − X̃ᵀv a row that was seen adds log p(z) + log τ − log t, which is concave in (v, τ).
     """
-    (time, seen), scale = apart(client.rows.y), float(request.values[-1])
+    (time, seen), scale = split_target(client.rows.y), float(request.values[-1])
     design = np.column_stack([-with_ones(client.rows.x), np.log(time)])  # dz
     z = torch.from_numpy(design @ request.values)
     likelihood, zero = build_point_likelihood(client.config.model.likelihood), torch.zeros_like(z)
@@ -425,7 +425,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
     elif likelihood == "poisson":
         scores = count_scores(mean, variance, y)
-    elif BESIDE.get(likelihood) == "event":
+    elif SECOND_COLUMN.get(likelihood) == "event":
         hyper = torch.tensor([math.log(request.variance) / 2], dtype=torch.float64)
         scores = build_point_likelihood(likelihood).scores(mean, 0 * mean, y, hyper, client.units)
     else:

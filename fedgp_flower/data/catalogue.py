@@ -1,4 +1,4 @@
-"""The data sets a name can mean: built-ins, and tables in the data folder."""
+"""Named data sets: built-ins, and tables in the data folder."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fedgp_flower.lazy import datasets, pd
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A data set that a name reaches, a line of ``fedgp datasets``; a built-in needs neither files nor the network."""
+    """A named data set, a line of ``fedgp datasets``; a built-in needs neither files nor the network."""
 
     name: str
     summary: str
     rows: int
     inputs: int
-    """Columns besides the target and the natural column."""
+    """Number of columns besides the target and the natural column."""
     splits: int = 0
-    """Standard splits, numbered from 0."""
+    """Number of standard splits."""
     natural: str = ""
-    """The column that names the site of a row. It is an input only if ``features`` says so."""
+    """Column with the site of each row; an input only if ``features`` names it."""
     target: str = ""
     make: Callable[[int], Made] | None = None
-    """Of a built-in: the table and its splits, from the seed of the run where the data are synthetic."""
+    """For a built-in: function from the seed of the run to the table and its splits."""
     source: str = "built-in"
-    """``built-in``, or the file."""
+    """``built-in`` or the file."""
 
 
 def _diabetes(_seed: int) -> Made:
@@ -65,13 +65,13 @@ BUILTINS = {entry.name: entry for entry in _BUILTINS}
 
 
 def data_folder(data_dir: str) -> Path | None:
-    """The folder data set names live in: the configuration's, else the environment's ``FEDGP_DATA``, else none."""
+    """Return the folder of data sets: ``data-dir``, else the environment variable ``FEDGP_DATA``, else None."""
     chosen = data_dir or os.environ.get("FEDGP_DATA", "")
     return Path(chosen).expanduser().resolve() if chosen else None
 
 
 def find_file(stem: Path) -> Path | None:
-    """The table of this name: the path itself, or the path with one of the known endings."""
+    """Return the table at a path, as it is or with one of the known endings, or None."""
     if stem.name.endswith(SUFFIXES) and stem.is_file():
         return stem
     candidates = (stem.with_name(stem.name + suffix) for suffix in SUFFIXES)
@@ -79,7 +79,7 @@ def find_file(stem: Path) -> Path | None:
 
 
 def names_in(folder: Path | None) -> dict[str, Path]:
-    """Tables in the folder and in its folders, by the name that ``dataset`` takes."""
+    """Return the tables in a folder and its subfolders, by their name for ``dataset``."""
     if folder is None or not folder.is_dir():
         return {}
     files = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern))
@@ -88,12 +88,12 @@ def names_in(folder: Path | None) -> dict[str, Path]:
 
 
 def splits_file(table: Path) -> Path:
-    """Where the standard splits of a table are kept."""
+    """Return the file with the standard splits of a table."""
     return table.with_name(f"{table_stem(table)}.splits.json.gz")
 
 
 def catalogue(data_dir: str = "") -> list[Entry]:
-    """Every data set that a name reaches now: built-ins first, then the tables of the data folder."""
+    """Return all named data sets: built-ins, then the tables of the data folder."""
     return [*_BUILTINS, *(_file_entry(name, path) for name, path in names_in(data_folder(data_dir)).items())]
 
 

@@ -1,4 +1,4 @@
-"""Find and read the table that ``dataset`` names: typed rows, feature columns, target, standard splits."""
+"""Read the table of the key ``dataset``: typed rows, feature columns, target, standard splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_
 from fedgp_flower.data.cells import (
     Mask,
     cells_of,
-    check_beside,
+    check_second_target,
     check_target,
     codes_in,
     date_problems,
@@ -34,17 +34,17 @@ from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
 PARTS = ("train", "validation", "val", "test")
-"""What a column ``split`` may say of a row."""
+"""Values of a column ``split`` with the part of each row."""
 
 
 def choose_columns(
     config: CoreConfig, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Feature columns and target; those set ``aside`` are neither unless the configuration names them."""
+    """Return feature columns and target; columns ``aside`` are neither unless the configuration names them."""
     if config.design is not None:
-        require_columns(pd.DataFrame(columns=list(names)), [*config.design.inputs, *config.set_aside], file)
+        require_columns(pd.DataFrame(columns=list(names)), [*config.design.inputs, *config.group_columns], file)
         return list(config.design.inputs), config.design.target
-    spare = {*aside, *config.aside}
+    spare = {*aside, *config.default_exclusions}
     usable = [name for name in names if name not in spare]
     goal = config.outcome or target or ("y" if "y" in names else usable[-1] if usable else "")
     given = [name.strip() for name in config.features.split(",") if name.strip()]
@@ -53,41 +53,41 @@ def choose_columns(
     if unknown := [name for name in without if name not in names]:
         raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
     features = wanted or [name for name in usable if name not in (goal, *without)]
-    if named := [name for name in (goal, config.beside) if name in features]:
+    if named := [name for name in (goal, config.second_target) if name in features]:
         raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
     nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
     if nameless and not wanted:
         raise DataError(
-            f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
+            f"{file}: {', '.join(nameless)} has no name and may be a saved row index; name the columns in `features`"
         )
     return features, goal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A data set whose cells were all checked. It is cached, and so compared by identity."""
+    """A data set with checked cells, compared by identity for caches."""
 
     file: str
-    """Its name in messages."""
+    """Name in messages."""
     frame: pd.DataFrame
     """Features and target: float64 for numbers, text for levels."""
     features: tuple[str, ...]
     target: str
     column: pd.Series
-    """The partition column, row by row; the target where the configuration names none."""
+    """Values of the partition column; of the target if the configuration names none."""
     splits: tuple[Indices, ...]
-    """Test rows of each standard split; the training rows are the others."""
+    """Test rows of each standard split; all others are training rows."""
     keys: pd.Series | None
-    """What decides which rows are held out, row by row; None where no column does."""
+    """Values of the column in `holdout`; None if rows are held out at random."""
     dropped: int
-    """Rows left out for a missing cell."""
+    """Number of rows dropped for a missing cell."""
     codes: Mapping[str, Mask]
-    """Cells that may be codes for missing ones."""
+    """Cells that may be codes for missing values."""
 
     def rows(self, split: int) -> tuple[Indices, Indices]:
-        """Training and test rows of a standard split; −1 is all rows and none."""
+        """Return training and test rows of a standard split; for −1 all rows and no rows."""
         everything = np.arange(len(self.frame))
         if split < 0:
             return everything, everything[:0]
@@ -99,7 +99,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
-    """A data set before its cells are checked."""
+    """A data set with unchecked cells."""
 
     file: str
     frame: pd.DataFrame
@@ -109,11 +109,11 @@ class _Raw:
 
 
 _READ: dict[object, Table] = {}
-"""The latest tables, by every key that they depend on."""
+"""Cache of the latest tables."""
 
 
 def load_table(config: CoreConfig) -> Table:
-    """The table that ``dataset`` names; a process reads it once, and again when its files have changed."""
+    """Return the table of the key ``dataset``. It is cached until its files change."""
     path = None if config.dataset in BUILTINS else _locate(config.dataset, data_folder(config.data_dir))
     files = [] if path is None else [p for p in (path, splits_file(path)) if p.is_file()]
     key = (
@@ -138,9 +138,9 @@ def checked(
     file: str,
     kinds: Mapping[str, Kind] | None = None,
 ) -> pd.DataFrame:
-    """Features and target, typed, without rows that ``missing`` drops; ``kinds`` are those settled for features."""
-    beside = [config.beside] if config.beside else []
-    require_columns(raw, [*features, target, *beside], file)
+    """Return typed features and target without rows that ``missing`` drops; ``kinds`` fixes kinds of features."""
+    second = [config.second_target] if config.second_target else []
+    require_columns(raw, [*features, target, *second], file)
     names = list(kinds) if kinds else named(raw, features, config.dates)
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
@@ -148,23 +148,23 @@ def checked(
     named_levels = [] if config.design is None else config.design.categories
     classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
     classes |= {target: "categorical"} if config.model.likelihood in CLASSES else {}
-    classes |= dict.fromkeys(beside, "numeric")
-    found = [*read, *beside] if target in dated else [*read, *beside, target]
+    classes |= dict.fromkeys(second, "numeric")
+    found = [*read, *second] if target in dated else [*read, *second, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
         ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
-    frame = frame.dropna(subset=None if config.missing == "drop" else [target, *beside])
+    frame = frame.dropna(subset=None if config.missing == "drop" else [target, *second])
     if frame.empty:
         remedy = "fill them, set `missing` to 'impute', or name other `features`"
-        raise DataError(f"{file}: every row lacks its `{target}` or another cell; {remedy}")
+        raise DataError(f"{file}: every row has a missing `{target}` or another missing cell; {remedy}")
     empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
     check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
-    if beside:
-        check_beside(frame[target], frame[config.beside], config.model.likelihood, file)
-    labels: dict[str, Kind] = dict.fromkeys(config.set_aside, "categorical")
+    if second:
+        check_second_target(frame[target], frame[config.second_target], config.model.likelihood, file)
+    labels: dict[str, Kind] = dict.fromkeys(config.group_columns, "categorical")
     groups = typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
     return frame.assign(**{str(name): groups[name] for name in groups})
 
@@ -180,7 +180,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, config, raw.file)
-    features = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
+    features = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     if problems := identifier_problems(frame, features, config.max_levels):
         raise DataError(f"{raw.file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
@@ -192,18 +192,18 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
-    """The file a name means; None for OpenML."""
+    """Return the file of a data set; None for OpenML."""
     if name.startswith(OPENML):
         return None
     found = (find_file(folder / name) if folder is not None else None) or find_file(Path(name).expanduser().resolve())
     if found is None and Path(name).expanduser().is_dir():
-        raise DataError(f"{name}: a folder, not a table; name the tables in it, such as {name}/*.csv")
+        raise DataError(f"{name} is a folder, not a table; name the tables in it, such as {name}/*.csv")
     if found is None:
         here = ", ".join(names_in(folder)) or "none"
         where = f"in {folder}" if folder is not None else "(set `data-dir` or the environment variable FEDGP_DATA)"
         raise DataError(
             f"`dataset` = '{name}' is not known. Built-ins: {', '.join(BUILTINS)}. Files {where}: {here}."
-            f" A path to a table or {OPENML}<name> works too"
+            f" It may also be a path to a table or {OPENML}<name>"
         )
     return found
 
@@ -219,12 +219,12 @@ def _from_file(path: Path) -> _Raw:
 
 
 def parts_in(frame: pd.DataFrame) -> tuple[str, ...]:
-    """The column ``split`` where it says which rows are for training and which for tests: no input and no target."""
+    """Return the column ``split`` if it assigns rows to training and test; it is neither input nor target."""
     return ("split",) if "split" in frame and frame["split"].isin(PARTS).all() else ()
 
 
 def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
-    """Test rows from ``{"n": rows, "test": [[row, …], …]}``, rows counted from 0."""
+    """Read the test rows of ``{"n": rows, "test": [[row, …], …]}``, counted from 0."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as text:
             content = json.load(text)
@@ -235,21 +235,21 @@ def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
             f'{path.name}: not a list of splits; expected gzipped JSON {{"n": …, "test": [[…], …]}}'
         ) from None
     if stated != rows:
-        raise DataError(f"{path.name}: made for {stated} rows, and the table has {rows}")
+        raise DataError(f"{path.name}: splits of {stated} rows, but the table has {rows}")
     for number, test in enumerate(splits):
         if test.size == 0 or test[0] < 0 or test[-1] >= rows or (np.diff(test) == 0).any():
-            raise DataError(f"{path.name}: split {number} names a row twice, none, or one that the table lacks")
+            raise DataError(f"{path.name}: split {number} is empty, repeats a row or names a row beyond the table")
     return splits
 
 
 def _openml(name: str) -> _Raw:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of several versions, scikit-learn takes the oldest active one and says so
+            warnings.simplefilter("ignore")  # scikit-learn warns that it takes the oldest active version
             bunch = datasets.fetch_openml(name=name.removeprefix(OPENML), as_frame=True, parser="auto")
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"
-            " and is the name spelled as at OpenML?"
+            f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); check the network"
+            " and the name"
         ) from None
     return _Raw(name, bunch.frame.reset_index(drop=True), target=str((bunch.target_names or [""])[0]))

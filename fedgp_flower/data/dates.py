@@ -1,4 +1,4 @@
-"""Columns of dates are refused or turned into numbers, whose names say which part of which column they are."""
+"""Detect columns of dates and convert them to numbers named ``days(c)``, ``sine(c)`` and ``cosine(c)``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FORMATS = {
     r"\d{1,2} [A-Za-z]{3,9} \d{4}": ("%d %b %Y", "%d %B %Y"),
     r"[A-Za-z]{3,9} \d{1,2}, \d{4}": ("%b %d, %Y", "%B %d, %Y"),
 }
-"""What a date looks like → how it may be read. All have separators and a year of four digits: no plain number fits."""
+"""Pattern of a date → its possible formats. Separators and a four-digit year exclude plain numbers."""
 TIME = r"(?:[T ]\s*\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?\s*(?:[AaPp][Mm])?\s*(?:Z|UTC|[+-]\d{2}:?\d{2})?)?"
 SHARE = 0.9
-"""Least share of the filled cells that must be read; of those of one look, by one format."""
+"""Smallest share of the filled cells that are dates; of the cells of a pattern, those of a single format."""
 
 
 def readings(column: pd.Series) -> list[pd.Series]:
-    """The days of a column in each way that reads its cells: two where day and month can be exchanged everywhere."""
+    """Return the dates of a column in each possible format: two if day and month can be swapped in every cell."""
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
         return [column.dt.tz_localize(None)]
     if pd.api.types.is_numeric_dtype(column.dtype):
@@ -69,13 +69,13 @@ def named(frame: pd.DataFrame, features: Sequence[str], dates: str) -> list[str]
 
 
 def source(name: str, present: Iterable[str]) -> str:
-    """The column that an input is made of: itself, or the column of dates in its name where that one is not there."""
+    """Return the column of an input: itself, or the column of dates in its name if it is not ``present``."""
     match = re.fullmatch(r"(?:days|sine|cosine)\((.+)\)", name)
     return match.group(1) if match and name not in set(present) else name
 
 
 def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.DataFrame:
-    """The table with the named numbers: days since 2000, sine and cosine of 2π (day of the year − 1) / 365.2425."""
+    """Add the named numbers to a table: days since 2000, sine and cosine of 2π (day of the year − 1) / 365.2425."""
     present = [str(name) for name in frame.columns]
     made: dict[str, pd.Series] = {}
     for name in names:
@@ -87,7 +87,7 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.Dat
             raise DataError(f"{file}: `{column}` holds no dates; write them as 2024-12-31")
         if any(not found[0].equals(other) for other in found[1:]):
             raise DataError(
-                f"{file}: in `{column}` day and month could be exchanged in every cell; write dates as 2024-12-31"
+                f"{file}: in `{column}` day and month could be swapped in every cell; write dates as 2024-12-31"
             )
         angle = 2 * np.pi * (found[0].dt.day_of_year - 1) / YEAR
         part = name.partition("(")[0]

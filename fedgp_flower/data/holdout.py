@@ -1,4 +1,4 @@
-"""Which rows a site holds out: any, whole groups or the latest; the same on every visit and on every machine."""
+"""Choose a site's held-out rows: at random, whole groups or the latest; reproducible on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedgp_flower.typing import Indices
 
 
 def keys_of(raw: pd.DataFrame, config: CoreConfig, file: str) -> pd.Series | None:
-    """The group of every row, or its time as a number, as ``holdout`` says; None where no column decides."""
+    """Return the group or numeric time of every row for ``holdout``; None without a column."""
     way, _, name = config.holdout.partition(":")
     if not name:
         return None
@@ -26,17 +26,17 @@ def keys_of(raw: pd.DataFrame, config: CoreConfig, file: str) -> pd.Series | Non
 
 
 def whole(column: pd.Series, config: CoreConfig) -> Indices:
-    """Rows of the natural groups that ``holdout`` = site leaves out, in the order of a hash; two or more stay."""
+    """Return the rows of the natural groups that ``holdout`` = site holds out, chosen by a hash; at least two stay."""
     labels = sorted(column.unique(), key=lambda label: (derived_seed(config.seed, "held-out", label), label))
     count = min(max(1, round(config.test_fraction * len(labels))), len(labels) - 2)
     return np.flatnonzero(column.isin(labels[: max(count, 0)]))
 
 
 def divided(rows: int, keys: pd.Series | None, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
-    """Positions of a site's training rows and of its held-out rows.
+    """Return positions of a site's training rows and of its held-out rows.
 
-    Groups are ordered by a hash of seed and group, so that one with rows at two sites is treated alike at both. Rows
-    are held out by time if they are later than every training row.
+    Groups are ordered by a hash of seed and group, so a group is held out at all its sites or at none. Rows are held
+    out by time if they are later than every training row.
     """
     share, out = config.test_fraction, np.zeros(rows, dtype=bool)
     count = min(round(share * rows), rows - 1)

@@ -1,10 +1,10 @@
-"""A site's rows: a share of a data set in simulation, or the site's file when deployed."""
+"""A site's rows: part of a data set in a simulation, otherwise the site's table."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -33,7 +33,7 @@ else:
     partitioning = Lazy("fedgp_flower.data.partitioning")
 
 LOADED = "load_data"
-"""What errors call rows that the user's function returned."""
+"""Name, in errors, of rows that the user's function returned."""
 
 Data: TypeAlias = (
     "tuple[NDArray[Any], NDArray[Any]]"
@@ -42,29 +42,29 @@ Data: TypeAlias = (
 )
 
 LINE = 180
-"""Letters of names in a line about groups that are left out."""
-_ONE_AT_A_TIME = Lock()
-"""Silencing a library is not thread-safe: sites that share a process read and deal one after the other."""
+"""Width of a line with names of excluded groups."""
+_LOCK = Lock()
+"""Silencing a library is not thread-safe, so sites that share a process load and partition one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteData:
-    """A site's rows as a model sees them; [N, 2] are the target and the column beside it."""
+    """A site's encoded rows; targets [N, 2] include the second target column."""
 
     x: Array  # [N, D]
     y: Array  # [N] or [N, 2]
     x_test: Array  # [N*, D]
     y_test: Array  # [N*] or [N*, 2]
     unknown_levels: int
-    """Cells whose level no site had when the schema was agreed; their indicators are zero."""
+    """Number of cells with a level that is not in the schema; their indicators are zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawSite:
-    """A site's checked rows in original units; columns are the features and the target."""
+    """A site's checked rows in original units, with columns of features and target."""
 
     site: str
-    """The id that seeds, results and the order of updates use."""
+    """Id of the site for seeds, results and the order of updates."""
     label: str
     partitions: int
     """Number of simulated sites; 0 for a real one."""
@@ -73,34 +73,34 @@ class RawSite:
     features: tuple[str, ...]
     target: str
     dropped: int = 0
-    """Rows of the table left out for a missing cell. The first site counts those of a shared table."""
+    """Number of rows dropped for a missing cell. For a shared table, only the first site counts them."""
     left_out: str = ""
-    """Who takes no part in a simulation, a line each. The first site tells."""
+    """Groups that are excluded from a simulation, a line each. Only the first site lists them."""
     suspected: str = ""
-    """What a person should look at in these rows, a line each; codes are looked for in the whole of a shared table."""
+    """Warnings on these rows, a line each. Codes for missing cells are detected in the whole of a shared table."""
     dealt: bool = False
-    """Whether the rows are a share of one table, and not of a table of the site."""
+    """Whether the rows are part of a table that all sites share."""
     beside: str = ""
-    """The column beside the target, such as an exposure; empty without one."""
+    """Second target column, such as an exposure; empty without one."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
-    """The latest encoding: a process of a simulation answers many messages of a run."""
+    """Cache of the latest encoding."""
 
     @property
     def simulated(self) -> bool:
-        """Whether the rows are a share of a data set that this process holds whole."""
+        """Whether the site is simulated."""
         return self.partitions > 0
 
     @property
     def num_examples(self) -> int:
-        """Training rows."""
+        """Number of training rows."""
         return len(self.train)
 
     def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> SiteDescription:
-        """Sums and level counts of the training rows, or what public ranges imply: the answer to ``query.describe``."""
+        """Return sums and level counts of the training rows; with public ranges, the sums that these imply."""
         return describe(self.train, self.features, self.target, ranges)
 
     def encode(self, preparation: Preparation) -> SiteData:
-        """The rows, standardised as the sites agreed."""
+        """Return the rows encoded and standardised by the agreed preparation."""
         key = preparation.fingerprint()
         if key not in self._encoded:
             both = (self.train, self.test)
@@ -118,7 +118,7 @@ class RawSite:
 
 
 def site_id(node_config: Mapping[str, Value]) -> str:
-    """The stable id of this node: `site`, else the name of its data file, else its partition; empty if it has none."""
+    """Return the id of this node: `site`, else the name of its data file, else its partition, else an empty string."""
     if node_config.get("site"):
         return str(node_config["site"])
     if "data-path" in node_config:
@@ -127,7 +127,7 @@ def site_id(node_config: Mapping[str, Value]) -> str:
 
 
 def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "") -> RawSite:
-    """The rows of this node; simulated sites check once a run whether their table's file has changed."""
+    """Load the rows of this node. Simulated sites check once per run whether the file has changed."""
     if "data-path" in node_config:
         node = {key: str(value) for key, value in node_config.items()}
         tables = _tables(Path(node["data-path"]), node.get("test-path", ""))
@@ -142,17 +142,17 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "
 
 
 def load_all_sites(config: CoreConfig, num_partitions: int) -> list[RawSite]:
-    """Every simulated site, for a process that may see all rows, in order of the partition ids."""
+    """Load every simulated site, in order of the partition ids."""
     return [_simulated_site(config, site, num_partitions) for site in range(num_partitions)]
 
 
 def count_sites(config: CoreConfig, wanted: int = 0) -> int:
-    """Sites of a simulation: the tables that ``dataset`` names, else as many as ``wanted``, else the natural groups."""
+    """Return the number of simulated sites: tables in ``dataset``, else ``wanted``, else the natural groups."""
     if found := len(tables_in(config.dataset)) or wanted:
         return found
     if config.partitioner != "natural":
         raise ConfigError(
-            f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' finds it in the data"
+            f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' takes it from the data"
         )
     table = load_table(config)
     train, _ = _rows(table, config)
@@ -161,18 +161,18 @@ def count_sites(config: CoreConfig, wanted: int = 0) -> int:
 
 
 def simulated_nodes(count: int) -> list[dict[str, Value]]:
-    """The node configurations Flower's simulation gives to ``count`` nodes."""
+    """Return the node configurations of ``count`` nodes in Flower's simulation."""
     return [{"partition-id": index, "num-partitions": count} for index in range(count)]
 
 
 def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Path]:
-    """Write the rows of every simulated site to ``site-00.csv``, its held-out rows to ``site-00.test.csv``."""
+    """Write every simulated site's training rows to ``site-00.csv`` and held-out rows to ``site-00.test.csv``."""
     width = max(2, len(str(num_sites - 1)))
     sites = load_all_sites(config, num_sites)
     paths = [folder / f"site-{number:0{width}d}.csv" for number in range(num_sites)]
     for path in paths:
         if path.exists() or path.with_suffix(".test.csv").exists():
-            raise DataError(f"{folder}: {path.name} is there already; choose an empty folder")
+            raise DataError(f"{folder}: {path.name} exists already; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     for site, path in zip(sites, paths, strict=True):
         site.train.to_csv(path, index=False)
@@ -182,7 +182,7 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
 
 
 def _tables(path: Path, test: str = "") -> list[tuple[str, pd.DataFrame]]:
-    """The table of a site and, if there are any, its held-out rows, each with its name for errors."""
+    """Read a site's table and its held-out rows, if any, each with its name for errors."""
     held_out = Path(test) if test else held_out_beside(path.expanduser())
     paths = [part.expanduser() for part in (path, held_out) if part]
     return [(part.name, read_table(part)) for part in paths]
@@ -193,76 +193,65 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         raise DataError(f"`partition-id` = {site} is not one of the {partitions} simulated sites")
     if paths := tables_in(config.dataset):
         return real_site(config, (str(site), table_stem(paths[site]), partitions), _tables(paths[site]))
-    with _ONE_AT_A_TIME:
+    with _LOCK:
         table = load_table(config)
-        dealt = _dealt(table, config, partitions)
+        partition = _partition(table, config, partitions)
     train, test = _rows(table, config)
-    rows = train[dealt.rows[site]]
+    rows = train[partition.rows[site]]
     if config.split >= 0 or config.holdout == "site":
-        held_out = _share(config, table, test, dealt, site)
+        held_out = _share(config, table, test, partition, site)
     else:
         keys = None if table.keys is None else table.keys.iloc[rows]
         rows, held_out = (rows[part] for part in divided(rows.size, keys, config, str(site)))
-    both = [table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out)]
-    here = np.concatenate([rows, held_out])
-    codes = {name: mask for name, mask in table.codes.items() if mask[here].any()}
-    node = (str(site), dealt.labels[site], partitions)
-    said = suspicions(pd.concat(both), table.target, codes, _wants_normal(config))
-    where = f"site {dealt.labels[site]} of {table.file}"
-    dropped = table.dropped if site == 0 else 0
-    left_out = "\n".join(_left_out(table, config, dealt)) if site == 0 else ""
-    made = _site(node, both, table.target, table.features, dropped, said, where)
-    return replace(made, dealt=True, beside=config.beside, left_out=left_out)
+    if not rows.size:
+        raise DataError(f"site {partition.labels[site]} of {table.file}: 0 training rows; at least 1 is needed")
+    site_rows = np.concatenate([rows, held_out])
+    codes = {name: mask for name, mask in table.codes.items() if mask[site_rows].any()}
+    return RawSite(
+        *(str(site), partition.labels[site], partitions),
+        *(table.frame.iloc[rows].reset_index(drop=True), table.frame.iloc[held_out].reset_index(drop=True)),
+        features=table.features,
+        target=table.target,
+        dropped=table.dropped if site == 0 else 0,
+        left_out="\n".join(_left_out(table, config, partition)) if site == 0 else "",
+        suspected=suspicions(table.frame.iloc[site_rows], table.target, codes, _untransformed_gaussian(config)),
+        dealt=True,
+        beside=config.second_target,
+    )
 
 
-def _wants_normal(config: CoreConfig) -> bool:
-    """Whether the target is modelled as Gaussian as it is."""
+def _untransformed_gaussian(config: CoreConfig) -> bool:
     return config.model.likelihood == "gaussian" and config.transform.target == "none"
 
 
-def _site(
-    node: tuple[str, str, int],
-    both: Sequence[pd.DataFrame],
-    target: str,
-    features: Sequence[str],
-    dropped: int,
-    suspected: str,
-    where: str,
-) -> RawSite:
-    """A site of rows to train on and held-out rows."""
-    if not len(both[0]):
-        raise DataError(f"{where}: 0 training rows; at least 1 is needed")
-    return RawSite(*node, both[0], both[1], tuple(features), target, dropped, suspected=suspected)
-
-
 def _rows(table: Table, config: CoreConfig) -> tuple[Indices, Indices]:
-    """Training rows, which are dealt to sites, and test rows of all: of a standard split, or of whole sites."""
+    """Return training rows and common test rows, of a standard split or of held-out sites."""
     if config.holdout != "site":
         return table.rows(config.split)
     test = whole(partitioning.row_labels(table.column), config)
     return np.setdiff1d(np.arange(len(table.frame)), test), test
 
 
-def _share(config: CoreConfig, table: Table, test: Indices, dealt: partitioning.Deal, site: int) -> Indices:
-    """A site's part of the pooled test rows: those of its natural group, else an equal share of all."""
+def _share(config: CoreConfig, table: Table, test: Indices, partition: partitioning.Partition, site: int) -> Indices:
+    """Return a site's part of the common test rows: those of its natural group, else an equal share."""
     if config.partitioner == "natural" and config.holdout != "site":
-        return test[(partitioning.row_labels(table.column).iloc[test] == dealt.labels[site]).to_numpy()]
+        return test[(partitioning.row_labels(table.column).iloc[test] == partition.labels[site]).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(test.size)
-    return np.sort(test[np.array_split(order, len(dealt.rows))[site]])
+    return np.sort(test[np.array_split(order, len(partition.rows))[site]])
 
 
-def _left_out(table: Table, config: CoreConfig, dealt: partitioning.Deal) -> list[str]:
-    """Who takes no part in a run by natural groups, and whose held-out rows are therefore not scored; a line each."""
+def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
+    """Return lines on the natural groups that are excluded from training and not scored."""
     if config.partitioner != "natural":
         return []
     groups = partitioning.row_labels(table.column).iloc[_rows(table, config)[1]]
     if config.holdout == "site":
         return [f"sites that take no part; their rows are held out: {', '.join(sorted(set(map(str, groups))))}"]
-    unseen = sorted(set(map(str, groups)) - {*dealt.labels, *dealt.left_out})
-    said = {"fewer training rows than `partition.min-rows`": dealt.left_out, "no training rows": unseen}
+    unseen = sorted(set(map(str, groups)) - {*partition.labels, *partition.left_out})
+    excluded = {"fewer training rows than `partition.min-rows`": partition.left_out, "no training rows": unseen}
     return [
         f"groups that are left out and not scored, {len(names)} with {why}: {part}"
-        for why, names in said.items()
+        for why, names in excluded.items()
         for part in textwrap.wrap(", ".join(names), LINE)
     ]
 
@@ -272,30 +261,30 @@ def _site_of_run(_run: str, config: CoreConfig, site: int, partitions: int) -> R
     return _simulated_site(config, site, partitions)
 
 
-def require_dealable(config: CoreConfig, partitions: int) -> None:
-    """Refuse a data set that cannot be dealt, once and not at every site."""
-    with _ONE_AT_A_TIME:
-        _dealt(load_table(config), config, partitions)
+def check_partition(config: CoreConfig, partitions: int) -> None:
+    """Raise DataError if the data set cannot be partitioned, before any site loads it."""
+    with _LOCK:
+        _partition(load_table(config), config, partitions)
 
 
 @lru_cache(maxsize=2)
-def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
-    """A process of a simulation serves many sites and deals once."""
+def _partition(table: Table, config: CoreConfig, partitions: int) -> partitioning.Partition:
+    """Partition the table; cached, because a process of a simulation serves many sites."""
     train, _ = _rows(table, config)
     terms = () if config.design is None else config.design.random
     factors = [[name for name in term.group if name not in config.sites_named] for term in terms]
     if any(factors) and config.partitioner == "iid":
-        return partitioning.deal_groups(table.frame.iloc[train], list(filter(None, factors)), partitions, config)
+        return partitioning.partition_groups(table.frame.iloc[train], list(filter(None, factors)), partitions, config)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
-    inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
+    inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for partitioners that use distances
     try:
-        return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
+        return partitioning.partition_rows(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
     except DataError as error:
         raise DataError(f"{table.file}: {error}") from None
 
 
 def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) -> RawSite:
-    """A real site with the rows that the user's loader returned; :data:`Data` says what it may return."""
+    """Return a real site with the rows :data:`Data` of the user's loader. Raise DataError if they are malformed."""
     site = site_id(node_config)
     node = site, str(node_config.get("label", "")), 0
     if not site:
@@ -304,7 +293,7 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
         return real_site(config, node, [(LOADED, data[0])], str(data[1]))
     if len(data) not in (2, 4):
         raise DataError(
-            f"{LOADED} returned {len(data)} things, expected (X, y), (X, y, X_test, y_test) or (frame, target)"
+            f"{LOADED} returned {len(data)} values; expected (X, y), (X, y, X_test, y_test) or (frame, target)"
         )
     tables = []
     for x, y in zip(map(np.asarray, data[::2]), map(np.asarray, data[1::2]), strict=True):
@@ -317,20 +306,20 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
 def real_site(
     config: CoreConfig, node: tuple[str, str, int], tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
 ) -> RawSite:
-    """A site with tables, called as errors name them: rows to train on, and held-out rows if there is a second.
+    """Return a site with tables, named for errors: training rows and, in a second table, held-out rows.
 
-    ``node`` is its id, its label, and of a simulation its number of sites; the label then stands for the id.
+    ``node`` is its id, its label and the number of simulated sites.
     """
     site, label, partitions = node
     if config.holdout == "site":
-        raise DataError("`holdout` = 'site' holds out natural groups of one table; leave out the tables of such sites")
+        raise DataError("`holdout` = 'site' needs a single table; with one per site, leave out the held-out sites")
     if config.design is not None and SITE in config.design.inputs:  # the site as a fixed effect
         tables = [(name, table if SITE in table else table.assign(**{SITE: label or site})) for name, table in tables]
     file, raw = tables[0]
     columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
     whole, target = checked(raw, *columns, config, file), columns[1]
     frame = whole.reset_index(drop=True)
-    inputs = [str(name) for name in frame if name not in {target, config.beside, *config.set_aside}]
+    inputs = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
@@ -340,7 +329,9 @@ def real_site(
         both = [frame.iloc[part].reset_index(drop=True) for part in divided(len(frame), keys, config, name)]
     if problems := identifier_problems(frame, inputs, config.max_levels):
         raise DataError(f"{file}: {'. '.join(problems)}")
+    if not len(both[0]):
+        raise DataError(f"{file}: 0 training rows; at least 1 is needed")
     rows = pd.concat(both)
-    said = suspicions(rows, target, codes_in(rows), _wants_normal(config))
-    made = _site((site, label or site, partitions), both, target, inputs, dropped, said, file)
-    return replace(made, beside=config.beside)
+    suspected = suspicions(rows, target, codes_in(rows), _untransformed_gaussian(config))
+    node, features = (site, label or site, partitions), tuple(inputs)
+    return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, beside=config.second_target)

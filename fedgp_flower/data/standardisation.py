@@ -1,4 +1,4 @@
-"""A site's half of federated standardisation: describe its rows by sums, and encode them as the sites agreed."""
+"""Site side of federated standardisation: describe rows by sums, and encode them by the agreed schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.agreement import GONE, Column, SiteDescription, summed_arrays
+from fedgp_flower.agreement import MISSING, Column, SiteDescription, summed_arrays
 from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
@@ -26,14 +26,14 @@ def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
 
 
 def _level_counts(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
-    """Rows of each level of the categorical columns [T]."""
+    """Return the number of rows of each level of the categorical columns [T]."""
     texts = [column for column in columns if column.kind == "categorical"]
     counts = [np.bincount(_level_index(frame[c.name].dropna(), c), minlength=len(c.levels)) for c in texts]
     return np.concatenate([np.empty(0), *counts])
 
 
 def summed(values: Array) -> tuple[Array, Array, Array]:
-    """Σx, Σ(x − c), which is rounding, and Σ(x − c)², c = Σx / N, of the columns of [N, D]; NaN does not count."""
+    """Return Σx, the rounding error Σ(x − c) and Σ(x − c)², c = Σx / N, of the columns of [N, D], without NaN."""
     total = np.nansum(values, axis=0)
     deviation = values - total / np.maximum((~np.isnan(values)).sum(axis=0), 1)
     return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
@@ -42,7 +42,7 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
 def describe(
     frame: pd.DataFrame, features: Sequence[str], target: str, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> SiteDescription:
-    """Sums and level counts of typed training rows; with public ``ranges``, of as many rows spread evenly over them."""
+    """Return sums and level counts of typed training rows; with public ``ranges``, those of uniform values in them."""
     kinds = {name: kind_of(frame[name]) for name in (*features, target)}
     columns = [
         Column(name, kind, tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ())
@@ -54,8 +54,7 @@ def describe(
     sums, missing = summed(values), np.isnan(values).sum(axis=0)
     if ranges:
         if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
-            reason = "is of text or has no range in `privacy.ranges`"
-            raise DataError(f"column `{odd[0]}` {reason}: add it, or leave it out")
+            raise DataError(f"column `{odd[0]}` is text or has no range in `privacy.ranges`: add it, or leave it out")
         low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
         missing = np.zeros(len(columns))
         sums = (rows * (low + high) / 2, missing, rows * (high - low) ** 2 / 12)
@@ -63,19 +62,19 @@ def describe(
 
 
 def bare(description: SiteDescription) -> SiteDescription:
-    """Columns, kinds, levels and the number of rows alone: sums are those of mean 0 and spread 1, counts even."""
+    """Return a description with placeholder sums: mean 0, sd 1 and equal counts of levels."""
     rows = description.num_examples
     arrays: NamedArrays = {}
     for name, array in description.arrays.items():
         if name.startswith("levels."):
             arrays[name] = rows // array.size + (np.arange(array.size) < rows % array.size)
-        elif name != GONE:
+        elif name != MISSING:
             arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
     return SiteDescription(arrays, description.schema, rows)
 
 
 def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
-    """Sums Σx and Σ|x|, missing cells of each numeric column [C], and rows of each level [T], in schema order."""
+    """Return Σx, Σ|x| and missing cells of each numeric column [C], and rows of each level [T], in schema order."""
     columns = (*agreed.columns, agreed.target)
     values = _numbers(frame, columns)
     return {
@@ -87,14 +86,14 @@ def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
 
 
 def column_squares(frame: pd.DataFrame, agreed: Preparation, centre: Array, scale: Array) -> tuple[Array, Array]:
-    """Sums of (x − c)/s and of its square of each numeric column [C]."""
+    """Return Σ(x − c)/s and Σ(x − c)²/s² of each numeric column [C]."""
     deviation = (_numbers(frame, (*agreed.columns, agreed.target)) - centre) / scale
     return np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What the sites agreed on: the columns in order, and mean and scale of every encoded input and of the target."""
+    """The agreed columns in order, and mean and scale of every encoded input and of the target."""
 
     columns: tuple[Column, ...]
     target: Column
@@ -103,11 +102,11 @@ class Preparation:
     target_mean: float
     target_scale: float
     missing: str = "error"
-    """What happens to missing cells of new rows; see the key of that name."""
+    """Treatment of missing cells; see the key of that name."""
     transform: Transform | None = None
-    """What turns the target into what is standardised."""
+    """Transformation of the target before standardisation."""
     follow_up: FollowUp | None = None
-    """Of a target that is a time to an event: how long rows were followed."""
+    """Follow-up times, for a target that is a time to an event."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,13 +119,13 @@ class Preparation:
         return tuple(column.name for column in self.columns)
 
     def fingerprint(self) -> bytes:
-        """Equal for preparations that encode rows alike."""
+        """Return a key that is equal for preparations with the same encoding."""
         words = repr((self.columns, self.target, self.missing, self.transform))
         return words.encode() + np.r_[self.input_mean, self.input_scale, self.target_mean, self.target_scale].tobytes()
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
-        """Read the agreed arrays and schema of a message or a run folder; ProtocolError where they are malformed."""
+        """Read the arrays and schema of a message or a run folder. Raise ProtocolError if they are malformed."""
         try:
             entries = json.loads(schema)
             columns = tuple(Column.from_json(entry) for entry in entries["features"])
@@ -150,23 +149,23 @@ def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[in
     if value.shape != shape:
         raise ProtocolError(f"the preparation's `{name}` has shape {value.shape}; the schema needs {shape}")
     if not np.isfinite(value).all() or (name.endswith("scale") and (value <= 0).any()):
-        raise ProtocolError(f"the preparation's `{name}` must be finite, and positive where it is a scale")
+        raise ProtocolError(f"the preparation's `{name}` must be finite, and positive if it is a scale")
     return value
 
 
 def read_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
-    """:func:`typed_inputs` of a file of new rows."""
+    """Return :func:`typed_inputs` of a file of new rows."""
     return typed_inputs(read_table(path), preparation, path.name)
 
 
 def no_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
-    """Columns of a file that no input is made of, such as ids, as they are written."""
+    """Return the columns of a file that are no inputs, such as ids, as text."""
     frame = read_table(path, as_written=True)
     return frame.drop(columns=[source(feature, frame.columns) for feature in preparation.features])
 
 
 def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd.DataFrame:
-    """Feature columns of new rows, typed as the sites agreed; other columns are not looked at."""
+    """Return the feature columns of new rows with their agreed kinds; other columns are ignored."""
     require_columns(frame, [source(feature, frame.columns) for feature in preparation.features], name)
     kinds = {column.name: column.kind for column in preparation.columns}
     numbered = with_numbers(frame, preparation.features, name)
@@ -174,41 +173,41 @@ def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd
 
 
 def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
-    """Position of every cell among the levels; of a level that is not among them, that of ``other``, else −1."""
+    """Return the index of every cell's level; of an unknown level, the index of ``other`` or else −1."""
     index = pd.Index(list(column.levels), dtype="str").get_indexer(pd.Index(series)).astype(np.int64)
     return np.where(index < 0, column.levels.index(OTHER), index) if OTHER in column.levels else index
 
 
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
-    """Standardised inputs [N, D] of typed rows; a missing cell has the mean over sites, or NaN if rows are dropped."""
+    """Return standardised inputs [N, D] of typed rows; a missing cell is imputed, or NaN if rows are dropped."""
     require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
     blocks = [np.empty((len(frame), 0))]
     for column in preparation.columns:
         series = frame[column.name]
         if kind_of(series) != column.kind:
             raise DataError(
-                f"column `{column.name}` is {kind_of(series)} here and {column.kind} in the schema that the"
-                " sites agreed on; write its cells the way the other sites do"
+                f"column `{column.name}` is {kind_of(series)} here and {column.kind} in the agreed schema;"
+                " write its cells as the other sites do"
             )
-        gone = series.isna().to_numpy(dtype=bool)[:, None]
+        missing = series.isna().to_numpy(dtype=bool)[:, None]
         if column.kind == "numeric":
             block = series.to_numpy(dtype=np.float64)[:, None]
         else:
             shown = np.arange(len(column.levels) - len(column.shown), len(column.levels))
             block = (_level_index(series, column)[:, None] == shown).astype(np.float64)
-        blocks.append(np.where(gone, column.fill or np.nan, block))
-        blocks += [gone.astype(np.float64)] if column.flagged else []
+        blocks.append(np.where(missing, column.fill or np.nan, block))
+        blocks += [missing.astype(np.float64)] if column.flagged else []
     return (np.concatenate(blocks, axis=1) - preparation.input_mean) / preparation.input_scale
 
 
 def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
-    """Cells of categorical columns whose level the sites did not have when they agreed."""
+    """Return the number of categorical cells with a level that is not in the schema."""
     texts = [column for column in preparation.columns if column.levels]
     return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in texts)
 
 
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:
-    """Standardised targets [N], or 0 and 1 for the first and second of two agreed levels."""
+    """Return standardised targets [N], or the indices 0, 1, … of their levels."""
     target = preparation.target
     if kind_of(series) != target.kind:
         raise DataError(f"target `{target.name}` is {kind_of(series)} here and {target.kind} at the other sites")

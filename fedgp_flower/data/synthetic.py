@@ -1,4 +1,4 @@
-"""Synthetic data sets of the papers, each with a standard split, and seeds that depend on names."""
+"""Synthetic data sets of the papers with standard splits, and random generators derived from names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Made: TypeAlias = "tuple[pd.DataFrame, tuple[NDArray[np.int64], ...]]"
 
 
 def derived_seed(seed: int, *names: str | int) -> int:
-    """An integer below 2³² that is a fixed function of the run's seed and of what the numbers are for."""
+    """Return an integer below 2³² that depends on the run's seed and the names of a purpose."""
     return int.from_bytes(_digest(seed, *names)[:4], "big")
 
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
-    """A separate generator for every purpose, for example ``generator(seed, "held-out", site)``."""
+    """Return an independent generator for a purpose, for example ``generator(seed, "held-out", site)``."""
     return np.random.default_rng(list(_digest(seed, *names)))
 
 

@@ -1,4 +1,4 @@
-"""Read a CSV or Parquet file as it is; no cell stands in a message, for a site's error travels to the server."""
+"""Read a CSV or Parquet file. Errors quote no cell, because a site's errors are sent to the server."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SUFFIXES = (".csv", ".csv.gz", ".parquet")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
 """Spellings of a missing cell. A question mark is an ordinary level of a text column."""
 OTHER = "other"
-"""The name of levels of text that have too few rows."""
+"""Level that replaces levels of text with too few rows."""
 HELD_OUT = ".test"
-"""How the stem of a file ends that holds the held-out rows of the file beside it."""
+"""End of the stem of a file with the held-out rows of another file."""
 SEPARATORS = (",", ";", "\t", "|")
-"""What may stand between cells: the one that cuts the header into most names, the first of equals."""
+"""Separators of cells; the one with the most names in the header is used, the first on a tie."""
 
 
 def table_stem(path: Path) -> str:
-    """The file's name without ``.csv``, ``.csv.gz`` or ``.parquet``."""
+    """Return the file's name without ``.csv``, ``.csv.gz`` or ``.parquet``."""
     suffix = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix) and path.name != suffix), path.suffix)
     return path.name.removesuffix(suffix)
 
 
 def tables_in(dataset: str) -> list[Path]:
-    """The tables that ``dataset`` names, each of them a site; none where it names one data set, which is dealt."""
+    """Return the tables in ``dataset``, a site each; none if it is a single data set."""
     names = [name.strip() for name in dataset.split(",") if name.strip()]
     if len(names) < 2 or Path(dataset).expanduser().is_file():
         return []
@@ -43,28 +43,28 @@ def tables_in(dataset: str) -> list[Path]:
 
 
 def held_out_beside(path: Path) -> Path | None:
-    """The held-out rows of a site: ``NAME.test.csv`` beside ``NAME.csv``, in any format; None without such a file."""
+    """Return the file with a site's held-out rows: ``NAME.test.csv`` beside ``NAME.csv``, in any format, or None."""
     found = (path.with_name(f"{table_stem(path)}{HELD_OUT}{suffix}") for suffix in SUFFIXES)
     return next((table for table in found if table.is_file()), None)
 
 
 def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The tables that are a site each, and in words which are held-out rows, ``NAME.test.csv`` beside ``NAME.csv``."""
+    """Return the tables that are a site each, and messages on files ``NAME.test.csv`` with held-out rows."""
     stems = {(path.parent, table_stem(path)): path.name for path in paths}
     owners = {path: stems.get((path.parent, table_stem(path).removesuffix(HELD_OUT))) for path in paths}
     held_out = {path: name for path, name in owners.items() if name and name != path.name}
-    said = [f"{path.name}: the held-out rows of {name}, not a site" for path, name in held_out.items()]
-    return [path for path in paths if path not in held_out], said
+    messages = [f"{path.name}: the held-out rows of {name}, not a site" for path, name in held_out.items()]
+    return [path for path in paths if path not in held_out], messages
 
 
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
-    """The file's columns; missing cells are NaN. ``as_written`` keeps cells of a CSV as text: ids keep zeros."""
+    """Read a table; missing cells are NaN. ``as_written`` keeps cells of a CSV as text, such as ids with zeros."""
     if path.is_dir():
-        raise DataError(f"{path}: a folder, not a table; name the tables in it, such as {path}/*.csv")
+        raise DataError(f"{path} is a folder, not a table; name the tables in it, such as {path}/*.csv")
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")
     if not path.name.endswith(SUFFIXES):
-        raise DataError(f"{path.name}: not a table this program reads; expected one of {', '.join(SUFFIXES)}")
+        raise DataError(f"{path.name}: unknown file type; expected one of {', '.join(SUFFIXES)}")
     try:
         if path.name.endswith(".parquet"):
             frame = pd.read_parquet(path).reset_index(drop=True)
@@ -74,7 +74,7 @@ def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     except UnicodeDecodeError:
         raise DataError(f"{path.name}: not UTF-8 text; save the file as CSV in UTF-8") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(f"{path.name}: cannot be read ({type(error).__name__}); is the file whole?") from None
+        raise DataError(f"{path.name}: cannot be read ({type(error).__name__}); is the file complete?") from None
     if frame.empty:
         raise DataError(f"{path.name}: no data rows below the header")
     return frame
@@ -107,14 +107,14 @@ def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
         ) from None
     except pd.errors.ParserError as error:
         if "EOF inside string" in str(error):
-            raise DataError(f"{path.name}: a quotation mark is opened and not closed") from None
+            raise DataError(f"{path.name}: a quotation mark is not closed") from None
         line = re.search(r"line (\d+)", str(error))
         row = f"data row {int(line.group(1)) - 1}" if line else "a row"
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
 
 
 def _header(path: Path, separator: str) -> list[str]:
-    """Cells of the first line that is not blank."""
+    """Return the cells of the first non-blank line."""
     opened = gzip.open if path.name.endswith(".gz") else open
     with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(cast(Iterable[str], file), delimiter=separator)
@@ -127,7 +127,7 @@ def _header(path: Path, separator: str) -> list[str]:
 
 
 def _checked_header(names: Sequence[str], file: str) -> list[str]:
-    """Names without surrounding blanks; an unnamed column gets ``column 3`` and is refused where it would be used."""
+    """Return stripped names; an unnamed column is called ``column 3``. Raise DataError if the header is invalid."""
     stripped = [name.strip() or f"column {position}" for position, name in enumerate(names, start=1)]
     if all(_is_number(name) for name in stripped):
         raise DataError(f"{file}: the first line holds numbers; expected a header line with the names of the columns")
@@ -146,7 +146,7 @@ def _is_number(text: str) -> bool:
 
 
 def listed(names: Sequence[str], limit: int = 20) -> str:
-    """Column names for a message; not shown where one of them is a number, because the line may be data."""
+    """Return column names for a message; if one is a number, none is shown, because the line may be data."""
     if any(_is_number(name) for name in names):
         return f"{len(names)} names, not shown because some are numbers; is the first line a header?"
     shown = ", ".join(f"`{name}`" for name in names[:limit])
@@ -154,7 +154,7 @@ def listed(names: Sequence[str], limit: int = 20) -> str:
 
 
 def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
-    """Raise DataError naming the columns the table lacks, and those it has."""
+    """Raise DataError with the missing and the present columns if a column is missing."""
     present = [str(name) for name in frame.columns]
     missing = [name for name in names if name not in present]
     if missing:

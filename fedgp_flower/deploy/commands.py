@@ -1,4 +1,4 @@
-"""``fedgp deploy …`` of a coordinator and ``fedgp site …`` of a site; ``docs/deploy.md`` tells the order."""
+"""Commands ``fedgp deploy …`` of a coordinator and ``fedgp site …`` of a site; see ``docs/deploy.md``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedgp_flower.deploy import machines, processes, submission
     from fedgp_flower.options import Value
     from fedgp_flower.run import user_config
-else:  # `fedgp --help` imports none of them
+else:  # not imported by `fedgp --help`
     checks, machines = Lazy("fedgp_flower.deploy.doctor"), Lazy("fedgp_flower.deploy.machines")
     tables = Lazy("fedgp_flower.data.tables")
     processes, submission = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.deploy.submission")
@@ -41,11 +41,11 @@ def init(
     control: Annotated[int, typer.Option(min=1, max=65535, help="port for operators on this machine")] = 8001,
     invite: Annotated[list[str] | None, typer.Option(help="site to invite at once; may be given again")] = None,
 ) -> None:
-    """Make the certificate authority, certificate, service units and invitations of a coordinator."""
+    """Create the certificate authority, certificate, service units and invitations of a coordinator."""
     coordinator = machines.Coordinator.create(folder, host, port, control)
     for name in invite or []:
         print(f"invitation of {name}: {coordinator.invite(name)}")
-    print(f"open port {port} for the sites; operators use port {control} of this machine alone")
+    print(f"open port {port} for the sites; operators use port {control}, only on this machine")
     print(f"{coordinator.folder}-authority holds the secret of this federation: keep it offline until `rotate`")
     print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
     print(f"or as a service:      sudo systemctl enable --now {coordinator.folder}/fedgp-superlink.service")
@@ -53,13 +53,13 @@ def init(
 
 @deploy.command()
 def serve(folder: Folder = HERE) -> None:
-    """Run the SuperLink in the foreground, until a signal."""
+    """Run the SuperLink in the foreground until a signal."""
     machines.become(machines.Coordinator.read(folder).command())
 
 
 @deploy.command(name="invite")
 def invite_sites(names: Annotated[list[str], typer.Argument(help="ids of sites")], folder: Folder = HERE) -> None:
-    """Write the file that a site joins with."""
+    """Write the invitation of a site."""
     for name in names:
         print(machines.Coordinator.read(folder).invite(name))
 
@@ -68,7 +68,7 @@ def invite_sites(names: Annotated[list[str], typer.Argument(help="ids of sites")
 def register(
     keys: Annotated[list[Path], typer.Argument(help="public keys that sites sent, NAME.pub")], folder: Folder = HERE
 ) -> None:
-    """Admit sites by the public half of their keys; compare each fingerprint with the one that the site reads out."""
+    """Admit sites by their public keys. Compare each fingerprint with the site's, for instance by telephone."""
     coordinator = machines.Coordinator.read(folder)
     with coordinator.flower() as flower:
         for path in keys:
@@ -76,7 +76,7 @@ def register(
             if name in coordinator.sites:
                 raise ConfigError(f"{name} is registered already; first: fedgp deploy revoke {name}")
             answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
-            coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
+            coordinator.save_sites({**coordinator.sites, name: int(answer["node-id"])})
             fingerprint = machines.fingerprint_of(path)
             print(f"{name} is registered as node {answer['node-id']}; fingerprint of its key: {fingerprint}")
 
@@ -90,13 +90,13 @@ def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: 
         raise ConfigError(f"{name!r} is not registered; registered are {', '.join(sites) or 'none'}")
     with coordinator.flower() as flower:
         flower.json("supernode", "unregister", str(sites.pop(name)), flower.connection)
-    coordinator.keep(sites)
+    coordinator.save_sites(sites)
     print(f"{name} is no longer admitted")
 
 
 @deploy.command()
 def rotate(folder: Folder = HERE) -> None:
-    """Make a new key and certificate of the SuperLink; sites keep what they have."""
+    """Create a new key and certificate of the SuperLink; sites need no change."""
     machines.Coordinator.read(folder).rotate()
     print("start the SuperLink again to use the new certificate")
 
@@ -130,7 +130,7 @@ def status(
     folder: Folder = HERE,
     watch: Annotated[float, typer.Option(min=0.0, help="seconds between looks; 0 looks once")] = 0.0,
 ) -> None:
-    """Sites and when they were last there; the latest run, its round and its failures."""
+    """Show sites with their last connection, and the latest run with its round and failures."""
     coordinator = machines.Coordinator.read(folder)
     with coordinator.flower() as flower:
         while True:
@@ -170,7 +170,7 @@ def join(
     folder: Annotated[Path | None, typer.Option(help="folder to make; otherwise the id of the site")] = None,
     audit_copy: Annotated[str, typer.Option(help="second place of the audit log: `syslog`, or a file")] = "",
 ) -> None:
-    """Make the keys, folder and service unit of this site, and check them."""
+    """Create the keys, folder and service unit of this site, and check them."""
     given = {"data": data, "test-path": test or tables.held_out_beside(data), "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
@@ -179,7 +179,7 @@ def join(
     site = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path}, facts)
     authority = machines.fingerprint_of(site.folder / "ca.crt")
     print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
-    print(f"and runs the one app {site.facts['app']}: compare both with what the coordinator reads out")
+    print(f"and runs only the app {site.facts['app']}: compare both with the coordinator's")
     findings = checks.of_site(site)
     print(*findings, sep="\n")
     print(f"send {site.public} to the coordinator; its fingerprint, to compare: {site.fingerprint}")
@@ -190,7 +190,7 @@ def join(
 
 
 def serve_site(folder: SitePath) -> None:
-    """Run the SuperNode in the foreground, until a signal."""
+    """Run the SuperNode in the foreground until a signal."""
     site = machines.SiteFolder.read(folder)
     print(f"this site runs only the app {site.facts['app']}", flush=True)
     machines.become(site.command())
@@ -216,7 +216,7 @@ def doctor(folder: SitePath) -> None:
 
 
 def add_to(app: typer.Typer, site: typer.Typer) -> None:
-    """Make these commands of ``fedgp`` and of ``fedgp site``."""
+    """Add these commands to ``fedgp`` and ``fedgp site``."""
     app.add_typer(deploy, name="deploy")
     app.command()(doctor)
     for name, command in (("join", join), ("serve", serve_site), ("approve", approve)):

@@ -1,4 +1,4 @@
-"""Credentials of a federation: a certificate authority, a server certificate, and node keys, which sites make."""
+"""Credentials of a federation: a certificate authority, a server certificate, and the sites' node keys."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _CURVE = ec.SECP384R1()
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """It signs the SuperLink's certificate. Whoever has its key can pose as the SuperLink."""
+    """The authority that signs the SuperLink's certificate. Its key allows anyone to pose as the SuperLink."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
     @staticmethod
     def new(days: int) -> Authority:
-        """A fresh one, good for some days."""
+        """Create an authority that is valid for some days."""
         key, name = ec.generate_private_key(_CURVE), _name("fedgp authority")
         return Authority(_builder(name, name, key, days, authority=True).sign(key, hashes.SHA384()), key)
 
     @staticmethod
     def read(folder: Path) -> Authority:
-        """From ``ca.crt`` and ``ca.key``."""
+        """Read ``ca.crt`` and ``ca.key``."""
         try:
             key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
@@ -43,12 +43,12 @@ class Authority:
         return Authority(certificate, key)
 
     def write(self, folder: Path) -> None:
-        """Write ``ca.crt``, and ``ca.key``, which only its owner may read."""
+        """Write ``ca.crt``, and ``ca.key`` with access for its owner only."""
         (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         _write_secret(folder / "ca.key", self.key, serialization.PrivateFormat.PKCS8)
 
     def certify(self, folder: Path, host: str, days: int) -> None:
-        """Write ``server.key`` and ``server.pem`` for ``localhost`` and a host, and ``ca.crt``, over older ones."""
+        """Write or replace ``server.key`` and ``server.pem`` for ``localhost`` and a host, and ``ca.crt``."""
         key = ec.generate_private_key(_CURVE)
         try:
             name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
@@ -71,7 +71,7 @@ class Authority:
 
 
 def create_node_key(path: Path) -> Path:
-    """A SuperNode's key pair in OpenSSH's format, as ``ssh-keygen -t ecdsa -b 384`` makes it; the public file."""
+    """Write a SuperNode's key pair, like ``ssh-keygen -t ecdsa -b 384``. Return the public file."""
     key = ec.generate_private_key(_CURVE)
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_secret(path, key, serialization.PrivateFormat.OpenSSH)
@@ -88,7 +88,7 @@ def _name(common_name: str) -> x509.Name:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, *, authority: bool
 ) -> x509.CertificateBuilder:
-    """What the certificates of an authority and of a server have in common."""
+    """Return the common part of the certificates of an authority and of a server."""
     now = datetime.datetime.now(datetime.UTC)
     end = now + datetime.timedelta(days=days)
     names = ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
@@ -110,7 +110,7 @@ def _builder(
 
 
 def _write_secret(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
-    """Write a private key to a file that only its owner has ever been able to read."""
+    """Write a private key to a new file that only its owner can read."""
     content = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""A federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file."""
+"""A federation on this machine: a SuperLink with TLS, and authenticated SuperNodes with one CSV file each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DEFAULTS: dict[str, Value] = {
     "evaluate-every": 0,
     "baselines.pooled": False,
 }
-"""An exchange with real SuperNodes takes seconds, however little it carries: few rounds."""
+"""Defaults with few rounds, because an exchange with real SuperNodes takes seconds."""
 
 
 def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) -> list[SiteFolder]:
-    """A site per CSV file, named after it, or ``site1``, ``site2``, … where two files have one name."""
+    """Create a site per CSV file, named after it, or ``site1``, ``site2``, … if two files have the same name."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
     names = [file.stem for file in files]
@@ -48,11 +48,11 @@ def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) ->
 
 @contextmanager
 def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bool = False) -> Iterator[Flower]:
-    """A SuperLink and a SuperNode a file; ``app`` is a fingerprint or ``any``; ``masked`` sites have trust files."""
+    """Start a SuperLink and a SuperNode per file. ``app`` is a fingerprint or ``any``; ``masked`` adds trust files."""
     superlink, control, *ports = free_ports(2 + len(files))
     coordinator = Coordinator.create(folder / "coordinator", HOST, superlink, control)
     sites = [site.approve(app) if app else site for site in join_sites(coordinator, folder, files)]
-    if masked:  # as their owners would do outside the server
+    if masked:  # in practice the owners of the sites exchange their keys
         keys = {site.name: Identity.read(site.folder / "site-key").public for site in sites}
         for site in sites:
             Trust(keys).write(site.folder / "trust.toml")
@@ -83,12 +83,12 @@ def wait_online(flower: Flower, count: int) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line of progress at once."""
+    """Print a line of progress."""
     print(f"[deploy] {line}", flush=True)
 
 
 def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, *, keep: bool) -> None:
-    """Run the demonstration in a new folder below ``parent``: a CSV file per site, or ``count`` sites of a data set."""
+    """Run the demonstration in a new folder below ``parent``, with a CSV file per site or ``count`` simulated files."""
     folder, count = parent / time.strftime("%Y%m%d-%H%M%S"), len(files) or count
     config = complete_config(DEFAULTS | {"min-sites": count} | dict(keys), Path.cwd())
     folder.mkdir(parents=True, mode=0o700)

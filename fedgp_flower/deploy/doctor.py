@@ -1,4 +1,4 @@
-"""Check a machine of a federation before it takes part. Every problem comes with the next thing to try."""
+"""Check a machine before it joins a federation. Every problem comes with a remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of_site(site: SiteFolder) -> list[Finding]:
 
 
 def of_coordinator(coordinator: Coordinator) -> list[Finding]:
-    """Check a coordinator: its certificate, keys, disk, and whether its SuperLink answers."""
+    """Check a coordinator: its certificate, keys, disk and SuperLink."""
     folder, server = coordinator.folder, coordinator.folder / "server"
     return [
         _checked("certificate", lambda: _valid(server / "server.pem")),
@@ -119,7 +119,7 @@ def _valid(path: Path) -> str:
 
 
 def _log(path: Path) -> str:
-    """Whether the log is whole, and whether what the site was asked lately was refused."""
+    """Check that the log is unchanged and that no recent message was refused."""
     if not path.exists():
         return "nothing has left this site yet"
     log = audit.read(path)

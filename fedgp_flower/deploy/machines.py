@@ -1,6 +1,6 @@
-"""The folders of a coordinator and of a site: everything that a SuperLink or a SuperNode is started with.
+"""Folders of a coordinator and of a site, with all files that a SuperLink or a SuperNode needs.
 
-An invitation is a stranger's file: its values are of a few known shapes, and none becomes part of a command.
+An invitation is untrusted: its values must match known patterns, and none becomes part of a command.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fedgp_flower.options import Value
 from fedgp_flower.privacy.keys import Identity, short_hash
 
 Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
-"""Words, the folder to start in, and variables."""
+"""Words, working directory and environment variables of a command."""
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
-"""Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
+"""Validity of the authority and of the server's certificate, which ``fedgp deploy rotate`` renews."""
 WRAPPED = (sys.executable, "-m", "fedgp_flower.deploy.wrapped")
 BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
 SHAPES = {
@@ -45,7 +45,7 @@ SHAPES = {
     "app": r"[0-9a-f]{64}",
     "root-certificate": r"-----BEGIN CERTIFICATE-----\n[A-Za-z0-9+/=\n]{1,8192}\n-----END CERTIFICATE-----\n?",
 }
-"""What an invitation holds, and how each value looks."""
+"""Keys of an invitation, with the pattern of each value."""
 
 UNIT = """[Unit]
 Description=fedgp {name}
@@ -83,7 +83,7 @@ BindReadOnlyPaths={readable}
 [Install]
 WantedBy=multi-user.target
 """
-"""A service sees its folder, and may read this installation and the files of the site; nothing else below /home."""
+"""Below /home, a service sees only its folder and, read-only, this installation and the files of the site."""
 
 DOCKERFILE = """FROM python:3.11-slim
 COPY . /fedgp
@@ -93,13 +93,13 @@ ENTRYPOINT ["fedgp"]
 
 
 def fingerprint_of(file: Path) -> str:
-    """A key or a certificate in short, to be read out over the telephone."""
+    """Return the short fingerprint of a key or certificate, for comparison by telephone."""
     return short_hash(file.read_bytes().strip())
 
 
 @cache
 def app_fingerprint() -> str:
-    """SHA-256 of the bundle that this installation sends to sites."""
+    """Return the SHA-256 of the app bundle of this installation."""
     from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,7 +108,7 @@ def app_fingerprint() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """The folder of a SuperLink, its host and port for sites, and its port on this machine for operators."""
+    """The folder of a SuperLink, its host and port for sites, and its local port for operators."""
 
     folder: Path
     host: str
@@ -117,7 +117,7 @@ class Coordinator:
 
     @staticmethod
     def create(folder: Path, host: str, port: int, control: int) -> Coordinator:
-        """Make the folder, authority, certificate, connection and unit."""
+        """Create the folder, authority, certificate, connection and service unit."""
         folder = folder.resolve()
         _new(folder, "server", "flower", "logs", "invitations")
         _new(_authority(folder))
@@ -133,12 +133,12 @@ class Coordinator:
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
-        """From a folder that :meth:`create` made."""
+        """Read a folder that :meth:`create` wrote."""
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
         return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]), int(content["control"]))
 
     def command(self, bind: str = BIND) -> Command:
-        """The SuperLink that sites reach at an address: its words, where it starts, and its environment."""
+        """Return the command of the SuperLink, which sites reach at the address ``bind``."""
         server = self.folder / "server"
         words = [*WRAPPED, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
@@ -146,20 +146,20 @@ class Coordinator:
         return [*words, "--enable-supernode-auth"], server, variables
 
     def invite(self, site: str) -> Path:
-        """Write the file that a site joins with. Nothing in it is secret; it must arrive unchanged."""
+        """Write the invitation of a site. It is not secret, but must arrive unchanged."""
         path = self.folder / "invitations" / f"{site}.toml"
         certificate = (self.folder / "ca.crt").read_text(encoding="ascii")
         content = {"site": site, "superlink": f"{self.host}:{self.port}", "app": app_fingerprint()}
-        _write(path, _of_known_shapes({**content, "root-certificate": certificate}, "the invitation"))
+        _write(path, _checked_invitation({**content, "root-certificate": certificate}, "the invitation"))
         return path
 
     def rotate(self) -> None:
-        """Make a new key and certificate of the SuperLink by the same authority. Sites need not change anything."""
+        """Create a new key and certificate of the SuperLink with the same authority. Sites need no change."""
         Authority.read(_authority(self.folder)).certify(self.folder / "server", self.host, SERVER_DAYS)
 
     @contextmanager
     def flower(self) -> Iterator[Flower]:
-        """Flower's command line, connected to this SuperLink."""
+        """Open Flower's command line with a connection to this SuperLink."""
         home = self.folder / "flower"
         with Processes(environment(home), self.folder / "logs") as processes:
             yield Flower(processes, home, CONNECTION)
@@ -170,7 +170,7 @@ class Coordinator:
         path = self.folder / "sites.toml"
         return {name: int(node) for name, node in _read(path, "fedgp deploy register").items()} if path.exists() else {}
 
-    def keep(self, sites: Mapping[str, int]) -> None:
+    def save_sites(self, sites: Mapping[str, int]) -> None:
         """Save the registered sites."""
         _write(self.folder / "sites.toml", dict(sites))
 
@@ -187,13 +187,13 @@ class SiteFolder:
     def join(
         invitation: Path, folder: Path | None, given: Mapping[str, Path], facts: Mapping[str, str] | None = None
     ) -> SiteFolder:
-        """Make keys and a folder from an invitation, the site's files and further keys of its node configuration."""
-        content = _of_known_shapes(_read(invitation, "fedgp deploy invite"), str(invitation))
+        """Create keys and a folder from an invitation, the site's files and further keys of its node configuration."""
+        content = _checked_invitation(_read(invitation, "fedgp deploy invite"), str(invitation))
         site = content["site"]
         place = (folder or Path(site)).resolve()
         for path in (place, *given.values(), *(facts or {}).values()):
             if re.search(r"[\"'\\\n\r]", str(path)):
-                raise ConfigError(f"{path}: a SuperNode takes no path with a quotation mark or a backslash; rename it")
+                raise ConfigError(f"{path}: a SuperNode needs paths without quotation marks and backslashes; rename it")
         _new(place, "state")
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
         create_node_key(place / site)
@@ -205,7 +205,7 @@ class SiteFolder:
 
     @staticmethod
     def read(folder: Path) -> SiteFolder:
-        """From a folder that :meth:`join` made."""
+        """Read a folder that :meth:`join` wrote."""
         return SiteFolder(folder.resolve(), _read(folder / "site.toml", "fedgp site join"))
 
     @property
@@ -215,17 +215,17 @@ class SiteFolder:
 
     @property
     def public(self) -> Path:
-        """The public half of the node key: what the coordinator registers."""
+        """Path of the public node key, which the coordinator registers."""
         return self.folder / f"{self.name}.pub"
 
     @property
     def fingerprint(self) -> str:
-        """That key in short."""
+        """Short fingerprint of the public node key."""
         return fingerprint_of(self.public)
 
     @property
     def node_config(self) -> dict[str, Value]:
-        """The node configuration, which only this SuperNode knows."""
+        """The node configuration, which stays at this SuperNode."""
         values: dict[str, Value] = {
             "site": self.name,
             "data-path": str(self.facts["data"]),
@@ -238,7 +238,7 @@ class SiteFolder:
         return values | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
 
     def approve(self, fingerprint: str) -> SiteFolder:
-        """Approve of another app, or of ``any``."""
+        """Approve another app by its fingerprint, or ``any`` app."""
         if fingerprint != "any" and not re.fullmatch(SHAPES["app"], fingerprint):
             raise ConfigError(f"{fingerprint!r} is no fingerprint of an app: 64 digits of 0-9a-f, or `any`")
         facts = {**self.facts, "app": fingerprint}
@@ -246,7 +246,7 @@ class SiteFolder:
         return SiteFolder(self.folder, facts)
 
     def command(self, port: int = 0) -> Command:
-        """The SuperNode: its words, where it starts, and its environment; 0 takes a free port for its ClientApps."""
+        """Return the command of the SuperNode; port 0 is any free port for its ClientApps."""
         node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
@@ -256,11 +256,11 @@ class SiteFolder:
 
 
 def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[Path] = ()) -> None:
-    """A systemd unit with its user, a compose file and a Dockerfile: ``fedgp`` with these words, seeing these files."""
+    """Write a systemd unit with its user, a compose file and a Dockerfile that run ``fedgp`` with access to files."""
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     readable = " ".join(_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files))
-    user = "fedgp-" + re.sub("[^a-z0-9-]", "-", name.lower())[:25]  # a name of 31 characters at most
+    user = "fedgp-" + re.sub("[^a-z0-9-]", "-", name.lower())[:25]  # at most 31 characters
     unit = UNIT.format(name=name, user=user, command=command, folder=_unit_path(folder), readable=readable)
     (folder / f"fedgp-{name}.service").write_text(unit)
     (folder / f"fedgp-{name}.conf").write_text(f'u {user} - "fedgp {name}"\n')
@@ -271,14 +271,14 @@ def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[P
 
 
 def become(command: Command) -> None:
-    """Replace this process by a command, so that a service manager watches that command."""
+    """Replace this process by a command, which a service manager then watches."""
     words, folder, variables = command
     os.chdir(folder)
     os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
 
 
 def _unit_path(path: Path) -> str:
-    """A path as systemd reads it in a list."""
+    """Escape a path for a list in a systemd unit."""
     return re.sub(r"([\s:\\\"'])", lambda found: f"\\x{ord(found[0]):02x}", str(path)).replace("%", "%%")
 
 
@@ -286,10 +286,10 @@ def _authority(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-authority")
 
 
-def _of_known_shapes(content: Mapping[str, object], where: str) -> dict[str, str]:
+def _checked_invitation(content: Mapping[str, object], where: str) -> dict[str, str]:
     if content.keys() != SHAPES.keys():
         odd = ", ".join(sorted(content.keys() ^ SHAPES.keys()))
-        raise ConfigError(f"{where}: it must hold {', '.join(SHAPES)}, and nothing else; lacking or besides: {odd}")
+        raise ConfigError(f"{where}: it must hold exactly {', '.join(SHAPES)}; missing or unknown: {odd}")
     for name, shape in SHAPES.items():
         value = content[name]
         if not isinstance(value, str) or not re.fullmatch(shape, value) or value in {".", ".."}:
@@ -303,7 +303,7 @@ def _new(folder: Path, *parts: str) -> None:
     except FileExistsError:
         raise ConfigError(f"{folder} exists; choose another folder") from None
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+        raise ConfigError(f"{folder} cannot be created: {error.strerror}") from None
     for part in parts:
         (folder / part).mkdir()
 
@@ -316,6 +316,6 @@ def _read(path: Path, maker: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` makes it") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` creates it") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

@@ -1,4 +1,4 @@
-"""Processes of one launch, marked by a token in their environment, so that exactly these are ended, whatever happens.
+"""Processes of a launch, marked by a token in their environment, so that exactly these are stopped.
 
 Some start new sessions and some outlive their parent; all inherit the token.
 """
@@ -25,14 +25,14 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def family(token: str, seen: Collection[psutil.Process] = ()) -> set[psutil.Process]:
-    """Processes with the token of a launch, their children, and those ``seen`` before: some lose their environment."""
+    """Return the processes with a token, their children, and those ``seen`` before; some lose their environment."""
     found, parents = set[psutil.Process](), dict[psutil.Process, int]()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess), process.oneshot():
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             parents[process] = process.ppid()
-            with suppress(psutil.AccessDenied, OSError):  # another user's, hence not started here
+            with suppress(psutil.AccessDenied, OSError):  # processes of other users
                 if process in seen or process.environ().get(MARK) == token:
                     found.add(process)
     new = found
@@ -44,7 +44,7 @@ def family(token: str, seen: Collection[psutil.Process] = ()) -> set[psutil.Proc
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on now."""
+    """Return free ports of the loopback interface."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(one.getsockname()[1]) for one in sockets]
     for one in sockets:
@@ -53,7 +53,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Processes:
-    """A context that ends every process started in it, and those they started: after ``grace`` seconds by force."""
+    """A context that stops every process started in it and their descendants, after ``grace`` seconds by force."""
 
     def __init__(self, environment: Mapping[str, str], logs: Path, grace: float = 10.0) -> None:
         self.token = uuid.uuid4().hex
@@ -67,7 +67,7 @@ class Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with _handled(signal.SIG_IGN):  # a second Ctrl-C must not stop the tidying up that the first began
+        with _handled(signal.SIG_IGN):  # a second Ctrl-C must not interrupt the clean-up
             self.end()
 
     def start(self, name: str, command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> None:
@@ -99,7 +99,7 @@ class Processes:
         )
 
     def follow(self, command: Sequence[str], folder: Path, hidden: Sequence[str]) -> None:
-        """Run a command to its end and print its lines, but for those with words that mislead."""
+        """Run a command to its end and print its lines, except those with ``hidden`` words."""
         process = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
             list(command),
             cwd=folder,
@@ -120,30 +120,30 @@ class Processes:
             raise
 
     def require_alive(self) -> None:
-        """Raise where a background process has ended by itself."""
+        """Raise RunError if a background process has ended."""
         for name, process in self._background.items():
             if process.poll() is not None:
                 raise RunError(f"{name} ended with status {process.returncode}; the end of its log:\n{self.tail(name)}")
 
     def tail(self, name: str, lines: int = 20) -> str:
-        """The end of a background process's log."""
+        """Return the last lines of a background process's log."""
         return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])
 
     def end(self) -> None:
-        """Ask every process of this launch to end, then force those that have not."""
+        """Terminate every process of this launch, then kill those that remain."""
         living: set[psutil.Process] = set()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline, asked = time.monotonic() + self._grace, set[psutil.Process]()
             while time.monotonic() < deadline:
                 for process in self._background.values():
-                    process.poll()  # lets the system forget a child that has ended
+                    process.poll()  # reaps a child that has ended
                 living = family(self.token, living)
                 if not living:
                     for process in self._background.values():
                         process.wait()
                     return
                 for one in living - asked:
-                    with suppress(psutil.NoSuchProcess):  # it ended between looking and asking
+                    with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                         one.send_signal(number)
                 asked |= living
                 time.sleep(0.1)
@@ -152,10 +152,10 @@ class Processes:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the ending signals into SystemExit (status 128 + number), so that ``finally`` and ``with`` do their work."""
+    """Turn terminating signals into SystemExit (status 128 + number), so that ``finally`` and ``with`` run."""
 
     def leave(number: int, _: FrameType | None) -> None:
-        os.write(2, b"interrupted; ending what was started\n")  # print may be what was interrupted
+        os.write(2, b"interrupted; ending what was started\n")  # the signal may have interrupted print
         raise SystemExit(128 + number)
 
     with _handled(leave):
@@ -164,7 +164,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Set one handler for the ending signals, except those that whoever started us told us to ignore (``nohup``)."""
+    """Set a handler for the terminating signals that are not ignored already, as with ``nohup``."""
     before = {number: signal.getsignal(number) for number in _ENDING}
     heard = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
     for number in heard:

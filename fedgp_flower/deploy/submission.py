@@ -1,4 +1,4 @@
-"""A run through Flower's SuperLink; what ``flwr ls`` says of it is the truth, the status of ``flwr run`` is not."""
+"""A run through Flower's SuperLink. Its status comes from ``flwr ls``; that of ``flwr run`` is unreliable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedgp_flower.run.terminal import show_result
 from fedgp_flower.run.user_config import for_flower, run_folder
 
 _QUIET = {
-    # Clients and server import what this environment holds, instead of an environment resolved anew for every run.
+    # Clients and server use this environment; Flower would otherwise resolve a new one for every run.
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -42,19 +42,19 @@ _QUIET = {
 }
 
 MISLEADING = ("default simulated SuperNodes", "change federation size", "federation simulation-config")
-"""In lines of Flower: how many sites there are is said by the run."""
+"""Lines of Flower with these words are hidden; the run reports the number of sites."""
 COMPLETED = "finished:completed"
 HOST = "127.0.0.1"
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Variables for a SuperLink, a SuperNode and the command line; the first two read them only when they start."""
+    """Return the environment variables of a SuperLink, a SuperNode and Flower's command line."""
     beside = Path(sys.executable).parent  # Flower starts its programs by name
     return _QUIET | {"FLWR_HOME": str(home), "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
 def program(name: str) -> str:
-    """Path of a program installed beside this Python."""
+    """Return the path of a program that is installed with this Python."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
         raise RunError(f"`{name}` is not installed beside {sys.executable}: install `flwr[simulation]` there")
@@ -65,22 +65,22 @@ PACKAGES = ("fedgp_flower", "strategies")
 PROFILES: dict[str, dict[str, object]] = {
     "superlink": {"default": "simulation", "simulation": {"address": ":local-in-memory:"}},
 }
-"""The Flower Configuration of this project; ``pyproject.flwr.toml`` holds the same, for people."""
+"""The Flower Configuration of this project, equal to ``pyproject.flwr.toml``."""
 
 
 def source_tree() -> Path | None:
-    """The checkout this module belongs to; None where the package was installed from a wheel."""
+    """Return the checkout of this module; None if the package was installed from a wheel."""
     folder = Path(__file__).resolve().parents[2]
     return folder if (folder / "pyproject.flwr.toml").is_file() else None
 
 
 def project_folder(home: Path) -> Path:
-    """The folder that Flower packs and sends: the checkout, else the installed packages, copied below ``home``."""
+    """Return the folder that Flower bundles: the checkout, else a copy of the installed packages below ``home``."""
     return source_tree() or write_app(home / "app")
 
 
 def write_app(folder: Path) -> Path:
-    """The installed packages as a Flower app, as `flwr build` and the Hub want it: licence, README, Python and TOML."""
+    """Write the installed packages as a Flower app for `flwr build` and the Hub. Return its folder."""
     if folder.exists() and not (folder / PACKAGES[0] / "server_app.py").is_file():
         raise RunError(f"{folder} exists and is no copy of this app; name another folder")
     shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +112,7 @@ def write_app(folder: Path) -> Path:
 
 
 def installed_home() -> Path:
-    """``FLWR_HOME``, else ``.flwr`` in the checkout or here, with this project's connection in its configuration."""
+    """Return ``FLWR_HOME``, else ``.flwr`` in the checkout or here, and add this project's connection to it."""
     home = Path(os.environ.get("FLWR_HOME", (source_tree() or Path.cwd()) / ".flwr")).resolve()
     target = home / "config.toml"
     home.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def installed_home() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Flower:
-    """Flower's command line in a neutral ``home``: apps would import a source tree that a SuperLink was started in."""
+    """Flower's command line, started in ``home`` because apps import code from their working directory."""
 
     processes: Processes
     home: Path
@@ -145,7 +145,7 @@ class Flower:
         raise RunError(f"the SuperLink did not answer at {url} within {seconds:.0f} s; see {self.processes.logs}")
 
     def json(self, *arguments: str) -> dict[str, Any]:
-        """The answer of ``flwr … --format json``."""
+        """Return the answer of ``flwr … --format json``. Raise RunError if it reports a failure."""
         done = self.processes.call([program("flwr"), *arguments, "--format", "json"], self.home)
         try:
             answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
@@ -157,7 +157,7 @@ class Flower:
         return answer
 
     def run(self, config: FlatConfig, *options: str) -> None:
-        """Hand over app and configuration, follow the run and print its end; a signal that ends this ends the run."""
+        """Submit a run, follow its log and print its result. A signal that interrupts this stops the run."""
         run = self.submit(project_folder(self.home), config, *options)
         try:
             self.processes.follow([program("flwr"), "log", run, self.connection, "--stream"], self.home, MISLEADING)
@@ -170,7 +170,7 @@ class Flower:
         show_result(run_folder(config))
 
     def submit(self, project: Path, config: FlatConfig, *options: str) -> str:
-        """Hand an app and its run configuration over; returns the id of the run."""
+        """Submit an app and its run configuration. Return the id of the run."""
         overrides = self.home / f"run-{self.processes.token}.toml"
         overrides.write_text(tomli_w.dumps(for_flower(config)), encoding="utf-8")
         try:
@@ -180,14 +180,14 @@ class Flower:
         return str(answer["run-id"])
 
     def stop(self, run: str) -> None:
-        """End a run that goes on elsewhere; where that fails, say how to do it by hand."""
+        """Stop a run. If that fails, print how to stop it by hand."""
         try:
             self.json("stop", run, self.connection)
         except RunError as error:
-            print(f"run {run} goes on: {error}; end it with `flwr stop {run} {self.connection}`", file=sys.stderr)
+            print(f"run {run} goes on: {error}; stop it with `flwr stop {run} {self.connection}`", file=sys.stderr)
 
     def outcome(self, run: str) -> tuple[str, str]:
-        """Wait for the end of a run; its final status and what Flower says about it."""
+        """Wait for the end of a run. Return its final status and Flower's details."""
         while True:
             state = self.json("ls", self.connection, "--run-id", run)["runs"][0]
             if state["status"].startswith("finished"):
@@ -197,11 +197,11 @@ class Flower:
 
 
 def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None:
-    """Run the app on Ray, under a SuperLink that ends with it; 0 sites takes every natural group."""
+    """Run the app on Ray, under a SuperLink that stops afterwards; 0 sites means every natural group."""
     sites, (port,) = count_sites(parse_config(config), sites), free_ports(1)
     home, logs = installed_home(), str(config["name"])
     with tempfile.TemporaryDirectory(prefix="fedgp-", ignore_cleanup_errors=True) as scratch:
-        # Short, as the names of sockets must be, and of this run alone.
+        # A short path, because names of sockets are limited.
         variables = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port), "RAY_TMPDIR": scratch}
         with Processes(environment(home) | variables, home / "logs" / logs) as processes:
             flower = Flower(processes, home, "simulation")
@@ -213,7 +213,7 @@ def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None
 
 
 def submit_elsewhere(config: FlatConfig, connection: str) -> None:
-    """Hand the app to a SuperLink that somebody runs, and wait for the run to end."""
+    """Submit the app to a running SuperLink, and wait for the end of the run."""
     home = installed_home()
     with Processes(environment(home), home / "logs" / str(config["name"])) as processes:
         Flower(processes, home, connection).run(config)

@@ -1,6 +1,6 @@
-"""Flower's programs with what a federation on real machines needs and Flower has no option for.
+"""Flower's programs with settings that a federation on real machines needs and Flower has no option for.
 
-A SuperNode forks its SuperExec, and that its ClientApps: they share the memory of what they have imported.
+A SuperNode forks its SuperExec, which forks its ClientApps: they share the memory of imported modules.
 """
 # ruff: noqa: PLC0415
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from flwr.supercore.fab import Fab
     from flwr.supercore.run import Run
 
-HEARTBEAT = 10  # seconds; Flower's are 30, and 10 the fewest that a SuperLink takes
-UPLOAD = 30  # seconds; Flower's are 180
-LOOK = 0.5  # seconds between looks for a message; Flower's are 3
+HEARTBEAT = 10  # seconds instead of 30; a SuperLink needs at least 10
+UPLOAD = 30  # seconds instead of 180
+POLL = 0.5  # seconds between polls for a message instead of 3
 PIN = "FEDGP_APP"
-"""Variable with the fingerprint of the approved app, or the word ``any``."""
+"""Environment variable with the fingerprint of the approved app, or ``any``."""
 CONTROL = "FEDGP_CONTROL"
-"""Variable with the port of the loopback interface that operators use."""
+"""Environment variable with the local port for operators."""
 REASONS = {
     "Failed to activate": "its key is not registered (the coordinator: fedgp deploy register NAME.pub), or another"
     " SuperNode with the same key is running",
@@ -43,7 +43,7 @@ OURS = ("fedgp_flower", "strategies")
 
 
 def superlink() -> None:
-    """Run ``flower-superlink`` on the loopback interface; its public address answers authenticated SuperNodes alone."""
+    """Run ``flower-superlink`` on the loopback interface; its public address only answers authenticated SuperNodes."""
     import uvicorn
     from flwr.supercore.corestate import sql_corestate
 
@@ -65,7 +65,7 @@ def superlink() -> None:
 
 
 def for_sites(app: Callable[..., Any], port: int) -> Callable[..., Any]:
-    """An application that has only the interface of SuperNodes for whoever comes through this port."""
+    """Return an application that answers only requests of SuperNodes on this port."""
 
     async def served(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         public = scope["type"] == "http" and scope["server"][1] == port
@@ -79,7 +79,7 @@ def for_sites(app: Callable[..., Any], port: int) -> Callable[..., Any]:
 
 
 def supernode() -> None:
-    """Run Flower's ``flower-supernode`` for one app; where it ends by itself, its last line says why."""
+    """Run Flower's ``flower-supernode`` for one app; if it stops by itself, its last line says why."""
     from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
@@ -89,14 +89,14 @@ def supernode() -> None:
         vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
     vars(start_client_internal).update(
         _pull_and_store_message=approving(vars(start_client_internal)["_pull_and_store_message"], os.environ[PIN]),
-        _verify_fab=lambda fab, trusted: True,  # approving() has judged it
+        _verify_fab=lambda fab, trusted: True,  # approving() verifies it
         subprocess=SimpleNamespace(Popen=start_superexec),
-        time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK))),
+        time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL))),
     )
     leave, reasons = vars(fleet_http_connection)["flwr_exit"], list[str]()
 
     def leaving(code: int, message: str, **rest: Any) -> None:
-        reasons.append(f"this SuperNode has ended: {reason_of(message)}")
+        reasons.append(f"this SuperNode has stopped: {reason_of(message)}")
         leave(code, message, **rest)
 
     vars(fleet_http_connection)["flwr_exit"] = leaving
@@ -107,12 +107,12 @@ def supernode() -> None:
 
 
 def reason_of(message: str) -> str:
-    """Why a SuperNode has no connection, and what to do: from Flower's message."""
+    """Return the reason and the remedy for a SuperNode's missing connection, from Flower's message."""
     return next((words for shown, words in REASONS.items() if shown in message), message.splitlines()[-1])
 
 
 def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | None]:
-    """Flower's way to take a message, for one app alone, and only as a ClientApp."""
+    """Wrap Flower's ``pull`` of a message so that it accepts only the approved app, and only as a ClientApp."""
     from flwr.supercore.constant import TaskType
 
     def pulled(*, get_run: Callable[[int], Run], get_fab: Callable[[str, int], Fab], **rest: Any) -> int | None:
@@ -130,8 +130,8 @@ def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | 
             approved = pin in ("any", found) and run_id not in foreign
             if not approved:
                 print(
-                    f"refused: this site runs the app {pin[:16]}… and was sent {found[:16]}…; if its owner approves of"
-                    " the new one: fedgp site approve",
+                    f"refused: this site runs the app {pin[:16]}… and received {found[:16]}…; if its owner approves the"
+                    " new one: fedgp site approve",
                     flush=True,
                 )
             return replace(fab, verifications={"valid_license": "approved by its owner"} if approved else {})
@@ -142,7 +142,7 @@ def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | 
 
 
 def forked(program: Callable[[], None]) -> Callable[[list[str]], None]:
-    """Fork a process now, while there are no threads; it runs a program once it is told its words, or ends with us."""
+    """Fork a process now, while there are no threads. It waits for its arguments, then runs a program."""
     hears, tells = os.pipe()
     if not os.fork():
         os.close(tells)
@@ -171,7 +171,7 @@ def superexec() -> None:
     from flwr.supercore.superexec.plugin.base_exec_plugin import AutoExecPlugin
 
     class Forking(SubprocessExecutor):
-        """Starts a ClientApp in a copy of this process."""
+        """Executor that starts a ClientApp in a fork of this process."""
 
         def launch(self, spec: Any) -> LaunchResult:
             if not os.fork():
@@ -187,7 +187,7 @@ def superexec() -> None:
 
 
 def become_clientapp(spec: Any) -> None:
-    """Run Flower's ``flwr-clientapp`` in this copy of the SuperExec, and end."""
+    """Run Flower's ``flwr-clientapp`` in this fork of the SuperExec, and exit."""
     from flwr.supernode.cli import flwr_clientapp
 
     status = 1
@@ -195,7 +195,7 @@ def become_clientapp(spec: Any) -> None:
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
-            del sys.modules[name]  # the app is what the bundle has, not what is installed here
+            del sys.modules[name]  # the app imports the code of its bundle, not the installed one
         words = ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
         words += ["--insecure"] if spec.insecure else ["--root-certificates", spec.root_certificates_path]
         sys.argv = ["flwr-clientapp", *words, "--parent-pid", str(os.getppid())]

@@ -1,4 +1,4 @@
-"""A run from its configuration to its files; the package can be called, as :func:`fedgp_flower.run.api.run`."""
+"""A run from its configuration to its files; calling the package calls :func:`fedgp_flower.run.api.run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _help(_package: ModuleType) -> str:
     return f"fg.run{inspect.signature(_function())}\n\n{inspect.getdoc(_function())}"
 
 
-# A module says of itself what the function says; PyTorch is loaded when somebody asks.
+# The package has the documentation and signature of the function, which is imported only on access.
 sys.modules[__name__].__class__ = type(
     "CallablePackage",
     (ModuleType,),

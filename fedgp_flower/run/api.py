@@ -1,4 +1,4 @@
-"""Runs from Python: a table in, a finished run out; and finished runs read back."""
+"""Run a method from Python, and read finished runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config
 
 Data: TypeAlias = pd.DataFrame | Mapping[str, pd.DataFrame] | str | Path
-"""One table, a table per site, or the path or name of a data set."""
+"""A table, a table per site, or the path or name of a data set."""
 
 
 def load_run(path: str | Path) -> Run:
@@ -43,23 +43,23 @@ def run(
     """Run a method over simulated sites in this process.
 
     Args:
-        data: A table, a table per site, or what ``dataset`` takes; tables are kept below ``output-dir``.
+        data: A table, a table per site, or a value of ``dataset``; tables are saved below ``output-dir``.
         method: One of ``fedgp methods``.
         target: Column to predict; default as for ``target`` of the configuration.
-        site: Column that names the site of a row; without it rows are dealt to ``sites`` at random.
-        sites: Number of sites, where neither ``site`` nor a table per site says.
-        num_rounds: Most rounds.
+        site: Column that names the site of a row; without it rows are assigned to ``sites`` at random.
+        sites: Number of sites, unless ``site`` or a table per site determines it.
+        num_rounds: Largest number of rounds.
         options: Further keys of the run configuration, such as ``{"model.num-inducing": 100, "name": "first"}``.
-        on_round: Called after every round with its row of the history and about how many there will be; without it
-            a notebook shows a bar.
+        on_round: Called after every round with its row of the history and the largest number of rounds; without it a
+            notebook shows a bar.
 
     Returns:
         The run: ``metrics``, ``history``, ``posterior``, ``report_path``.
 
     Raises:
-        ConfigError: naming every wrong key, before anything is trained.
-        DataError: naming what cannot be used, where tables are a site each by the name of the site.
-        RunError: when the run cannot be completed.
+        ConfigError: If keys are wrong, before training.
+        DataError: If a table cannot be used.
+        RunError: If the run cannot be completed.
 
     Example::
 
@@ -71,10 +71,10 @@ def run(
     if isinstance(data, Mapping):
         if site:
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
-        kept = [_kept(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
-        flat["dataset"], sites = ",".join(str(path.resolve()) for path in kept), len(kept)
+        paths = [_save_table(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
+        flat["dataset"], sites = ",".join(str(path.resolve()) for path in paths), len(paths)
     else:
-        flat["dataset"] = str(_kept(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
+        flat["dataset"] = str(_save_table(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
@@ -82,13 +82,13 @@ def run(
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:
-    """An observer for ``on_round``: one line that is written over."""
+    """Print a round on a line that the next round overwrites; for ``on_round``."""
     print(f"\r{round_of(row, total):<120}", end="", flush=True)
 
 
-def _kept(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:
-    """A file of the table, in a folder named after its content: resuming and predicting at a site read it again."""
-    # A column may hold numbers in some rows and text in others, which no column of a file can.
+def _save_table(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:
+    """Save the table in a folder named after its hash, for resuming and for predictions at a site."""
+    # A column of a file cannot mix numbers and text.
     content = table.astype({name: "str" for name in table if table[name].dtype == object}).to_parquet(index=False)
     folder = Path(str(flat.get("output-dir", "results"))) / "data" / hashlib.sha256(content).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)

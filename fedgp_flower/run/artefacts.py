@@ -1,4 +1,4 @@
-"""The files of a run: what they hold, how they are written while it goes, how they are read afterwards."""
+"""The files of a run: their content, writing and reading."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:
     notebook = Lazy("fedgp_flower.run.notebook")
 
-SEALED = (
+HASHED_FILES = (
     "config.toml",
     "effects.csv",
     "history.csv",
@@ -52,21 +52,21 @@ SEALED = (
     "predictions.csv",
 )
 SEALS, LOCK = "files.json", "lock"
-"""Hashes of the files of a finished run; who writes into its folder."""
+"""Files with the hashes of a finished run, and with the process that writes into its folder."""
 
 HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down")
-"""Columns every row of the history has: communications so far; seconds and bytes of this round alone."""
+"""Columns of every history: cumulative communications; seconds and bytes of the round."""
 
 PREDICTION_COLUMNS = ("target", "mean", "sd", "low", "high", "probability", "trend", "deviation")
-"""Columns that a row of ``predictions.csv`` may have."""
+"""Possible columns of ``predictions.csv``."""
 
 POSITIVE = ("input.scale", "target.scale", "likelihood.noise", "kernel.lengthscale")
-"""Arrays of a posterior without a zero."""
+"""Arrays of a posterior that must be positive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:
-    """The content of ``metrics.json``; fields are its keys. Figures are means over held-out rows."""
+    """Content of ``metrics.json``; the fields are its keys. Figures are means over held-out rows."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -76,7 +76,7 @@ class RunMetrics:
     rounds: int
     communications: int
     exchanges: int = 0
-    """Questions to any number of sites at once: what a run over a network waits for."""
+    """Number of questions, each to any number of sites at once."""
     seconds: Mapping[str, float]
     """``total``, ``setup``, ``training``, ``evaluation``."""
     bytes: Mapping[str, int]
@@ -86,7 +86,7 @@ class RunMetrics:
     per_site: Sequence[Facts]
     """``site``, ``num_examples`` (held-out rows), figures; ``label`` and ``training_rows`` where known."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Site id → what people call the site, also of sites without held-out rows."""
+    """Site id → name of the site, including sites without held-out rows."""
     mean: Facts | None = None
     linear: Facts | None = None
     local_only: Facts | None = None
@@ -94,7 +94,7 @@ class RunMetrics:
     boosting: Facts | None = None
     """Figures of the baseline and its ``per_site`` rows. ``r2`` and skills compare with ``mean`` on the same rows."""
     converged: bool | None = None
-    """Whether training had come to its end by itself; None where the method cannot tell."""
+    """Whether training converged; None if the method cannot tell."""
     failures: Sequence[Facts] = ()
     """``round``, ``site``, ``reason``."""
     repairs: Mapping[str, int] = field(default_factory=dict)
@@ -104,19 +104,19 @@ class RunMetrics:
     training_target: Mapping[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over the training rows, or the ``share`` of rows of the second class."""
     data: Facts = field(default_factory=dict)
-    """The training rows as they were described before training: see :func:`fedgp_flower.agreement.overview_rows`."""
+    """Summary of the training rows: see :func:`fedgp_flower.agreement.overview_rows`."""
     warnings: Sequence[str] = ()
-    """What to know of the data before reading the figures."""
+    """Warnings on the data."""
     method_details: Facts = field(default_factory=dict)
 
     @property
     def labels(self) -> dict[str, str]:
-        """Site id → what people call the site."""
+        """Site id → name of the site."""
         return {**{str(row["site"]): str(row.get("label") or row["site"]) for row in self.per_site}, **self.names}
 
 
 def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
-    """What a finished run predicts with; None for a personal method."""
+    """Return the posterior of a finished run with its standardisation; None for a personal method."""
     found, agreed = summary.posterior, summary.preparation
     return found and replace(
         found,
@@ -132,14 +132,14 @@ def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run and what it left behind: ``saved`` and ``predictions`` are None where it wrote none."""
+    """A finished run; ``saved`` and ``predictions`` are None if it wrote none."""
 
     path: Path
     config: dict[str, Value]
     history: pd.DataFrame
     metrics: RunMetrics
     saved: Posterior | None
-    """What the posterior predicts from."""
+    """Arrays of the posterior."""
     predictions: pd.DataFrame | None
 
     def __repr__(self) -> str:
@@ -149,17 +149,17 @@ class Run:
         return notebook.html_of_run(self)
 
     def plot(self) -> Sequence[Axes]:
-        """Draw observed against predicted rows with 95 % intervals, and residuals; returns the axes of matplotlib."""
+        """Plot observed against predicted values with 95 % intervals, and residuals. Return the axes of matplotlib."""
         return notebook.plot_run(self)
 
     @property
     def report_path(self) -> Path:
-        """The page for people."""
+        """Path of the HTML report."""
         return self.path / "report.html"
 
     @property
     def method(self) -> Method:
-        """The registry row of the method."""
+        """The method's row of the registry. Raise RunError if the method is not installed."""
         name = self.metrics.method
         if name not in METHODS:
             raise RunError(f"{self.path} is a run of {name!r}, which is not installed; install the package it is from")
@@ -167,7 +167,7 @@ class Run:
 
     @property
     def why_no_posterior(self) -> str:
-        """Why :attr:`posterior` is None; empty where it is not."""
+        """Why :attr:`posterior` is None; empty if it is not."""
         reason = self.method.why_no_posterior or "this run saved none"
         if self.method.posterior and self.saved is not None:
             if "why_no_posterior" not in self.saved.model:
@@ -176,7 +176,7 @@ class Run:
         return f"with `method` = {self.metrics.method!r} {reason}"
 
     def summary(self) -> pd.DataFrame:
-        """The table of effects with their intervals, in units of the data: fixed, random, of sites."""
+        """Return the fixed, random and site effects with intervals, in units of the data."""
         facts = self.metrics.method_details
         if "effects" not in facts:
             raise RunError(f"a run of {self.metrics.method!r} has no table of effects; run a `formula`")
@@ -184,14 +184,14 @@ class Run:
 
     @cached_property
     def posterior(self) -> Predictor | None:
-        """What predicts new rows without any site; None for methods that save nothing that does."""
+        """Predictor of new rows without any site; None if the method saves none."""
         from fedgp_flower.run.predict import Predictor  # noqa: PLC0415  loads PyTorch
 
         return None if self.why_no_posterior else Predictor.of(self)
 
 
 class RunFolder:
-    """The folder of one run; made by :meth:`open`."""
+    """The folder of a run; :meth:`open` creates it."""
 
     def __init__(self, path: Path, digest: str) -> None:
         self.path = path
@@ -200,7 +200,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
-        """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``."""
+        """Create the folder of a new run, or with ``resume`` open the one named ``name``, and write ``config.toml``."""
         path = Path(config.output_dir) / config.run_name()
         try:
             if not config.resume and path.exists():
@@ -214,8 +214,8 @@ class RunFolder:
                 raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
             else:
                 _require_same(path, _read_config(path), config)
-            with held(path):
-                for name in ("metrics.json", SEALS):  # they mark a finished run
+            with locked(path):
+                for name in ("metrics.json", SEALS):  # marks of a finished run
                     (path / name).unlink(missing_ok=True)
                 write_bytes(path / "config.toml", tomli_w.dumps(nest(config.flat())).encode())
         except OSError as error:
@@ -224,33 +224,29 @@ class RunFolder:
             ) from None
         return cls(path, config.digest())
 
-    def give_name_free(self) -> None:
-        """Move the folder of a run that failed before its first checkpoint aside: there is nothing to resume."""
+    def mark_as_failed(self) -> None:
+        """Rename the folder of a run that failed before its first checkpoint, so that its name is free again."""
         if not (self.path / "checkpoint" / "checkpoint.json").exists():
-            aside = (self.path.with_name(f"{self.path.name}-failed-{n}") for n in itertools.count(1))
-            self.path = self.path.rename(next(path for path in aside if not path.exists()))
+            others = (self.path.with_name(f"{self.path.name}-failed-{n}") for n in itertools.count(1))
+            self.path = self.path.rename(next(path for path in others if not path.exists()))
 
     def seal(self) -> None:
-        """Write down the hashes of the files of a finished run; :func:`read_run` compares them."""
-        there = [name for name in SEALED if (self.path / name).exists()]
-        write_json(self.path / SEALS, {name: _hash(self.path / name) for name in there})
+        """Write the hashes of a finished run's files, which :func:`read_run` compares."""
+        write_json(self.path / SEALS, _hashes(self.path))
 
     def append_history(self, row: Mapping[str, float]) -> None:
-        """Add a round to ``history.csv``; columns a row lacks stay empty, new ones are added at the right."""
+        """Append a round to ``history.csv``. Missing columns stay empty; new columns are added at the right."""
         self._history.append(dict(row))
         self._write_history()
 
-    def keep_history(self, history: pd.DataFrame) -> None:
-        """Go on from these rounds."""
+    def set_history(self, history: pd.DataFrame) -> None:
+        """Replace the history with these rounds."""
         rows = history.to_dict("records")
         self._history = [{str(k): v for k, v in row.items() if not math.isnan(v)} for row in rows]
         self._write_history()
 
     def write_metrics(self, metrics: RunMetrics) -> None:
-        """Write ``metrics.json``, the mark of a finished run; the history of a run without a round has none.
-
-        Effects, where the method has a table of them, go into ``effects.csv``.
-        """
+        """Write ``metrics.json``, which marks a finished run, and ``effects.csv`` if the method has effects."""
         if "effects" in metrics.method_details:
             write_bytes(self.path / "effects.csv", effects_table(metrics.method_details).to_csv(index=False).encode())
         if not self._history:
@@ -268,7 +264,7 @@ class RunFolder:
         write_json(self.path / "posterior.json", content)
 
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
-        """Write a row for each held-out row, from the ``prediction.*`` arrays of the sites' evaluation replies."""
+        """Write ``predictions.csv``, a row for each held-out row, from the sites' ``prediction.*`` arrays."""
         tables = []
         for site, arrays in by_site.items():
             given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
@@ -280,7 +276,7 @@ class RunFolder:
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
 
     def checkpoint(self, snapshot: Snapshot) -> None:
-        """Keep a complete round, after its history: arrays go to a new file, and ``checkpoint.json`` then names it."""
+        """Save a complete round: write a new file of arrays, then ``checkpoint.json``, which names it."""
         folder = self.path / "checkpoint"
         folder.mkdir(exist_ok=True)
         name = f"round-{snapshot.facts['round']:06d}-{secrets.token_hex(4)}.safetensors"
@@ -293,13 +289,13 @@ class RunFolder:
                 old.unlink()
 
     def restore(self) -> Snapshot | None:
-        """The last complete round, with the history cut back to it; None where no round was completed."""
+        """Return the last complete round, and cut the history back to it; None if no round was completed."""
         folder = self.path / "checkpoint"
         if not (folder / "checkpoint.json").exists():
             return None
         content = read_json(folder / "checkpoint.json")
         if content.get("config_digest") != self._digest:
-            raise RunError(f"{folder} belongs to a run with another configuration; start afresh under another `name`")
+            raise RunError(f"{folder} belongs to a run with another configuration; start a new run with another `name`")
         with reading(folder / "checkpoint.json"):
             facts, arrays = content["state"], folder / Path(content["arrays"]).name
             snapshot = Snapshot(read_arrays(arrays), facts)
@@ -307,12 +303,12 @@ class RunFolder:
                 raise DamagedError(f"the checkpoint in {folder} was changed since the run wrote it")
         with reading(self.path / "history.csv"):
             history = _read_table(self.path / "history.csv")
-            self.keep_history(history[history["round"] <= facts["round"]])
+            self.set_history(history[history["round"] <= facts["round"]])
         return snapshot
 
     @contextmanager
     def logging_to_file(self, name: str) -> Iterator[None]:
-        """Append what a logger says to ``log.txt`` while the context lasts."""
+        """Append a logger's records to ``log.txt`` inside the context."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger(name).addHandler(handler)
@@ -329,13 +325,13 @@ class RunFolder:
 
 
 def effects_table(facts: Facts) -> pd.DataFrame:
-    """The effects among the facts of a method."""
+    """Return the table of effects in a method's details."""
     fixed = [{"group": "", "kind": "fixed", **row} for row in facts["effects"]]
     return pd.DataFrame([*fixed, *facts["random"], *facts.get("sites", [])])
 
 
 def read_run(path: Path) -> Run:
-    """Read a finished run."""
+    """Read a finished run. Raise RunError if the folder has none, DamagedError if its files were changed."""
     if not path.is_dir():
         raise RunError(f"{path} is not the folder of a run")
     if not (path / "metrics.json").exists():
@@ -343,9 +339,9 @@ def read_run(path: Path) -> Run:
         raise RunError(f"metrics.json is missing from {path}: {hint}")
     posterior, predictions = path / "posterior.json", path / "predictions.csv"
     with reading(path):
-        hashes = read_json(path / SEALS) if (path / SEALS).exists() else {}  # a run of before there were hashes
-        there = {name: _hash(path / name) for name in SEALED if hashes and (path / name).exists()}
-        if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
+        hashes = read_json(path / SEALS) if (path / SEALS).exists() else {}  # older runs have no hashes
+        present = _hashes(path) if hashes else {}
+        if odd := sorted(name for name in hashes.keys() | present.keys() if hashes.get(name) != present.get(name)):
             raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
         return Run(
             path=path,
@@ -358,7 +354,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_posterior(path: Path) -> Posterior:
-    """Read the posterior of a run, to predict from."""
+    """Read the posterior of a run. Raise DamagedError if its arrays are inconsistent, not finite or not positive."""
     content, arrays = read_json(path / "posterior.json"), read_arrays(path / "posterior.safetensors")
     described = content.pop("arrays", {})
     shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
@@ -379,6 +375,10 @@ def read_posterior(path: Path) -> Posterior:
     )
 
 
+def _hashes(folder: Path) -> dict[str, str]:
+    return {name: _hash(folder / name) for name in HASHED_FILES if (folder / name).exists()}
+
+
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -389,8 +389,8 @@ def _hash_of(facts: Facts) -> str:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Keep others from writing into the folder of a run; the lock goes with the process, however that ends."""
+def locked(path: Path) -> Iterator[None]:
+    """Lock the folder of a run against other writers. The operating system releases the lock of a dead process."""
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -407,24 +407,26 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _require_same(path: Path, before: FlatConfig, config: RunConfig) -> None:
-    """Refuse to resume with another configuration."""
+    """Raise RunError if a run would be resumed with another configuration."""
     now = config.flat()
-    keys = sorted((before.keys() | now.keys()) - config.passing)
+    keys = sorted((before.keys() | now.keys()) - config.resumable_keys)
     if differing := [key for key in keys if before.get(key) != now.get(key)]:
         changes = "; ".join(f"`{key}` was {before.get(key)!r}, now {now.get(key)!r}" for key in differing)
-        raise RunError(f"cannot resume {path} with another configuration: {changes}. Start afresh under another `name`")
+        raise RunError(
+            f"cannot resume {path} with another configuration: {changes}. Start a new run with another `name`"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Value]:
     content = read_bytes(path / "config.toml")
     try:
         return flatten(tomllib.loads(content.decode()))
-    except ValueError as error:  # of TOML, or of UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise DamagedError(f"{path / 'config.toml'} is not valid TOML: {error}") from None
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    """A CSV of numbers, but for its sites, one of which may be called "NA" or "007"."""
+    """Read a CSV of numbers with a column of sites, whose names may look like "NA" or "007"."""
     frame = pd.read_csv(io.BytesIO(read_bytes(path)), dtype={"site": str}, keep_default_na=False, na_values=[""])
     kinds = frame.dtypes.items() if len(frame) else ()
     if odd := [str(name) for name, kind in kinds if name != "site" and kind.kind not in "iuf"]:

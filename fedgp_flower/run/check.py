@@ -1,4 +1,4 @@
-"""Look at tables as a run would, without training: every file is a site, and says what a server would hear of it."""
+"""Check tables without training, as sites of a run: the agreed columns, warnings and problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.sites import RawSite, count_sites, load_site, require_dealable, simulated_nodes
+from fedgp_flower.data.sites import RawSite, check_partition, count_sites, load_site, simulated_nodes
 from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.errors import DataError, PolicyError
 from fedgp_flower.privacy.policy import Rules
@@ -19,16 +19,16 @@ from fedgp_flower.typing import Json
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a run would know of some tables before it trains."""
+    """Result of a check of tables."""
 
     data: Json
-    """As in ``metrics.json``; empty where no table can be used."""
+    """Summary as in ``metrics.json``; empty if no table can be used."""
     problems: tuple[str, ...]
     suspected: tuple[str, ...] = ()
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
-    """Read every file as a site, and agree on columns."""
+    """Check every file as a site."""
     alike = len({table_stem(file) for file in files}) < len(files)
     nodes = {str(file) if alike else table_stem(file): {"data-path": str(file)} for file in files}
     called = {name: file.name for name, file in zip(nodes, files, strict=True)}
@@ -36,7 +36,7 @@ def check(files: Sequence[Path], config: CoreConfig) -> Checked:
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
-    """What a simulated run would train on; 0 sites takes those in the data."""
+    """Check the sites of a simulated run; 0 sites means those in the data."""
     if files := tables_in(config.dataset):
         return check(files, config)
     nodes = simulated_nodes(count_sites(config, sites))
@@ -44,18 +44,18 @@ def plan(config: CoreConfig, sites: int) -> Checked:
 
 
 def require_usable(config: CoreConfig, sites: int) -> None:
-    """Refuse data that no simulated run can use, in one error and not in one of every site."""
+    """Raise DataError, once for all sites, if a simulated run cannot use the data."""
     if files := tables_in(config.dataset):
         if problems := check(files, config).problems:
             raise DataError("\n".join(problems))
     else:
-        require_dealable(config, sites)
+        check_partition(config, sites)
 
 
 def agreed(
     sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig, called: Mapping[str, str] | None = None
 ) -> Checked:
-    """What these sites agree on; ``called`` has the name of a site's file for words about it."""
+    """Check sites and their agreement; ``called`` are names of their files for messages."""
     files = {**dict(zip(sites, sites, strict=True)), **(called or {})}
     described, dropped, problems, suspected = {}, 0, [], []
     for name, load in sites.items():
@@ -72,11 +72,11 @@ def agreed(
         suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
         suspected += site.left_out.splitlines()
     try:
-        agreement = agree(described, **config.terms)
+        agreement = agree(described, **config.agreement_options)
     except DataError as error:
         return Checked({}, (*problems, *([str(error)] if described else [])))
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
-    suspected += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
+    suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
     counted = {
         "target": json.loads(agreement.schema)["target"]["name"],
         "sites": len(agreement.rows),

@@ -1,4 +1,4 @@
-"""What predictions depend on: the outcome along one column at a time, and the lengthscale of each input."""
+"""Dependence of predictions on the inputs: the outcome along each column, and the lengthscale of each input."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.likelihoods.grades import OrderedGrades, values_of
-from fedgp_flower.options import BESIDE
+from fedgp_flower.options import SECOND_COLUMN
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
 
 REACH = 2.0
-"""Standard deviations that a number is moved to either side of its mean where the range of the rows is not known."""
+"""Range of a number on each side of its mean, in standard deviations, if the range of the rows is unknown."""
 STEPS = 41
 MOST = 6
 
@@ -32,7 +32,7 @@ class Effect:
 
     name: str
     levels: tuple[str, ...]
-    """Levels of text, or of zeros and ones; empty for other numbers."""
+    """Levels of text or of a binary column; empty for other numbers."""
     values: Array  # [n], numbers; 0, 1, … for levels
     median: Array  # [n]
     low: Array  # [n]
@@ -40,7 +40,7 @@ class Effect:
     dates: bool = False
     """Whether values are days since 1 January 2000."""
     x: Array | None = None  # [n, D]
-    """The standardised inputs of all columns."""
+    """Standardised inputs of all columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,19 @@ class Relevance:
 
 
 def relevances(run: Run) -> list[Relevance]:
-    """The lengthscales that a method tells, else those of a saved kernel; nothing for a single input."""
+    """Return the lengthscales in a method's details, else those of a saved kernel; none for a single input."""
     if run.saved is None or len(run.saved.inputs) < 2:
         return []
     names = run.saved.inputs
-    told = run.metrics.method_details.get("relevance") or {
+    parts = run.metrics.method_details.get("relevance") or {
         name.removesuffix(".lengthscale"): {"value": np.ravel(array).tolist()}
         for name, array in run.saved.arrays.items()
         if name.startswith("kernel.") and name.endswith(".lengthscale")
     }
     found = []
-    for part, entry in told.items():
+    for part, entry in parts.items():
         value = np.asarray(entry["value"], dtype=float)
-        if len(value) == len(names):  # one lengthscale for all inputs compares nothing
+        if len(value) == len(names):  # not a single lengthscale for all inputs
             spread = np.full(len(value), np.nan if entry.get("log_sd") is None else entry["log_sd"], dtype=float)
             low, high = (value * np.exp(ndtri(level) * spread) for level in (0.025, 0.975))
             order = np.argsort(value)
@@ -78,14 +78,14 @@ def relevances(run: Run) -> list[Relevance]:
 
 
 def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
-    """The columns that move the outcome farthest; none where the posterior is no single Gaussian process.
+    """Return the columns with the largest effect on the outcome; none unless the posterior is a single GP.
 
-    At standardised inputs x, zero but for the inputs of the column, f ~ N(m, s²). Shown are h(m) and h(m ± 1.96 s),
-    with h the increasing map from f to the outcome without noise: the target in its units, a probability, or a rate.
+    At standardised inputs x, zero except for the inputs of the column, f ~ N(m, s²). The effect is h(m) and
+    h(m ± 1.96 s), with h the increasing map from f to the outcome: the target in its units, a probability or a rate.
     """
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
-    if posterior.saved.likelihood == "categorical":  # an outcome of several functions
+    if posterior.saved.likelihood == "categorical":  # several functions
         return []
     try:
         model, likelihood = posterior.to_gpytorch()
@@ -94,21 +94,21 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     agreed, found = posterior.preparation, []
     links = {"": posterior.units.values, "exposure": np.exp, "trials": expit, "event": np.exp}
     name = posterior.saved.likelihood
-    outcome = ndtr if name == "bernoulli" else links[BESIDE.get(name, "")]
+    outcome = ndtr if name == "bernoulli" else links[SECOND_COLUMN.get(name, "")]
     if isinstance(likelihood, OrderedGrades):
         grades = values_of(agreed.target.levels)
         outcome = lambda f: likelihood(torch.from_numpy(f)).probs.numpy() @ grades  # noqa: E731
     points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
-    # Standardised values between which about 95 % of the rows lie, where that is known.
+    # Standardised range of about 95 % of the rows, if known.
     known = {column["name"]: column.get("range") for column in posterior.run.metrics.data.get("columns", ())}
     for name, inputs, column in _columns(agreed):
         low, high = known.get(name) or ends[:, inputs[0]]
-        levels, shown, moved = _path(agreed, inputs, column, low, high)
+        levels, shown, along_column = _path(agreed, inputs, column, low, high)
         if len(shown) == 0:
             continue
         x = np.zeros((len(shown), len(agreed.names)))
-        x[:, inputs] = moved
+        x[:, inputs] = along_column
         with torch.no_grad():
             f = model(torch.from_numpy(x))
         centre, spread = (part.reshape(-1, len(x))[0].numpy() for part in (f.mean, f.stddev))  # log noise comes second
@@ -122,7 +122,7 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
 def _path(
     agreed: Preparation, inputs: list[int], column: Column, low: float, high: float
 ) -> tuple[tuple[str, ...], Array, Array]:
-    """Levels, the values shown [n] and the standardised inputs [n, d] of a column that is moved."""
+    """Return levels, values [n] and standardised inputs [n, d] along a column."""
     mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
     if column.kind != "numeric":
         is_level = np.array(column.levels)[:, None] == np.array(column.shown)
@@ -132,15 +132,15 @@ def _path(
         turn = (months - 1) * math.pi / 6
         return (), months, (np.stack([np.sin(turn), np.cos(turn)], axis=1) - mean) / scale
     share = float(mean[0])
-    if 0 < share < 1 and math.isclose(scale[0] ** 2, share * (1 - share), rel_tol=1e-6):  # zeros and ones alone
+    if 0 < share < 1 and math.isclose(scale[0] ** 2, share * (1 - share), rel_tol=1e-6):  # a binary column
         shown = np.array([0.0, 1.0])
         return ("0", "1"), shown, (shown[:, None] - mean) / scale
-    values = np.linspace(low, high, STEPS if low < high else 0)  # nearly all rows may have one value
+    values = np.linspace(low, high, STEPS if low < high else 0)  # none if nearly all rows have one value
     return (), values * scale + mean, values[:, None]
 
 
 def _columns(agreed: Preparation) -> Iterator[tuple[str, list[int], Column]]:
-    """Name and inputs of each column that is moved; sine and cosine of a date together, as the month."""
+    """Yield name and inputs of each column; sine and cosine of a date are one column, the month."""
     widths = [len(column.names) for column in agreed.columns]
     starts = dict(zip((column.name for column in agreed.columns), np.cumsum([0, *widths]).tolist(), strict=False))
     for column in agreed.columns:

@@ -1,4 +1,4 @@
-"""The figures of a report, each a function from numbers to a matplotlib Figure (Agg, no global state)."""
+"""Figures of a report. Each function returns a matplotlib Figure (Agg, no global state)."""
 
 from __future__ import annotations
 
@@ -38,24 +38,23 @@ STYLES = {
     "logistic regression": ("#6b7a2a", "-."),
     "AFT regression": ("#6b7a2a", "-."),
 }
-"""Baselines that are drawn beside the rounds of a run."""
+"""Colour and dash of the baselines in the figure of convergence."""
 COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("o-", "s--", "^-.", "D:", "v-", "P--")
-"""Of runs side by side: told apart without colours, too."""
+"""Colours and markers of several runs."""
 Z95 = 1.959963984540054
-MAX_POINTS, MOST_ACROSS = 400, 3
-MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
-"""What the figure of lengthscales shows."""
-LONGEST = 18
-"""Letters of the name of a class."""
-GROUPS = 8
-"""Of rows by their predicted survival, at most."""
+MAX_POINTS, PANELS_PER_ROW = 400, 3
+MAX_INPUTS, MAX_LENGTHSCALE = 15, 300.0
+"""Limits of the figure of lengthscales."""
+MAX_CLASS_LETTERS = 18
+SURVIVAL_GROUPS = 8
+"""Largest number of groups of rows by predicted survival."""
 DPI = 180
 Make: TypeAlias = Callable[..., Figure]
-"""What makes a figure: its class, or pyplot for a notebook."""
+"""Constructor of figures: the class Figure, or a function of pyplot in a notebook."""
 
 
 def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, make: Make = Figure) -> Figure | None:
-    """Objective and evaluated figures against rounds, or visits where they are counted; baselines as lines."""
+    """Plot the objective and held-out scores by round, or by visit if they are counted, with baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
         "test_nll": "held-out NLL (nats per row)",
@@ -68,7 +67,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
     unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
     abscissa = history[unit].ffill().fillna(0.0)
     figure, axes = axes_of(len(shown), height=2.9, make=make)
-    last = max(float(abscissa.max()), 1.0)  # also where a figure was evaluated once
+    last = max(float(abscissa.max()), 1.0)  # positive even after a single evaluation
     for ax, name in zip(axes, shown, strict=True):
         values = history[name].dropna()
         style = "o-" if len(values) <= 30 else "-"
@@ -78,9 +77,9 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
             if math.isfinite(level):
                 colour, dash = STYLES[arm]
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
-        _frame_late_rounds(ax, values.to_numpy(dtype=float), list(levels.values()))
+        _zoom_on_late_rounds(ax, values.to_numpy(dtype=float), list(levels.values()))
         if name in {"objective", "test_nll"}:
-            _not_too_close(ax)
+            _ensure_height(ax)
         ax.set(xlabel=label, ylabel=names[name], xlim=(-0.03 * last, 1.03 * last))
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -91,7 +90,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
 
 
 def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequence[str]) -> Figure:
-    """Predictive mean and 95 % band of a noisy observation at values x [n] of one input, with held-out points."""
+    """Plot mean and 95 % band of a noisy observation at values x [n] of one input, with held-out rows."""
     figure, (ax,) = axes_of(1, width=7.6, height=3.6)
     low, high = predictor.quantiles(x[:, None], (0.025, 0.975))
     _band(ax, x, low, predictor(x[:, None])[0], high)
@@ -104,7 +103,7 @@ def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequ
 
 
 def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path) -> None:
-    """Write :func:`site_curves` along the one input of a table's rows."""
+    """Save :func:`site_curves` for the rows of a table with one input. Raise RunError for other inputs."""
     agreed = next(iter(predictors.values())).preparation
     if len(agreed.names) != 1 or agreed.target.levels:
         raise RunError(f"a picture needs one input and a target of numbers; inputs are {', '.join(agreed.names)}")
@@ -116,9 +115,9 @@ def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path
 
 
 def site_curves(predictors: Mapping[str, Predictor], frame: pd.DataFrame) -> Figure:
-    """A panel for each site along the one input of a table: mean, 95 % band, training and held-out rows."""
+    """Plot mean, 95 % band, training and held-out rows along the single input, a panel for each site."""
     agreed = next(iter(predictors.values())).preparation
-    figure, axes = axes_of(len(predictors), width=1.6 + 2.6 * min(MOST_ACROSS, len(predictors)), height=2.5)
+    figure, axes = axes_of(len(predictors), width=1.6 + 2.6 * min(PANELS_PER_ROW, len(predictors)), height=2.5)
     for ax, (site, predictor) in zip(axes, predictors.items(), strict=True):
         table = predictor.predict(frame)
         x = predictor.inputs(frame)[:, 0].numpy() * agreed.input_scale + agreed.input_mean
@@ -135,12 +134,12 @@ def site_curves(predictors: Mapping[str, Predictor], frame: pd.DataFrame) -> Fig
 
 
 def parity(rows: pd.DataFrame, target: str, counts: bool = False, make: Make = Figure) -> Figure:
-    """Observed against predicted, and residuals, with 95 % intervals: a dot off its bar is a miss."""
+    """Plot observed against predicted values, and residuals, with 95 % intervals."""
     figure, axes = axes_of(2, width=8.6, height=4.0, make=make)
     some = subsample(rows)
     given = {str(name): column.to_numpy() for name, column in some.items()}
     mean, observed = given["mean"], given["target"]
-    # Ends are kept where the moments do not tell them.
+    # The rows have interval ends if mean and sd do not determine them.
     if "low" in given:
         low, high = given["low"], given["high"]
     elif counts:
@@ -164,7 +163,7 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False, make: Make = F
 
 
 def surface(rows: pd.DataFrame | None, predictor: Predictor, spans: Array, names: Sequence[str]) -> Figure:
-    """Maps of predictive mean and sd over two inputs with these ``spans`` [2, 2], with held-out rows as dots."""
+    """Map predictive mean and sd over two inputs in the ranges ``spans`` [2, 2], with held-out rows as dots."""
     figure, axes = axes_of(2, width=8.6, height=3.7)
     sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
     grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
@@ -184,7 +183,7 @@ def surface(rows: pd.DataFrame | None, predictor: Predictor, spans: Array, names
 
 
 def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
-    """Share of rows inside central intervals against the nominal level; PIT histogram; both with 95 % chance bands."""
+    """Plot coverage of central intervals against nominal coverage, and the PIT histogram, with 95 % chance bands."""
     counts = np.asarray(pit)
     n, half = int(counts.sum()), len(counts) // 2
     figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
@@ -206,7 +205,7 @@ def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
 
 
 def reliability(table: Sequence[Sequence[float]]) -> Figure:
-    """Observed frequency against mean predicted probability with 95 % chance bars, and how often each was predicted."""
+    """Plot observed frequency against predicted probability, with 95 % chance bars, and a histogram of predictions."""
     bins = np.asarray(table, dtype=float)
     count, predicted, seen = bins[bins[:, 0] > 0].T
     p = predicted / count
@@ -222,7 +221,7 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
 
 
 def survival(follow_up: FollowUp, curves: Mapping[str, Array], times: Array, target: str) -> Figure:
-    """The curve of Kaplan and Meier of all training rows, and predicted ones [T] at ``times``."""
+    """Plot the Kaplan–Meier curve of all training rows and predicted survival ``curves`` [T] at ``times``."""
     figure, (ax,) = axes_of(1, width=6.2, height=3.6)
     shown = follow_up.times <= times[-1]
     x, y = (np.append(first, part[shown]) for first, part in ((0.0, follow_up.times), (1.0, follow_up.survival)))
@@ -235,12 +234,12 @@ def survival(follow_up: FollowUp, curves: Mapping[str, Array], times: Array, tar
 
 
 def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Sequence[float] | None) -> Figure:
-    """Observed against predicted shares without an event by the quartiles of time, rows by their prediction."""
+    """Plot observed against predicted survival at the quartiles of time, with rows grouped by prediction."""
     figure, (ax,) = axes_of(1, width=5.0, height=4.0)
     ax.plot([0, 100], [0, 100], color=POOLED, lw=0.9)
     for place, (table, colour, mark) in enumerate(zip(tables, COLOURS, MARKS, strict=False)):
         bins = np.asarray(table, dtype=float)
-        bins = np.asarray(merged_cells(bins, math.ceil(bins[:, 0].sum() / GROUPS)), dtype=float)
+        bins = np.asarray(merged_cells(bins, math.ceil(bins[:, 0].sum() / SURVIVAL_GROUPS)), dtype=float)
         count, predicted, observed = bins[bins[:, 0] > 0].T
         name = f"quartile {place + 1}" if times is None else f"after {times[place]:.3g}"
         ax.plot(100 * predicted / count, 100 * observed / count, mark, color=colour, ms=4, lw=1.2, label=name)
@@ -250,25 +249,23 @@ def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Seq
 
 
 def _chance(n: int | Array, p: Array) -> Array:
-    """Ends of the central 95 % range of Bin(n, p), elementwise."""
+    """Return the ends of the central 95 % range of Bin(n, p), elementwise."""
     return np.stack([binom.ppf(0.025, n, p), binom.ppf(0.975, n, p)])
 
 
-def _against_diagonal(ax: Axes, promised: Array, observed: Array) -> None:
-    """Shares that were observed against shares that were promised, both in per cent."""
+def _against_diagonal(ax: Axes, predicted: Array, observed: Array) -> None:
     ax.plot([0, 100], [0, 100], color=POOLED, lw=0.9)
-    ax.plot(100 * promised, 100 * observed, "o-", color=FEDERATED, ms=4, lw=1.4, label="observed")
+    ax.plot(100 * predicted, 100 * observed, "o-", color=FEDERATED, ms=4, lw=1.4, label="observed")
     ax.set_aspect("equal")
 
 
 def _bars(ax: Axes, counts: Array, edges: Array) -> None:
-    """A histogram of held-out rows."""
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
     ax.set(ylabel="held-out rows", xlim=(edges[0], edges[-1]))
 
 
 def confusion(counts: Array, levels: Sequence[str]) -> Figure:
-    """Held-out rows by class [C, C], observed downwards and predicted across, as shares of each observed class."""
+    """Plot a confusion matrix [C, C], observed by predicted class, as shares of each observed class."""
     size = len(counts)
     figure = Figure(figsize=(1.9 + 0.4 * size, 1.3 + 0.4 * size), dpi=DPI, layout="constrained")
     ax = figure.subplots()
@@ -280,7 +277,8 @@ def confusion(counts: Array, levels: Sequence[str]) -> Figure:
         ax.text(predicted, observed, words, ha="center", va="center", fontsize=6, color="white" if dark else "black")
     ax.set(xlabel="likeliest class", ylabel="observed class", xticks=range(size), yticks=range(size))
     if levels:
-        names = [level if len(level) <= LONGEST else f"{level[: LONGEST - 1]}…" for level in levels]
+        short = MAX_CLASS_LETTERS
+        names = [level if len(level) <= short else f"{level[: short - 1]}…" for level in levels]
         ax.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
         ax.set_yticklabels(names)
     ax.grid(visible=False)
@@ -289,7 +287,7 @@ def confusion(counts: Array, levels: Sequence[str]) -> Figure:
 
 
 def probabilities(rows: pd.DataFrame, levels: Sequence[str]) -> Figure:
-    """How often each probability of the second of two classes was predicted, by the class observed."""
+    """Plot histograms of the predicted probability of the second of two classes, by observed class."""
     figure, (ax,) = axes_of(1, width=6.2, height=3.2)
     edges = np.linspace(0, 100, 21)
     for label, colour in ((0, LOCAL), (1, FEDERATED)):
@@ -304,7 +302,7 @@ def probabilities(rows: pd.DataFrame, levels: Sequence[str]) -> Figure:
 
 
 def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure | None:
-    """NLL of each site, federated beside local-only: a dot plot, or for more than 40 sites one against the other."""
+    """Plot federated and local-only NLL by site: a dot plot, or a scatter plot for more than 40 sites."""
     frame = pd.DataFrame({"federated": federated, "local-only": local}, index=list(federated), dtype=float)
     frame = frame.dropna(subset=["federated"])
     both = frame.dropna()
@@ -317,7 +315,7 @@ def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure 
         ax.plot(limits, limits, color=POOLED, lw=0.9)
         ax.plot(both["local-only"], both["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
         ax.set(xlabel="local-only NLL (nats per row)", ylabel="federated NLL (nats per row)", xlim=limits, ylim=limits)
-        ax.set_title("a dot is a site; below the line federated is better", fontsize=8, color="#666666", loc="left")
+        ax.set_title("one dot per site; federated is better below the line", fontsize=8, color="#666666", loc="left")
         return figure
     figure, (ax,) = axes_of(1, width=6.2, height=1.1 + 0.26 * len(frame))
     y = np.arange(len(frame))
@@ -332,7 +330,7 @@ def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure 
 
 
 def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure:
-    """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
+    """Plot the outcome against each column, a panel each on a common scale; levels of text as points with bars."""
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 5.0, height=2.6, make=make)
     low, high = min(effect.low.min() for effect in found), max(effect.high.max() for effect in found)
     limits = (low - 0.04 * (high - low), high + 0.04 * (high - low))
@@ -351,21 +349,21 @@ def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure
                 ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
                 ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
         ax.set(xlabel=label_text(effect.name), ylim=limits)
-    for ax in axes[::MOST_ACROSS]:
+    for ax in axes[::PANELS_PER_ROW]:
         ax.set_ylabel(label_text(target))
     return figure
 
 
 def relevance(found: Sequence[Relevance]) -> Figure:
-    """Lengthscales of the most relevant inputs, a panel for each part of the model, with 95 % bars where known."""
-    rows = min(MOST_INPUTS, max(len(part.names) for part in found))
+    """Plot lengthscales of the most relevant inputs, a panel for each part of the model, with known 95 % intervals."""
+    rows = min(MAX_INPUTS, max(len(part.names) for part in found))
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
     for ax, part in zip(axes, found, strict=True):
         y, shown = np.arange(rows), slice(rows)
         ax.hlines(y, part.low[shown], part.high[shown], color=BAND, lw=6)
         ax.plot(part.value[shown], y, "o", color=FEDERATED, ms=4)
         ax.set_yticks(y, [label_text(name) for name in part.names[shown]])
-        ends = np.concatenate([part.value[shown], part.low[shown], part.high[shown].clip(max=MOST_LENGTHSCALE)])
+        ends = np.concatenate([part.value[shown], part.low[shown], part.high[shown].clip(max=MAX_LENGTHSCALE)])
         ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
@@ -377,7 +375,7 @@ def relevance(found: Sequence[Relevance]) -> Figure:
 
 
 def roc(counts: Sequence[Sequence[float]], auc: float) -> Figure:
-    """Sensitivity against false alarms, from rows of each class by predicted log odds; the dot is at probability ½."""
+    """Plot the ROC curve from rows of each class by predicted log odds; the dot is at probability ½."""
     above = np.vstack([np.cumsum(np.asarray(counts, dtype=float)[::-1], axis=0)[::-1], [[0.0, 0.0]]])
     alarms, hits = 100 * (above / np.maximum(above[0], 1.0)).T
     figure, (ax,) = axes_of(1, width=4.4, height=4.0)
@@ -392,7 +390,7 @@ def roc(counts: Sequence[Sequence[float]], auc: float) -> Figure:
 
 
 def cost(history: pd.DataFrame) -> Figure | None:
-    """Bytes and seconds added up over rounds."""
+    """Plot cumulative bytes and seconds by round."""
     if len(history) < 2:
         return None
     figure, axes = axes_of(2, width=8.6, height=2.7)
@@ -410,7 +408,7 @@ def cost(history: pd.DataFrame) -> Figure | None:
 
 
 def cost_figure(runs: Sequence[Run]) -> Figure:
-    """Held-out NLL against exchanges, megabytes and seconds since the start, a line for each run."""
+    """Plot held-out NLL against cumulative exchanges, megabytes and seconds, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
     for run, colour, mark in zip(runs, itertools.cycle(COLOURS), itertools.cycle(MARKS), strict=False):
         history, nll = run.history, run.history.get("test_nll", run.history["round"] * math.nan).copy()
@@ -427,7 +425,7 @@ def cost_figure(runs: Sequence[Run]) -> Figure:
     for ax in axes:
         ax.set_xlim(0, 1.04 * max(ax.get_xlim()[1], 1e-9))
         ax.margins(y=0.15)
-        _not_too_close(ax)
+        _ensure_height(ax)
     axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[0].set_ylabel("held-out NLL (nats per row)")
     axes[0].legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
@@ -435,12 +433,12 @@ def cost_figure(runs: Sequence[Run]) -> Figure:
 
 
 def subsample(rows: pd.DataFrame) -> pd.DataFrame:
-    """At most ``MAX_POINTS`` rows, the same every time."""
+    """Return at most ``MAX_POINTS`` rows, sampled with a fixed seed."""
     return rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
 
 
-def _frame_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None:
-    """Where the first tenth of the rounds would flatten the rest, frame the rest and say so."""
+def _zoom_on_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None:
+    """Crop the first tenth of the rounds if it would flatten the rest."""
     late = values[len(values) // 10 :]
     shown = np.array([*late, *levels])
     shown = shown[np.isfinite(shown)]
@@ -450,34 +448,29 @@ def _frame_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None
         ax.set_title("first rounds lie outside the frame", fontsize=8, color="#666666", loc="right")
 
 
-LEAST_HEIGHT = 0.05
-"""Nats a row that a picture is high at least: a thousandth apart is level."""
-
-
-def _not_too_close(ax: Axes) -> None:
-    """Figures in nats are not magnified until chance fills the picture."""
+def _ensure_height(ax: Axes) -> None:
+    """Let the vertical axis span at least 0.05 nats per row, so that noise does not fill the figure."""
     low, high = ax.get_ylim()
-    beyond = max(0.0, (LEAST_HEIGHT - (high - low)) / 2)
-    ax.set_ylim(low - beyond, high + beyond)
+    margin = max(0.0, (0.05 - (high - low)) / 2)
+    ax.set_ylim(low - margin, high + margin)
 
 
 def label_text(label: str) -> str:
-    """A label from data: no mathematics mode, one line, not too long."""
+    """Return a label from data as one short line without mathematics mode."""
     line = " ".join(label.split())
     return (line if len(line) <= 28 else f"{line[:27]}…").replace("$", r"\$")
 
 
 def _band(ax: Axes, x: ArrayLike, low: ArrayLike, middle: ArrayLike, high: ArrayLike) -> None:
-    """A curve in its 95 % interval."""
     ax.fill_between(x, low, high, color=BAND, alpha=0.7, lw=0, label="95 % interval")
     ax.plot(x, middle, color=FEDERATED, lw=1.8, label="mean")
 
 
 def axes_of(count: int, width: float = 8.6, height: float = 3.0, make: Make = Figure) -> tuple[Figure, list[Axes]]:
-    """A figure with axes in rows of at most three, each row as high as is said, in the style of all figures."""
-    rows = math.ceil(count / MOST_ACROSS)
+    """Return a figure and axes in rows of at most three, each of this ``height``, in the style of all figures."""
+    rows = math.ceil(count / PANELS_PER_ROW)
     figure = make(figsize=(width, height * rows), dpi=DPI, layout="constrained")
-    axes = list(figure.subplots(rows, min(count, MOST_ACROSS), squeeze=False).flat)
+    axes = list(figure.subplots(rows, min(count, PANELS_PER_ROW), squeeze=False).flat)
     for ax in axes[count:]:
         ax.set_visible(False)
     for ax in axes:

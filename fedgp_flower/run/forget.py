@@ -48,12 +48,12 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
         "sites": len(remaining),
         "num-server-rounds": saved.facts["round"] + rounds,
         "resume": False,
-        "baselines.pooled": False,  # it would learn from the rows of all sites, the forgotten one among them
+        "baselines.pooled": False,  # it would use the rows of the forgotten site
     }
     folder = RunFolder.open(parse_config(flat))
-    folder.keep_history(data.history)
+    folder.set_history(data.history)
     folder.checkpoint(left)
-    # Rows go on being dealt to as many sites as there were.
+    # The rows are still partitioned over the original number of sites.
     nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]
     after = run_in_process(flat | {"resume": True}, nodes=nodes, progress=progress)
     write_json(after / "forgotten.json", _changes(data, read_run(after), site, rounds))
@@ -62,7 +62,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
 
 
 def _changes(old: Run, new: Run, site: str, rounds: int) -> Facts:
-    """What was removed and what that changed, over the same held-out rows, those of the sites that remain."""
+    """Summarise the removed rows and the changes on the held-out rows of the remaining sites."""
     per_site, forgotten = old.metrics.per_site, old.method.forgotten
     row = next((row for row in per_site if site in {str(row["site"]), str(row.get("label"))}), {"site": site})
     kept = (old.metrics.labels.keys() & new.metrics.labels.keys()) - {str(row["site"])}
@@ -83,7 +83,7 @@ def _changes(old: Run, new: Run, site: str, rounds: int) -> Facts:
 
 
 def _figures(rows: Iterable[Facts], sites: set[str]) -> dict[str, float]:
-    """Figures over the held-out rows of some sites, from those of each: means over rows, RMSE through its square."""
+    """Average the figures of some sites over their held-out rows; the RMSE through its square."""
     table = pd.DataFrame([row for row in rows if str(row["site"]) in sites and row["num_examples"]])
     names = [name for name in table if name not in {"site", "label", "num_examples", "training_rows"}]
     powers = {name: 2.0 if name == "rmse" else 1.0 for name in names}
@@ -94,7 +94,7 @@ def _figures(rows: Iterable[Facts], sites: set[str]) -> dict[str, float]:
 
 
 def _shift(old: Run, new: Run, sites: set[str]) -> dict[str, float]:
-    """How far predictions of the remaining sites' held-out rows moved; empty where a run kept none."""
+    """Return the change of predictions of held-out rows; empty if a run kept none."""
     if old.predictions is None or new.predictions is None:
         return {}
     tables = (rows[rows["site"].isin(sites)] for rows in (old.predictions, new.predictions))

@@ -1,4 +1,4 @@
-"""An in-process Flower Grid: the same ServerApp and ClientApp, no SuperLink, no Ray, one process."""
+"""A Flower Grid that runs the ServerApp and the ClientApps in one process, without SuperLink or Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NODE_OFFSET = 1000  # node ids differ from site ids, as they do in Flower
 
 
 def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:
-    """Run over simulated ``sites``, 0 for those in the data, or over these ``nodes``; returns the run's folder."""
+    """Run over simulated ``sites``, 0 for those in the data, or over ``nodes``. Return the run's folder."""
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
     config = parse_config(flat)
     if not nodes:
@@ -37,10 +37,10 @@ def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (),
 
 
 class InProcessGrid(Grid):
-    """Nodes 0..K-1 of a simulation, each with a Context, answered in this process."""
+    """Grid with nodes that answer in this process, each with its Context."""
 
     def __init__(self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Node]) -> None:
-        # The identity a Message needs outside a Flower runtime; Flower has no public way to set it in 1.41.
+        # Messages need this identity; Flower 1.41 has no public way to set it outside of its runtime.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.client_app = client_app
         self.contexts = {
@@ -57,7 +57,7 @@ class InProcessGrid(Grid):
         self._run = Run.create_empty(run_id=1)
 
     def keep_states(self, folder: Path) -> None:
-        """Have sites without a ``state-dir`` keep their state below ``folder``, so that a resumed run finds it."""
+        """Set ``state-dir`` below ``folder`` for sites without one, so that a resumed run finds their state."""
         for context in self.contexts.values():
             context.node_config.setdefault("state-dir", str(folder / site_id(context.node_config)))
 
@@ -73,15 +73,15 @@ class InProcessGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """A message to a node."""
+        """Create a message to a node."""
         return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Every node; in one process all are online."""
+        """Return all nodes; they are always online."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Accept messages; they are answered when pulled."""
+        """Accept messages, which are answered when pulled."""
         pushed = {uuid.uuid4().hex: message for message in messages}
         for message_id, message in pushed.items():
             message.metadata.__dict__["_message_id"] = message_id
@@ -89,17 +89,17 @@ class InProcessGrid(Grid):
         return list(pushed)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Answer the oldest of the messages asked for: replies trickle in, in a reproducible order."""
+        """Answer only the oldest of these messages, so that replies arrive one by one in a reproducible order."""
         waiting = [message_id for message_id in message_ids if message_id in self._pending]
         return [self.answer(self._pending.pop(message_id)) for message_id in waiting[:1]]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Answer all messages; nothing is ever late in one process."""
+        """Answer all messages; the timeout is unused."""
         del timeout
         return [self.answer(self._pending.pop(message_id)) for message_id in self.push_messages(messages)]
 
     def answer(self, message: Message) -> Message:
-        """The reply of the ClientApp, or the error reply Flower makes of an exception."""
+        """Return the reply of the ClientApp, or Flower's error reply for an exception."""
         try:
             return self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What leaves a site, by trying: for the owner of a table (``fedgp leaves``)."""
+"""Try out what leaves a site, for the owner of a table (``fedgp leaves``)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ WORDS: Mapping[str, str] = {
     "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
     " rows; of each numeric column the sum, its rounding residual and the sum of squares about the mean; which columns"
     " may hold a code for missing cells, and in how many; how many rows repeat; whether the target is skewed; under"
-    " masks names, kinds and levels of columns and the number of rows alone",
+    " masks only names, kinds and levels of columns and the number of rows",
     "evaluate": "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside"
-    " intervals, a histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted"
+    " intervals, a histogram of 20 bins; for classes the correct rows, the Brier score and sums in 10 bins of predicted"
     " probability",
 }
-"""Answers that are no declared messages."""
+"""Answers that are not declared messages."""
 
 
 def answers(method: str) -> list[tuple[str, Any]]:
-    """The kinds that a method's sites answer, and the class of each answer; None where it is no declared message."""
+    """Return the kinds of a method's answers and their classes; None for an answer that is not a declared message."""
     declared = sorted(handlers(load(METHODS[method].client)).items())
     found = [(kind, handler.answer) for kind, handler in declared if kind not in WORDS]
     return [*found, *((kind, None) for kind in WORDS)]
 
 
 def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], audit.AuditLog]:
-    """What a site sends in a run of a few rounds beside copies of itself, in lines, and its audit log."""
+    """Run a few rounds over a site and copies of it. Return lines on the site's messages, and its audit log."""
     planned = parse_config(flat).num_server_rounds
     config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
     copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1
@@ -66,7 +66,7 @@ def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], audit
 
 
 def _sent(log: audit.AuditLog, method: str) -> Iterator[str]:
-    """What a site sent, kind by kind."""
+    """Yield lines on a site's messages by kind."""
     kinds: dict[str, list[Facts]] = {}
     declared = dict(answers(method))
     for line in log.lines:
@@ -80,15 +80,15 @@ def _sent(log: audit.AuditLog, method: str) -> Iterator[str]:
         latest = sent[-1] if sent else lines[-1]
         words = table(declared[kind]) if declared[kind] else ()
         for name, array in latest["arrays"].items():
-            meaning = (said for field, _, said in words if f"{name}.".startswith(f"{field.removesuffix('.*')}."))
+            meaning = (text for field, _, text in words if f"{name}.".startswith(f"{field.removesuffix('.*')}."))
             yield f"    {name} {array['shape']} {next(meaning, '')}".rstrip()
         if latest["numbers"]:
             yield f"    numbers: {', '.join(latest['numbers'])}"
         if latest["texts"]:
             yield f"    texts: {', '.join(f'{name} ({size})' for name, size in latest['texts'].items())}"
-        said: dict[str, dict[str, None]] = {}  # what the rules said, each once
+        verdicts: dict[str, dict[str, None]] = {}  # rules by verdict, without repetitions
         for rule in (rule for line in lines for rule in line["rules"]):
             found = f" ({rule['found']})" if rule["found"] and rule["verdict"] != "passed" else ""
-            said.setdefault(rule["verdict"], {})[f"{rule['rule']}{found}"] = None
-        yield from (f"    rules {verdict}: {', '.join(rules)}" for verdict, rules in said.items())
+            verdicts.setdefault(rule["verdict"], {})[f"{rule['rule']}{found}"] = None
+        yield from (f"    rules {verdict}: {', '.join(rules)}" for verdict, rules in verdicts.items())
         yield from dict.fromkeys(f"    refused: {line['refused']}" for line in lines if line["refused"])

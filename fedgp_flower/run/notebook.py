@@ -1,4 +1,4 @@
-"""What a notebook shows of a run and of a posterior: a short table as HTML, and figures that pyplot knows."""
+"""Output in a notebook: HTML summaries of a run and a posterior, and figures of pyplot."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from fedgp_flower.run import dependence, figures, report
     from fedgp_flower.run.artefacts import Run
     from fedgp_flower.run.predict import Predictor
-else:  # pictures, templates and the state of pyplot, for notebooks alone
+else:  # only needed in notebooks
     display, pyplot = Lazy("IPython.display"), Lazy("matplotlib.pyplot")
     dependence, figures, report = (Lazy(f"fedgp_flower.run.{name}") for name in ("dependence", "figures", "report"))
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar below the cell while a run goes; outside of notebooks nothing."""
+    """Show a progress bar below the cell of a notebook, and nothing elsewhere."""
     if not Console().is_jupyter:
         yield silent
         return
@@ -42,14 +42,14 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def html_of_run(run: Run) -> str:
-    """The answer of a run, and its figures beside the comparisons."""
+    """Return the first sentence and the headline table of a run as HTML."""
     return Markup("<p><b>{}</b></p>\n{}\n<p>{}</p>").format(
         answer(run), report.html_table(*headline(run.metrics)), run.path
     )
 
 
 def html_of_posterior(posterior: Predictor) -> str:
-    """What predicts what from which columns."""
+    """Return method, target and columns of a posterior as HTML."""
     agreed = posterior.preparation
     rows = [[column.name, column.kind, ", ".join(column.levels[:8])] for column in agreed.columns]
     title = f"{posterior.saved.method}: {agreed.target.name}, from"
@@ -57,7 +57,7 @@ def html_of_posterior(posterior: Predictor) -> str:
 
 
 def plot_run(run: Run) -> Sequence[Axes]:
-    """Observed against predicted held-out rows with 95 % intervals, and residuals; else the course of training."""
+    """Plot observed against predicted held-out rows and residuals; without kept rows, the convergence."""
     rows, units = run.predictions, target_of(run)
     if rows is not None and {"mean", "sd", "target"} <= set(rows):
         counts = run.config.get("model.likelihood") == "poisson"
@@ -65,13 +65,13 @@ def plot_run(run: Run) -> Sequence[Axes]:
     others = [arm for arm in arms(run.metrics)[1:] if arm.name in figures.STYLES]
     figure = figures.convergence(run.history, others, units, pyplot.figure)
     if figure is None:
-        raise RunError(f"{run.path} has nothing to plot: no held-out row was kept, and fewer than two rounds")
+        raise RunError(f"{run.path} has nothing to plot: no held-out row and fewer than two rounds")
     return figure.axes
 
 
 def plot_column(posterior: Predictor, column: str) -> Axes:
-    """Mean and 95 % interval of the outcome along one column, the others at their mean."""
+    """Plot mean and 95 % interval of the outcome along a column, with all others at their mean."""
     effects = {effect.name: effect for effect in dependence.effects(posterior, most=None)}
     if column not in effects:
-        raise RunError(f"no effect of `{column}` can be drawn; there are {', '.join(effects) or 'none'}")
+        raise RunError(f"the effect of `{column}` cannot be plotted; possible are {', '.join(effects) or 'none'}")
     return figures.effects([effects[column]], posterior.preparation.target.name, pyplot.figure).axes[0]

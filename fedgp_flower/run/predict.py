@@ -1,4 +1,4 @@
-"""Prediction from a finished run, without any site: the saved posterior and the equation written beside it."""
+"""Prediction from the saved posterior of a finished run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
-from fedgp_flower.options import BESIDE, NUMBERS, Value
+from fedgp_flower.options import NUMBERS, SECOND_COLUMN, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
@@ -47,53 +47,53 @@ if TYPE_CHECKING:
     from fedgp_flower.run.to_botorch import FederatedModel
 
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
-"""Mean and standard deviation [N] at standardised inputs [N, D]; of indicators of classes [N, C] for more than two."""
+"""Mean and sd [N] at standardised inputs [N, D]; for more than two classes those of their indicators [N, C]."""
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A :data:`Standardised` that is a sparse Gaussian process, or an even mixture of several."""
+    """A :data:`Standardised` that is a sparse Gaussian process, or an equally weighted mixture of several."""
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and sd of a noisy observation, standardised."""
+        """Return mean and sd of a noisy observation, standardised."""
 
     def export(self) -> Sequence[tuple[GP, Likelihood]]:
-        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts."""
+        """Return a GPyTorch model and likelihood for every component; ``likelihood(model(x))`` is its prediction."""
 
 
 @runtime_checkable
 class Quantiles(Protocol):
-    """A :data:`Standardised` that knows the quantiles of an observation, which is not normal."""
+    """A :data:`Standardised` with quantiles of non-normal observations."""
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
-        """Quantiles [levels, N], standardised."""
+        """Return quantiles [levels, N], standardised."""
 
 
 @runtime_checkable
 class Survival(Protocol):
-    """A :data:`Standardised` that knows how many rows have not had an event at a time."""
+    """A :data:`Standardised` with survival probabilities."""
 
     def survival(self, inputs: Array, times: Sequence[float]) -> Array:
-        """P(T > t) [times, N]."""
+        """Return P(T > t) [times, N]."""
 
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
-"""Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
+"""Function from a saved posterior and the names of the encoded inputs to its predictor."""
 SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
-"""Rebuilds the predictor at one site, from what that site keeps; None where that is about other rows or another run."""
+"""Function from a site's rows and its saved state to its predictor; None if the state belongs to other rows or runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """The posterior of a run, ready to predict noisy observations in original units."""
+    """The posterior of a run; it predicts noisy observations in original units."""
 
     run: Run
     saved: Posterior
     preparation: Preparation
     standardised: Standardised
     site: RawSite | None = None
-    """The site that predicts, where one does."""
+    """The site of a prediction at a site."""
 
     def __repr__(self) -> str:
         where = f" at {self.site.label}" if self.site else ""
@@ -103,7 +103,7 @@ class Predictor:
         return notebook.html_of_posterior(self)
 
     def plot(self, column: str) -> Axes:
-        """Draw mean and 95 % interval of the outcome along one column, the others at their mean."""
+        """Plot mean and 95 % interval of the outcome along a column, with all others at their mean."""
         return notebook.plot_column(self, column)
 
     def _columns(self) -> str:
@@ -111,12 +111,12 @@ class Predictor:
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
-        """The posterior in a run's folder."""
+        """Read the posterior in a run's folder."""
         return Predictor.of(read_run(run))
 
     @staticmethod
     def of(run: Run) -> Predictor:
-        """The posterior of a run that was read."""
+        """Return the posterior of a run. Raise RunError if it has none."""
         reason = run.why_no_posterior
         if run.saved is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
@@ -126,18 +126,17 @@ class Predictor:
         try:
             standardised = model(run.saved, preparation.names)
         except ValidationError as error:
-            said = "; ".join(f"{item['input']!r}: {item['msg']}" for item in error.errors())
-            raise RunError(f"{run.path} was made with {said}. Install the package that brings it") from None
+            problems = "; ".join(f"{item['input']!r}: {item['msg']}" for item in error.errors())
+            raise RunError(f"{run.path} was made with {problems}. Install the package that provides it") from None
         return Predictor(run, run.saved, preparation, standardised)
 
     @staticmethod
     def at_site(
         run: Path, site: str, *, data: Path | None = None, state_dir: Path | None = None, policy: Path | None = None
     ) -> Predictor:
-        """Predict at a site that took part, as it predicted its held-out rows; nothing is sent.
+        """Return the predictor of a participating site, by id or label; nothing is sent.
 
-        ``site`` is its id or label. A simulated site needs no more; of a real one name the table, read as in training,
-        and the ``state-dir`` and the ``policy`` of its node.
+        A real site also needs its table ``data``, and the ``state-dir`` and the ``policy`` of its node.
         """
         read = read_run(run)
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
@@ -145,34 +144,31 @@ class Predictor:
         try:
             arrays = read_arrays(state)
         except RunError:
-            arrays = {}  # there are methods whose sites keep nothing
+            arrays = {}  # sites of some methods keep no state
         config = parse_config(read.config)
         rows = Rules("predict").read(node).site(load_site(config, node))
         predictor = _at_node(read, config, rows, arrays)
         if predictor is None:
             raise RunError(
-                f"{state}, what a site keeps with a `state-dir`, is missing or damaged, or about other rows than those"
-                f" of site {site!r}, or of another run"
+                f"{state}, the state of site {site!r}, is missing, damaged, or belongs to other rows or another run"
             )
         return predictor
 
     @staticmethod
     def joined(run: Path, name: str, data: Path) -> Predictor:
-        """Predict at a site that took no part: it fits what it alone knows to all its rows and sends nothing."""
+        """Return the predictor of a new site, which fits its local parameters to all its rows and sends nothing."""
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
-            raise RunError(
-                f"a site {name!r} took part in {run}: use `fedgp predict --site`, or name the table otherwise"
-            )
+            raise RunError(f"a site {name!r} took part in {run}: use `fedgp predict --site`, or rename the table")
         config = parse_config(read.config | {"split": -1, "test-fraction": 0.0})
         predictor = _at_node(read, config, load_site(config, _node(read, name, data)), {})
         if predictor is None:
-            raise RunError(f"a site that took no part cannot join a run of {read.metrics.method!r} as configured")
+            raise RunError(f"a new site cannot join a run of {read.metrics.method!r} as configured")
         return predictor
 
     @staticmethod
     def of_all(run: Path) -> dict[str, Predictor]:
-        """What predicts without the name of a site: the posterior, else every simulated site by its label."""
+        """Return the posterior of a run; for a personal method, the predictor of every simulated site by label."""
         read = read_run(run)
         simulated = all(site.isdecimal() for site in read.metrics.labels)
         if not read.why_no_posterior or not read.method.at_site or not simulated:
@@ -180,20 +176,20 @@ class Predictor:
         return {label: Predictor.at_site(run, site) for site, label in read.metrics.labels.items()}
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
-        return self.units.moments(*self.standardised(self._encoded_of(inputs)))
+        """Return mean and sd, both [N], at encoded inputs [N, D] in original units."""
+        return self.units.moments(*self.standardised(self._standardise(inputs)))
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
-        """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
-        encoded = self._encoded_of(inputs)
+        """Return quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
+        encoded = self._standardise(inputs)
         return self._quantiles(encoded, levels, lambda: self.standardised(encoded))
 
-    def _encoded_of(self, inputs: Array) -> Array:
+    def _standardise(self, inputs: Array) -> Array:
         return (inputs - self.preparation.input_mean) / self.preparation.input_scale
 
     @property
     def units(self) -> TargetUnits:
-        """From the standardised target to the units of the data."""
+        """Transformation of the standardised target to original units."""
         agreed = self.preparation
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
@@ -206,12 +202,11 @@ class Predictor:
         return self.units.quantiles(mean, sd, levels)
 
     def predict(self, frame: pd.DataFrame, site: str | None = None, *, times: Sequence[float] = ()) -> pd.DataFrame:
-        """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
+        """Return mean, sd and quantiles of a noisy observation for each row of a table.
 
-        For a target of classes: the probability of each; of grades also the median, and the mean of numbers. For times
-        to an event quantiles alone, the median is ``q50``, and the share that has not had it at each of ``times``. With
-        ``missing`` = drop, NaN for a row with a missing cell. With the id or label of a simulated site it predicts as
-        :meth:`at_site` does.
+        Classes have probabilities; grades also a median, and a mean if they are numbers. Times to an event have only
+        quantiles (``q50`` is the median), and the survival at each of ``times``. With ``missing`` = drop, rows with a
+        missing cell are NaN. ``site`` is the id or label of a simulated site that predicts, see :meth:`at_site`.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame, times=times)
@@ -232,28 +227,28 @@ class Predictor:
         names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
         values = (*self.units.moments(mean, sd), *self._quantiles(encoded, QUANTILES, lambda: (mean, sd)))
         table = pd.DataFrame(dict(zip(names, values, strict=True)))
-        if BESIDE.get(self.saved.likelihood) != "event":
+        if SECOND_COLUMN.get(self.saved.likelihood) != "event":
             return table
         return table.drop(columns=["mean", "sd"]).assign(**self.survival(encoded, times))
 
     def survival(self, encoded: Array, times: Sequence[float]) -> dict[str, Array]:
-        """Of standardised inputs, the share [N] that has not had the event at each time."""
+        """Return P(T > t) [N] at standardised inputs for each time."""
         model = self.standardised
         if not times or not isinstance(model, Survival):
             return {}
         return {f"survival at {t:g}": share for t, share in zip(times, model.survival(encoded, times), strict=True)}
 
     def mean(self, frame: pd.DataFrame) -> Array:
-        """Means alone [N], in seconds where a sparse Gaussian process with Gaussian noise saved what predicts."""
-        agreed, alone = self.preparation, getattr(self.standardised, "mean", None)
+        """Return only the means [N]; fast for a sparse Gaussian process with Gaussian noise."""
+        agreed, fast_mean = self.preparation, getattr(self.standardised, "mean", None)
         if agreed.target.levels:
             raise RunError("a class has no mean: use `predict`")
-        if alone is None or agreed.transform is not None:
+        if fast_mean is None or agreed.transform is not None:
             return self.predict(frame)["mean"].to_numpy()
-        return self.units.values(alone(self._encoded(frame, whole=False)))
+        return self.units.values(fast_mean(self._encoded(frame, whole=False)))
 
     def outside(self, frame: pd.DataFrame) -> pd.Series:
-        """Of each row the columns whose number lies beyond those of all training rows, as counts in bins show these."""
+        """Return for each row the numeric columns outside the binned range of all training rows."""
         columns, x = self.preparation.columns, self._encoded(frame, whole=False)
         starts = np.cumsum([0, *(len(column.names) for column in columns)])
         known = {str(column["name"]): column.get("reach") for column in self.run.metrics.data.get("columns", ())}
@@ -265,18 +260,18 @@ class Predictor:
         return found.str.removesuffix("; ")
 
     def inputs(self, frame: pd.DataFrame) -> Rows:
-        """Rows of a table as a model of :meth:`to_gpytorch` takes them: encoded and standardised, float64 [N, D]."""
+        """Return encoded, standardised inputs, float64 [N, D], for a model of :meth:`to_gpytorch`."""
         return torch.from_numpy(self._encoded(frame))
 
     def distribution(self, frame: pd.DataFrame, *, noise: bool = False) -> MultivariateNormal:
-        """The joint distribution of f at the rows of a table in original units, over all draws of a mixture.
+        """Return the joint distribution of f at the rows of a table in original units, over all draws of a mixture.
 
-        A class or a count has no units: f is then a probit or the logarithm of a rate. With ``noise`` that of
-        observations, where noise is Gaussian.
+        For classes f is a probit, for counts a log rate. With ``noise``, return the distribution of observations.
+        Raise RunError if the target is transformed, or if observations are not normal.
         """
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
-            raise RunError(f"with `transform.target` = '{name}' nothing is normal in units of the target: use `sample`")
+            raise RunError(f"with `transform.target` = '{name}' predictions are not normal: use `sample`")
         draws, inputs = self.to_gpytorch_draws(), self.inputs(frame)
         if noise and not isinstance(draws[0].likelihood, GaussianLikelihood):
             kind = self.saved.likelihood
@@ -285,9 +280,9 @@ class Predictor:
         return draws[0].transforms.original(found[0] if self.saved.likelihood == "heteroscedastic" else found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
-        """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
+        """Return joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
 
-        With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
+        With ``noise`` they are observations, classes as 0 and 1; otherwise values of f as in :meth:`distribution`.
         """
         draws, inputs, found = self.to_gpytorch_draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
@@ -295,7 +290,7 @@ class Predictor:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)  # GPyTorch's distributions draw from the generator of the process
             for (model, likelihood), share in zip(draws, chosen, strict=True):
-                if not share:  # GPyTorch draws nothing only in error
+                if not share:  # GPyTorch fails on zero draws
                     continue
                 latent = model(inputs).rsample(torch.Size([share]))
                 of_target = latent[:, 0] if self.saved.likelihood == "heteroscedastic" else latent
@@ -306,17 +301,17 @@ class Predictor:
         return self.units.values(values) if gaussian else values
 
     def to_gpytorch(self) -> Exported:
-        """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
+        """Return ``model, likelihood`` of GPyTorch, such that ``likelihood(model(x))`` is the prediction.
 
-        Both are in standardised coordinates: :meth:`inputs` leads there, ``transforms`` back to original units.
+        Both use standardised coordinates: :meth:`inputs` returns x, ``transforms`` convert to original units.
         """
         [first, *others] = self.to_gpytorch_draws()
         if others:
-            raise RunError(f"no single model of GPyTorch predicts as {1 + len(others)} draws do: `to_gpytorch_draws()`")
+            raise RunError(f"the prediction is a mixture of {1 + len(others)} models: use `to_gpytorch_draws()`")
         return first
 
     def to_botorch(self) -> FederatedModel:
-        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``."""
+        """Return a :class:`fedgp_flower.run.to_botorch.FederatedModel` for BoTorch. Needs the extra ``botorch``."""
         try:
             from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
         except ModuleNotFoundError as error:
@@ -326,10 +321,10 @@ class Predictor:
         return FederatedModel(self.to_gpytorch())
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
-        """The components of the mixture that predicts, all of the same weight; one where nothing is drawn."""
+        """Return the equally weighted components of the prediction; one if it is no mixture."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(
-                f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
+                f"{self.run.path} is a run of {self.saved.method!r}; its predictor is no sparse Gaussian"
                 " process that can be exported to GPyTorch. Use `predict`"
             )
         transforms = Transforms.of(self.saved.arrays)
@@ -340,59 +335,59 @@ class Predictor:
             raise DataError(f"expected a DataFrame with the columns {self._columns()}; got {type(frame).__name__}")
         encoded = encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
         if whole and np.isnan(encoded).any():
-            raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
+            raise DataError("the table has missing cells, which `missing` = 'drop' does not impute")
         return encoded
 
 
 def graded(shares: Array, levels: Sequence[str]) -> dict[str, Array]:
-    """The median grade of each row, and the mean of grades that are numbers, from probabilities [N, K]."""
+    """Return the median grade of each row, and the mean of numeric grades, from probabilities [N, K]."""
     median = np.array(levels)[(shares.cumsum(axis=1) < 0.5).sum(axis=1).clip(max=len(levels) - 1)]
     try:
         return {"mean": shares @ np.array(levels, dtype=float), "median": median.astype(float)}
-    except ValueError:  # words
+    except ValueError:  # grades are words
         return {"median": median}
 
 
 def times_of(text: str) -> list[float]:
-    """Times above zero from words with commas between them."""
+    """Parse comma-separated positive times. Raise RunError if they are not."""
     try:
         times = [float(word) for word in text.split(",") if word.strip()]
     except ValueError:
         times = [0.0]
     if not all(0 < time < math.inf for time in times):
-        raise RunError(f"`--times` = {text}: expected times above zero with commas between them")
+        raise RunError(f"`--times` = {text}: expected comma-separated times above zero")
     return times
 
 
 def predict_file(
     predictors: Mapping[str, Predictor], source: Path, output: Path, times: Sequence[float] = ()
 ) -> tuple[int, int, int]:
-    """Predict every row of a table into a CSV; returns the rows, the cells with a level no site had, and rows outside.
+    """Predict every row of a table into a CSV. Return the numbers of rows, of cells with a new level and rows outside.
 
-    A column ``outside`` names the inputs that lie beyond those of all training rows, if any row has one.
+    If any row lies outside the range of the training rows, a column ``outside`` names the inputs.
     """
     first = next(iter(predictors.values()))
     preparation = first.preparation
     frame = read_inputs(source, preparation)
     outside = first.outside(frame)
-    beyond = {"outside": outside} if outside.any() else {}
-    tables = {site: predictor.predict(frame, times=times).assign(**beyond) for site, predictor in predictors.items()}
+    extra = {"outside": outside} if outside.any() else {}
+    tables = {site: predictor.predict(frame, times=times).assign(**extra) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
-    # Columns that are no inputs, such as ids, come first, as they are written.
+    # Other columns, such as ids, come first and unchanged.
     others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
-    beside = {site: pd.concat([others, table], axis=1) for site, table in tables.items()}
-    together = pd.concat(beside, names=["site"]).reset_index(level="site")
+    tables = {site: pd.concat([others, table], axis=1) for site, table in tables.items()}
+    combined = pd.concat(tables, names=["site"]).reset_index(level="site")
     if len(tables) == 1:
-        del together["site"]
+        del combined["site"]
     try:
-        together.to_csv(output, index=False)
+        combined.to_csv(output, index=False)
     except OSError as error:
         raise RunError(f"{output} cannot be written: {error.strerror or error}") from None
     return len(frame), count_unknown_levels(frame, preparation), int((outside != "").sum())
 
 
 def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
-    """What predicts with a site's rows and what it keeps; None where that does not fit."""
+    """Return the predictor at a site, from its rows and its saved state; None if they do not match."""
     reference = read.method.at_site
     if read.saved is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
@@ -404,7 +399,7 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -
 
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
-    """The configuration of the node that the site was."""
+    """Return the configuration of the node of a site."""
     chosen = next((key for key, label in run.metrics.labels.items() if site in {key, label}), None)
     if data is not None:
         return {"data-path": str(data), "site": chosen or site}

@@ -1,4 +1,4 @@
-"""The one table of methods: a row ties a Flower Strategy to a NumPyClient, its configuration and what it saves."""
+"""The table of methods: each row has a Flower Strategy, its NumPyClient, its configuration and its posterior."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
 
 GROUP = "fedgp_flower.methods"
-"""Entry points of packages that bring methods: a name, and the ``module:attribute`` of a :class:`Method`."""
+"""Entry points of packages with methods: a name, and the ``module:attribute`` of a :class:`Method`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class Method:
     strategy: str
     client: str
     federated: bool = True
-    """Whether sites learn together; False for what every federated method is compared with."""
+    """Whether sites learn together; False for baselines."""
     posterior: str = ""
-    """A :class:`~fedgp_flower.run.predict.SavedModel`, or empty where what a run saves predicts nothing by itself."""
+    """A :class:`~fedgp_flower.run.predict.SavedModel`; empty if a run saves nothing that predicts without a site."""
     why_no_posterior: str = ""
-    """Where ``posterior`` is empty: why, as the end of a sentence about runs of the method."""
+    """If ``posterior`` is empty: the reason, as the end of a sentence about runs of the method."""
     panels: str = ""
     """A function from a :class:`~fedgp_flower.run.artefacts.Run` to further sections of its report."""
     at_site: str = ""
-    """A :class:`~fedgp_flower.run.predict.SiteModel`, where a site keeps something to predict with."""
+    """A :class:`~fedgp_flower.run.predict.SiteModel`, if a site saves state for predictions."""
     forget: str = ""
-    """A function from a checkpoint and a site's id to the checkpoint without that site, where there can be one."""
+    """A function from a checkpoint and a site's id to the checkpoint without that site, if the method has one."""
     forgotten: str = ""
     """A function from the runs before and after forgetting to further entries of ``forgotten.json``."""
 
@@ -200,7 +200,7 @@ BUILT_IN: Mapping[str, Method] = {
         summary="Baseline, simulation only: one sparse GP of the rows of all sites",
         paper="Titsias, Variational learning of inducing variables in sparse GPs (2009)",
         strategy="strategies.references:Pooled",
-        why_no_posterior="the model is made for the comparison alone and not kept",
+        why_no_posterior="the model is only used for the comparison and is not saved",
     ),
 }
 
@@ -215,26 +215,26 @@ GROUPS: dict[str, list[str]] = {
 }
 
 load = pkgutil.resolve_name
-"""The object a ``module:attribute`` reference names."""
+"""Return the object of a ``module:attribute`` reference."""
 
 
 class Registry(Mapping[str, Method]):
-    """Rows by name: those built in, then those of installed packages, which are read when a row is first asked for."""
+    """Built-in methods by name, then those of installed packages, which are loaded on first access."""
 
     @cached_property
     def _rows(self) -> dict[str, Method]:
         rows = dict(BUILT_IN)
         for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
             package = f" of package {entry.dist.name}" if entry.dist else ""
-            whose = f"method {entry.name!r}{package} (entry point {entry.value})"
+            label = f"method {entry.name!r}{package} (entry point {entry.value})"
             if entry.name in rows:
-                raise ConfigError(f"{whose}: another method has that name already; rename or uninstall one")
+                raise ConfigError(f"{label}: another method has that name already; rename or uninstall one")
             try:
                 row = entry.load()
             except Exception as error:
-                raise ConfigError(f"{whose} cannot be loaded: {type(error).__name__}: {error}") from error
+                raise ConfigError(f"{label} cannot be loaded: {type(error).__name__}: {error}") from error
             if not isinstance(row, Method):
-                raise ConfigError(f"{whose}: expected a `{__name__}.Method`, got {type(row).__name__}")
+                raise ConfigError(f"{label}: expected a `{__name__}.Method`, got {type(row).__name__}")
             rows[entry.name] = row
         return rows
 
@@ -253,32 +253,27 @@ METHODS = Registry()
 
 @cache
 def option_classes() -> dict[str, type[MethodOptions]]:
-    """The options class of every method."""
+    """Return the options class of every method."""
     return {name: load(method.options) for name, method in METHODS.items()}
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
     """Validate a run configuration; see :func:`fedgp_flower.config.parse`."""
-    # Flower starts a process for each message of a real site, which need not import the tables of other methods.
+    # Flower starts a process for each message of a real site, so options of other methods are not imported.
     name = resolved(str(flat.get("method", AUTO)), flat)
     options = {name: load(BUILT_IN[name].options)} if name in BUILT_IN and not flat.get("extra") else option_classes()
     config = parse(flat, options if set(flat) <= set(defaults(options.values())) else option_classes())
-    if config.holdout == "site" and not _predicts_alike(config):
+    method = METHODS[config.method]
+    if config.holdout == "site" and (not method.posterior or method.at_site or config.options.reads_formula):
         raise ConfigError(
-            f"`holdout` = 'site': every site of `method` = {config.method!r} predicts by itself; take one that predicts"
-            " alike everywhere, such as 'sgpr' or 'svgp'"
+            f"`holdout` = 'site': predictions of `method` = {config.method!r} depend on the site; take a method whose"
+            " predictions do not, such as 'sgpr' or 'svgp'"
         )
     return config
 
 
-def _predicts_alike(config: RunConfig) -> bool:
-    """Whether a method predicts a row in the same way wherever it is."""
-    method = METHODS[config.method]
-    return bool(method.posterior) and not method.at_site and not config.options.reads_formula
-
-
 def default_config() -> dict[str, Value]:
-    """Every key with its default, except those of installed packages: what ``[tool.flwr.app.config]`` must hold."""
+    """Return every key with its default, except those of installed packages, for ``[tool.flwr.app.config]``."""
     sections = [load(method.options) for method in BUILT_IN.values()]
     foreign = {
         f"{section.table}.{section.model_fields[name].alias}" for section in sections for name in section.foreign
@@ -287,11 +282,11 @@ def default_config() -> dict[str, Value]:
 
 
 def strategy_class(config: RunConfig) -> Any:
-    """The Strategy of a configuration."""
-    importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
+    """Return the class of the configured Strategy."""
+    importlib.import_module("gpytorch")  # before any of its submodules: see fedgp_flower/clients/__init__.py
     return load(METHODS[config.method].strategy)
 
 
 def client_class(config: RunConfig) -> Any:
-    """The client of a configuration."""
+    """Return the class of the configured client."""
     return load(METHODS[config.method].client)

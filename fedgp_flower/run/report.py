@@ -1,4 +1,4 @@
-"""The page people look at: ``report.html``, self-contained, every number computed from the files of the run."""
+"""The self-contained page ``report.html``, computed from the files of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
-from fedgp_flower.options import BESIDE, NUMBERS
+from fedgp_flower.options import NUMBERS, SECOND_COLUMN
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
@@ -29,7 +29,7 @@ from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
     arms,
-    beside,
+    baseline_differences,
     cell,
     data_name,
     expected_coverage,
@@ -49,28 +49,28 @@ from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
 
 CURVES = 5
-"""Levels of a column whose survival is drawn."""
+"""Largest number of survival curves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A section of a report: a figure, or HTML in which all that comes from data is escaped."""
+    """A section of a report: a figure, or HTML with escaped data."""
 
     title: str
     body: Figure | str
     caption: str
     name: str = ""
-    """Of the picture's file; otherwise made of the title."""
+    """Name of the image file; empty: from the title."""
 
-    def drawn(self, plots: Path) -> Markup:
-        """The HTML; the page holds a figure as SVG, and beside it lies a PNG."""
+    def render(self, plots: Path) -> Markup:
+        """Return the HTML, with a figure as SVG, and save the figure as PNG in ``plots``."""
         if isinstance(self.body, str):
             return Markup(self.body) + Markup('<p class="note">{}</p>').format(self.caption)  # noqa: S704
         name = self.name or "-".join(re.findall(r"[a-z0-9]+", self.title.lower())) or "panel"
         bitmap, drawing = io.BytesIO(), io.BytesIO()
         self.body.savefig(bitmap, format="png", metadata={"Software": None})
         write_bytes(plots / f"{name}.png", bitmap.getvalue())
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedgp"}):  # letters stay letters, ids the same
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedgp"}):  # text as text, reproducible ids
             self.body.savefig(drawing, format="svg", metadata={"Date": None})
         source = f"data:image/svg+xml;base64,{base64.b64encode(drawing.getvalue()).decode()}"
         width = math.ceil(self.body.get_figwidth() * 100)
@@ -81,21 +81,21 @@ class Panel:
 
 
 def html_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
-    """Rows of text as an HTML table, also for the body of a :class:`Panel`."""
+    """Return rows as an HTML table, for instance for the body of a :class:`Panel`."""
     cells = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>\n" for row in rows)
     head = "".join(f"<th>{escape(name)}</th>" for name in titles)
     return Markup(f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>")  # noqa: S704
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path."""
+    """Write ``report.html`` and ``plots/*.png`` of a finished run, with its method's panels. Return the page's path."""
     run = read_run(run_folder)
     special = load(run.method.panels)(run) if run.method.panels else ()
     return write_page(run, run.posterior, [*_dependence(run), *_relevance(run), *special])
 
 
 def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
-    """Write the page and its pictures; the predictor draws the curve over one input, or the map over two."""
+    """Write the page and its figures; the predictor gives a curve over one input or a map over two."""
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
@@ -107,7 +107,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     with warnings.catch_warnings():
-        # Labels come from data; a script without a glyph in the font shows as a box and must not end the run.
+        # Labels from data may use a script that the font lacks; matplotlib draws boxes and warns.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         page = environment.from_string(TEMPLATE).render(
             run=run,
@@ -117,12 +117,12 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             agreement=agreement,
             title=f"{data_name(metrics.dataset)}: {target} by {metrics.method}",
             facts=_facts(run),
-            opening=[_said(sentence) for sentence in opening(run)],
-            notes=[_said(sentence) for sentence in notes(metrics)],
+            opening=[_sentence_html(sentence) for sentence in opening(run)],
+            notes=[_sentence_html(sentence) for sentence in notes(metrics)],
             failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
             headline=headline(metrics),
-            note=_note(metrics, units),
-            beside=beside(metrics),
+            note=_headline_note(metrics, units),
+            differences=baseline_differences(metrics),
             predictions=list(_predictions(run, predictor, target)),
             calibration=_calibration(run),
             convergence=_picture(
@@ -130,7 +130,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             ),
             sites=_picture("sites", figures.sites(*nll), "Held-out NLL of each site, in nats per row."),
             site_table=_site_table(metrics),
-            cost=_picture("cost", figures.cost(run.history), "Added up over rounds and all sites."),
+            cost=_picture("cost", figures.cost(run.history), "Cumulative over rounds, summed over sites."),
             totals=_totals(metrics),
             extra=panels,
             style=Markup(STYLE),  # noqa: S704
@@ -141,19 +141,18 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
 
 
 def _dependence(run: Run) -> list[Panel]:
-    """Along the columns that matter most, where the posterior tells."""
+    """Return the panel of the outcome along the most important columns, if there is a posterior."""
     predictor = run.posterior
     if predictor is None or not (found := effects(predictor)):
         return []
     caption = (
-        "One column is moved (numbers between values that about 95 % of all rows lie between), all others stay at their"
-        " means; those that move the outcome most come first, at most"
-        f" {MOST}. From the posterior alone: median and 95 % interval of the outcome without noise. It is what the"
-        " model has learned, not what causes what."
+        "Each panel varies one column (numbers over the central 95 % of all rows) and keeps all others at their means."
+        f" The {MOST} columns with the largest effect at most, largest first. Median and 95 % interval of the outcome"
+        " without noise, from the posterior. These are associations, not causal effects."
     )
     target, levels = target_of(run), predictor.preparation.target.levels
     words = {"exposure": "rate of ", "trials": "probability of ", "event": "characteristic time of "}
-    kind = words.get(BESIDE.get(predictor.saved.likelihood, ""), "")
+    kind = words.get(SECOND_COLUMN.get(predictor.saved.likelihood, ""), "")
     outcome = f"probability of {levels[-1]}" if levels else f"{kind}{target}"
     if predictor.saved.likelihood == "ordinal":
         outcome = f"mean of {target}"
@@ -161,23 +160,23 @@ def _dependence(run: Run) -> list[Panel]:
 
 
 def _relevance(run: Run) -> list[Panel]:
-    """Lengthscales with intervals, where a posterior has several inputs."""
+    """Return the panel of lengthscales with intervals, if the posterior has several inputs."""
     found = relevances(run)
     if not found:
         return []
-    hidden = max(len(part.names) for part in found) - figures.MOST_INPUTS
+    hidden = max(len(part.names) for part in found) - figures.MAX_INPUTS
     how = found[0].how
     caption = (
-        "How far one has to go along an input, in its standard deviations, before the outcome may be quite another one:"
-        " the shorter, the more relevant. Data span about 4, so that inputs with far longer ones hardly matter."
-        f"{f' {hidden} more, the longest, are left out.' if hidden > 0 else ''}"
-        f" {f'Bars: 95 % intervals, by {how}.' if how else 'Without intervals: as it ran, the method knows none.'}"
+        "Lengthscales in standard deviations of the input: the shorter, the more relevant. Data span about 4, so inputs"
+        " with much longer lengthscales hardly matter."
+        f"{f' The {hidden} longest are left out.' if hidden > 0 else ''}"
+        f" {f'Bars: 95 % intervals, by {how}.' if how else 'This run has no intervals for them.'}"
     )
     return [Panel("Relevance of inputs", figures.relevance(found), caption)]
 
 
 def _with_contents(page: str) -> str:
-    """The page with a link to every chapter in the place of ``<nav></nav>``."""
+    """Return the page with links to every chapter inside ``<nav></nav>``."""
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     links = " · ".join(f'<a href="#chapter-{number}">{title}</a>' for number, title in enumerate(titles))
     numbers = itertools.count()
@@ -185,8 +184,8 @@ def _with_contents(page: str) -> str:
     return body.replace("<nav></nav>", f"<nav>{links}</nav>")
 
 
-def _said(sentence: str) -> Markup:
-    """A sentence with its keys in the letters of code."""
+def _sentence_html(sentence: str) -> Markup:
+    """Return a sentence as HTML with its keys as code."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(sentence[:1].upper() + sentence[1:])))
     return Markup(re.sub(r"(?<=\d) %", "\u00a0%", text))  # noqa: S704
 
@@ -204,38 +203,38 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _note(metrics: RunMetrics, units: str) -> str:
-    """What the figures of the headline are."""
+def _headline_note(metrics: RunMetrics, units: str) -> str:
+    """Return the explanation of the headline's figures."""
     n = arms(metrics)[0].rows
     if is_time(metrics):
         note = (
-            "Concordance: pairs of rows of a site whose events come in the predicted order. NLL in nats per row, Brier"
-            " score over time with weights for censoring: smaller is better. Survival error: largest difference of the"
-            " predicted and the observed share without an event at the quartiles of time."
+            "Concordance: share of pairs of rows of a site with events in the predicted order. NLL in nats per row and"
+            " integrated Brier score, weighted for censoring: smaller is better. Survival error: largest difference of"
+            " predicted and observed survival at the quartiles of time."
         )
     elif is_classification(metrics):
         note = (
-            "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
-            f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
-            " extreme. Skill: share of the Brier score of the class shares that is gone."
+            "NLL in nats per row; NLL and Brier score: smaller is better. AUC and calibration slope are computed from"
+            f" log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too extreme"
+            " probabilities. Skill: 1 − Brier score / Brier score of the class shares."
         )
     else:
         low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
-            " R² is against the mean of the training rows."
+            " R² compares with the mean of the training rows."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
     if len({arm.rows for arm in arms(metrics)}) > 1:
-        note += " The arms were scored on different numbers of rows, so compare them with care."
+        note += " The rows of this table were scored on different numbers of held-out rows, so compare them with care."
     return note
 
 
 def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
-    """What fits the run: a curve, a map, or observed against predicted; of classes their probabilities."""
+    """Yield the panels of predictions: a curve, a map, observed against predicted, or class probabilities."""
     rows = run.predictions
     levels = list(map(str, run.saved.schema["target"].get("levels", ()))) if run.saved else []
-    if is_classification(run.metrics) or levels:  # also where nothing was scored
+    if is_classification(run.metrics) or levels:  # levels: also a run without held-out rows
         if rows is not None:
             figure = figures.probabilities(rows, levels or ("class 0", "class 1"))
             yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
@@ -243,12 +242,12 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
             figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
             yield Panel("Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites.", "roc")
         if counts := run.metrics.method_details.get("confusion"):
-            caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
+            caption = "Held-out rows of all sites. Cells too small to leave a site are omitted."
             yield Panel("Confusion of classes", figures.confusion(np.array(counts), levels), caption)
         return
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
-    if run.saved is not None and BESIDE.get(run.saved.likelihood) == "event":  # a curve of survival, no mean
+    if run.saved is not None and SECOND_COLUMN.get(run.saved.likelihood) == "event":
         yield from _survival(run, predictor, target)
         return
     if len(names) == 1 and predictor is not None:
@@ -256,16 +255,16 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
         yield Panel("Predictive mean and 95 % interval", figure, f"For a noisy observation.{shown}", "curve")
     elif len(names) == 2 and predictor is not None:
         figure = figures.surface(rows, predictor, spans, (*names, target))
-        caption = f"For a noisy observation. Dots: held-out rows; on the left their colour is what was observed.{shown}"
+        caption = f"For a noisy observation. Dots: held-out rows, on the left coloured by the observed value.{shown}"
         yield Panel("Maps of predictive mean and sd", figure, caption, "map")
     if rows is not None and (len(names) != 1 or predictor is None):
         figure = figures.parity(rows, target, run.config.get("model.likelihood") == "poisson")
-        caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
+        caption = f"Bars: 95 % predictive intervals; dots: observed values.{shown}"
         yield Panel("Observed against predicted, and residuals", figure, caption, "parity")
 
 
 def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
-    """Curves of survival along the column that matters most, and how predicted shares hold."""
+    """Yield survival curves along the most important column, and the calibration of survival."""
     follow_up = None if predictor is None else predictor.preparation.follow_up
     if predictor is not None and follow_up is not None and isinstance(predictor.standardised, Survival):
         grid, curves, column = np.linspace(0, 1, 101)[1:] * follow_up.grid[-1], {}, ""
@@ -283,15 +282,14 @@ def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Pa
     if tables := run.metrics.calibration.get("survival"):
         times = None if follow_up is None else follow_up.quartiles.tolist()
         caption = (
-            "Held-out rows without an event by the times at which a quarter, half and three quarters of the seen events"
-            " had happened. On the diagonal predictions come true. Censored rows count by weights of those who were"
-            " followed longer."
+            "Survival of held-out rows at the quartiles of the observed event times. On the diagonal, predictions are"
+            " calibrated. Inverse probability weights account for censored rows."
         )
         yield Panel("Calibration of survival", figures.survival_calibration(tables, times), caption)
 
 
 def _inputs(run: Run) -> tuple[list[str], Array]:
-    """Names of up to two encoded inputs and the range to draw [D, 2]; empty for more inputs."""
+    """Return names of up to two encoded inputs and their plotting ranges [D, 2]; empty for more inputs."""
     if run.predictions is not None:
         x = run.predictions.filter(regex=r"^input\.")
         low, high = x.min().to_numpy(dtype=float), x.max().to_numpy(dtype=float)
@@ -311,13 +309,13 @@ def _picture(name: str, figure: Figure | None, caption: str, title: str = "") ->
 def _calibration(run: Run) -> Panel | None:
     metrics = run.metrics
     if table := metrics.calibration.get("reliability"):
-        caption = "On the diagonal, predicted probabilities come true as often as they say."
-        caption += "" if metrics.calibration.get("ranks") else " Shown is that of the likeliest class."
+        caption = "On the diagonal, observed frequencies equal predicted probabilities."
+        caption += "" if metrics.calibration.get("ranks") else " The probability is that of the most probable class."
         return _picture("calibration", figures.reliability(table), caption, "Reliability of class probabilities")
     pit = metrics.calibration.get("pit") or ()
     caption = (
-        "Left: below the diagonal, intervals are too narrow; above it, too wide. Right: flat when calibrated; a valley "
-        "means too narrow, a hill too wide, a slope biased. Grey: 95 % range of each point for independent rows."
+        "Left: intervals are too narrow below the diagonal and too wide above it. Right: flat if calibrated; a U shape"
+        " means too narrow, a hump too wide, a slope biased. Grey: 95 % range of each point for independent rows."
     )
     caption += _by_sd(run)
     figure = figures.calibration(pit, number(metrics.test.get("coverage_95"))) if sum(pit) else None
@@ -325,11 +323,11 @@ def _calibration(run: Run) -> Panel | None:
 
 
 def _by_sd(run: Run) -> str:
-    """A sentence on intervals of numbers by thirds of the predicted sd, where rows are known."""
+    """Return a sentence on coverage by thirds of the predicted sd, for numeric targets with known rows."""
     rows = run.predictions
     if rows is None or run.config.get("model.likelihood", "gaussian") not in NUMBERS:
         return ""
-    if len(rows) < 30 or "low" in rows:  # few rows say nothing, and a transformed target is not normal
+    if len(rows) < 30 or "low" in rows:  # too few rows, or a transformed target, which is not normal
         return ""
     rows = rows.sort_values("sd")
     inside = (rows["target"] - rows["mean"]).abs() <= 1.96 * rows["sd"]
@@ -363,7 +361,7 @@ def _totals(metrics: RunMetrics) -> list[tuple[str, str]]:
         for way, count in metrics.bytes.items()
     ]
     parts = {"total": "time, total", "sites": "computing at the sites, added up"}
-    masked = "privacy" in metrics.method_details  # no site says how long it computes then
+    masked = "privacy" in metrics.method_details  # sites do not report their seconds under masks
     known = {name: value for name, value in metrics.seconds.items() if name != "sites" or not masked}
     times = ((parts.get(name, f"time, {name}"), value) for name, value in known.items())
     return [*sent, *((name, f"{show(number(value))} s") for name, value in times)]

@@ -1,4 +1,4 @@
-"""The page of a report as a Jinja2 template (a FAB carries only Python and text, so it lives in a string)."""
+"""The Jinja2 template of a report, as a string because a FAB contains only Python and text."""
 
 STYLE = """
 :root { --ink: #1d2329; --soft: #5b6670; --line: #dfe3e7; --accent: #1f5f99; --paper: #fff; --bad: #8c1d18; }
@@ -55,19 +55,19 @@ TEMPLATE = """<!DOCTYPE html>
 <div class="wide first">{{ table(*headline) }}</div>
 <p class="note">{{ note }}</p>
 {% endif %}
-{% if beside[1] %}<div class="wide">{{ table(*beside) }}</div>
-<p class="note">Federated minus the other: below zero, federated is better.</p>{% endif %}
+{% if differences[1] %}<div class="wide">{{ table(*differences) }}</div>
+<p class="note">NLL of the federated run minus that of the baseline: federated is better below zero.</p>{% endif %}
 <nav></nav>
 
 {% if predictions %}<h2>Predictions on held-out rows</h2>
-{% for panel in predictions %}{{ panel.drawn(plots) }}{% endfor %}{% endif %}
+{% for panel in predictions %}{{ panel.render(plots) }}{% endfor %}{% endif %}
 {% if notes %}<h2>Notes</h2><ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
-{% for panel in extra %}<h2>{{ panel.title }}</h2>{{ panel.drawn(plots) }}{% endfor %}
-{% if calibration %}<h2>Calibration</h2>{{ calibration.drawn(plots) }}{% endif %}
-{% if convergence %}<h2>Convergence</h2>{{ convergence.drawn(plots) }}{% endif %}
+{% for panel in extra %}<h2>{{ panel.title }}</h2>{{ panel.render(plots) }}{% endfor %}
+{% if calibration %}<h2>Calibration</h2>{{ calibration.render(plots) }}{% endif %}
+{% if convergence %}<h2>Convergence</h2>{{ convergence.render(plots) }}{% endif %}
 
 {% if site_table[1] %}<h2>Sites</h2>
-{% if sites %}{{ sites.drawn(plots) }}{% endif %}
+{% if sites %}{{ sites.render(plots) }}{% endif %}
 <details{% if site_table[1] | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
 <div class="wide">{{ table(*site_table) }}</div></details>{% endif %}
 
@@ -77,7 +77,7 @@ TEMPLATE = """<!DOCTYPE html>
 {% endif %}
 
 <h2>Communication and time</h2>
-{% if cost %}{{ cost.drawn(plots) }}{% endif %}
+{% if cost %}{{ cost.render(plots) }}{% endif %}
 <table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}
 </tbody></table>
 

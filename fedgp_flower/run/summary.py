@@ -1,4 +1,4 @@
-"""What the figures of a run say: the headline table, the verdict in words, runs side by side, and figures as text."""
+"""Summary of a run's figures: the headline table, sentences for the report, comparisons of runs, figures as text."""
 
 from __future__ import annotations
 
@@ -23,75 +23,72 @@ TIMES |= {"events": "seen events", "coverage_95": "95 % coverage"}
 REGRESSION = {"rmse": "RMSE", "r2": "R²", "nll": "NLL", "crps": "CRPS", "coverage_95": "95 % coverage"}
 CLASSIFICATION = {"accuracy": "accuracy", "auc": "AUC", "nll": "NLL", "brier": "Brier", "brier_skill": "skill"}
 CLASSIFICATION["calibration_slope"] = "slope"
-"""Figures that are shown, by kind of task, and what they are called in a table."""
+"""Titles of the figures of each kind of task."""
 TITLES = {**TIMES, **REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
-MATTERS = 0.01
-"""Nats a row that more training has to promise to be worth a note."""
-PLAINEST = {"mean of the target", "class shares", "Kaplan–Meier curve"}
-"""Baselines that look at no input."""
-IN_ONE_PLACE = ("pooled", "gradient boosting")
+NOTABLE_GAIN = 0.01
+"""Expected gain of further training, in nats per row, that gives a note."""
+WITHOUT_INPUTS = {"mean of the target", "class shares", "Kaplan–Meier curve"}
+"""Baselines that use no input."""
+CENTRALISED = ("pooled", "gradient boosting")
 """Baselines that see all rows."""
 HIGHER, LOWER = "with a higher NLL than", "with a lower NLL than"
-LEVEL = 0.003
-"""Nats per row: a smaller difference makes nothing better or worse."""
-FAR = 0.05
-"""Nats per row: a larger difference with the same sign at all sites is said, even if they are few."""
-SAME = 1e-6
-"""Relative difference of two means or standard deviations that is no more than rounding."""
-MOST_NAMED = 5
-"""Differences that are named."""
+NEGLIGIBLE = 0.003
+"""Difference of two NLLs, in nats per row, that counts as none."""
+LARGE = 0.05
+"""Difference, in nats per row, that is reported without a significant interval if its sign is the same at all sites."""
+ROUNDING = 1e-6
+"""Relative difference of two means or standard deviations that rounding can cause."""
+MAX_DIFFERENCES = 5
 PERCENTAGES = ("accuracy", "concordance", "events", "survival_error", "coverage_50", "coverage_90", "coverage_95")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of training: this run, or a baseline on the same held-out rows."""
+    """This run or a baseline, with figures on the same held-out rows."""
 
     name: str
     figures: Facts
     rows: int
-    """Held-out rows the figures are means over."""
+    """Number of held-out rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A mean difference per row, its 95 % interval (NaN for fewer than three sites), and the sites behind it."""
+    """Mean difference per row, 95 % interval (NaN for fewer than three sites), and number of sites."""
 
     mean: float
     low: float
     high: float
     sites: int
     lower_at: int
-    """Sites where this run's figure is the lower one."""
+    """Number of sites where this run's figure is lower."""
 
 
 def is_classification(metrics: RunMetrics) -> bool:
-    """Whether the run predicts classes."""
+    """Return whether the run predicts classes."""
     return "accuracy" in metrics.test
 
 
 def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
-    """The figures shown for the run's kind of task."""
+    """Return the names of the figures for the run's kind of task."""
     return tuple(CLASSIFICATION if is_classification(metrics) else TIMES if is_time(metrics) else REGRESSION)
 
 
 def is_time(metrics: RunMetrics) -> bool:
-    """Whether the run predicts times to an event."""
+    """Return whether the run predicts times to an event."""
     return "concordance" in metrics.test
 
 
-def rivals(metrics: RunMetrics) -> dict[str, Facts]:
-    """The baselines that the run computed, by the name of their arm, the plainest first."""
+def baselines(metrics: RunMetrics) -> dict[str, Facts]:
+    """Return the figures of the baselines that the run computed, by name, the simplest first."""
+    mean, linear = "mean of the target", "linear regression"
     if is_classification(metrics):
-        plain = "class shares", "logistic regression"
-    else:
-        plain = (
-            ("Kaplan–Meier curve", "AFT regression")
-            if is_time(metrics)
-            else ("mean of the target", "linear regression")
-        )
+        mean, linear = "class shares", "logistic regression"
+    elif is_time(metrics):
+        mean, linear = "Kaplan–Meier curve", "AFT regression"
     named = {
-        **dict(zip(plain, (metrics.mean, metrics.linear), strict=True)),
+        mean: metrics.mean,
+        linear: metrics.linear,
         "local-only": metrics.local_only,
         "pooled": metrics.pooled,
         "gradient boosting": metrics.boosting,
@@ -100,20 +97,20 @@ def rivals(metrics: RunMetrics) -> dict[str, Facts]:
 
 
 def arms(metrics: RunMetrics) -> list[Arm]:
-    """This run first, then the baselines it computed."""
-    federated = metrics.method not in METHODS or METHODS[metrics.method].federated  # or not installed here
+    """Return this run and then its baselines."""
+    federated = metrics.method not in METHODS or METHODS[metrics.method].federated
     name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
-    together = 0 if metrics.per_site else round(sum(counts))  # under masks no site has separate figures
-    found = {name: {**metrics.test, "per_site": metrics.per_site}, **rivals(metrics)}
+    total = 0 if metrics.per_site else round(sum(counts))  # under masks there are no figures of single sites
+    found = {name: {**metrics.test, "per_site": metrics.per_site}, **baselines(metrics)}
     return [
-        Arm(name, figures, sum(int(row["num_examples"]) for row in figures.get("per_site", ())) or together)
+        Arm(name, figures, sum(int(row["num_examples"]) for row in figures.get("per_site", ())) or total)
         for name, figures in found.items()
     ]
 
 
 def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table: a row per arm; the test figures in original units that some arm has, and rows."""
+    """Return titles and rows of the headline table: a row per arm, its figures in original units, held-out rows."""
     every = arms(metrics)
     columns = [name for name in figure_columns(metrics) if any(name in arm.figures for arm in every)]
     rows = [[arm.name, *(cell(c, arm.figures.get(c)) for c in columns), cell("rows", arm.rows)] for arm in every]
@@ -121,26 +118,26 @@ def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
 
 
 def expected_coverage(rows: int, level: float) -> tuple[float, float]:
-    """Central 95 % range of the share of ``rows`` independent rows inside right intervals: Bin(rows, level) / rows."""
+    """Return the central 95 % range of the coverage of calibrated intervals: Bin(rows, level) / rows."""
     return float(binom.ppf(0.025, rows, level)) / rows, float(binom.ppf(0.975, rows, level)) / rows
 
 
-def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
-    """Federated minus baseline mean of the NLL over the sites both scored, weighted by held-out rows.
+def paired_difference(metrics: RunMetrics, baseline: Facts) -> Difference:
+    """Return the mean NLL of the run minus that of a baseline, over the sites of both, weighted by held-out rows.
 
-    With w_k the share of rows and d_k the difference at site k, D = Σ w_k d_k and, sites taken as independent,
+    With w_k the share of rows and d_k the difference at site k, D = Σ w_k d_k. For independent sites
     se² = K/(K−1) Σ w_k² (d_k − D)²; the interval is D ± t_{K−1, 0.975} se.
     """
-    other = {(str(row["site"]), row["num_examples"]): number(row.get("nll")) for row in rival.get("per_site", ())}
+    other = {(str(row["site"]), row["num_examples"]): number(row.get("nll")) for row in baseline.get("per_site", ())}
     pairs = [
         (int(n), number(row.get("nll")) - other.get((str(row["site"]), n), math.nan))
         for row in metrics.per_site
-        for n in [row["num_examples"]]  # one site scores `pooled` on the rows of all
+        for n in [row["num_examples"]]  # a single site scores `pooled` on all held-out rows
     ]
     kept = np.array([(n, d) for n, d in pairs if n > 0 and math.isfinite(d)]).reshape(-1, 2)
     k = len(kept)
     if k == 0:
-        return Difference(number(metrics.test.get("nll")) - number(rival.get("nll")), math.nan, math.nan, 0, 0)
+        return Difference(number(metrics.test.get("nll")) - number(baseline.get("nll")), math.nan, math.nan, 0, 0)
     w, d = kept[:, 0] / kept[:, 0].sum(), kept[:, 1]
     mean = float(w @ d)
     lower_at = int(np.sum(d < 0))
@@ -151,68 +148,60 @@ def paired_difference(metrics: RunMetrics, rival: Facts) -> Difference:
 
 
 def verdict(metrics: RunMetrics) -> str:
-    """The second sentence of a report: whether the run is worse or better than the baselines, by NLL."""
+    """Return the second sentence of a report: the comparison with the baselines by NLL."""
     nll = number(metrics.test.get("nll"))
     if not arms(metrics)[0].rows:
-        return "No rows were held out, so that predictions are not judged."
+        return "No rows were held out, so predictions were not scored."
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
-    differences = {name: paired_difference(metrics, rival) for name, rival in rivals(metrics).items()}
+    differences = {name: paired_difference(metrics, found) for name, found in baselines(metrics).items()}
     compared = {name: d for name, d in differences.items() if math.isfinite(d.mean)}
     if not compared:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
-    weaker = sorted((name for name in IN_ONE_PLACE if name in compared), key=lambda name: compared[name].mean)[:-1]
-    judged = {  # bad news first
-        words: [name for name, d in compared.items() if _judged(d) == words and name not in weaker]
-        for words in ("worse than", HIGHER, "better than", "about as good as", LOWER)
-    }
-    called = {
-        words: ", ".join(_called(name, metrics, compared[name].mean) for name in names)
-        for words, names in judged.items()
-        if names
-    }
-    said = [re.sub(r", (?=[^,]+$)", " and ", f"{words} {names}") for words, names in called.items()]
+    weaker = sorted((name for name in CENTRALISED if name in compared), key=lambda name: compared[name].mean)[:-1]
+    clauses = []
+    for comparison in ("worse than", HIGHER, "better than", "about as good as", LOWER):
+        names = [name for name, d in compared.items() if _comparison(d) == comparison and name not in weaker]
+        described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
+        clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
     sites = max(difference.sites for difference in differences.values())
-    few = ("no interval, as masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
+    few = ("no interval because masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
     how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = arms(metrics)[0].rows
     where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
-    text = f"{'; '.join(said)}: {metrics.method}{where}, by NLL{how}."
+    text = f"{'; '.join(clauses)}: {metrics.method}{where}, by NLL{how}."
     return text[0].upper() + text[1:]
 
 
-def _judged(found: Difference) -> str:
-    """How the run does beside a baseline; without an interval, or a wide one of few sites, its figures are compared."""
-    unsure = found.low <= 0 <= found.high
-    alike = found.lower_at in {0, found.sites} and abs(found.mean) > FAR
-    if abs(found.mean) <= LEVEL or (unsure and not alike):
+def _comparison(found: Difference) -> str:
+    """Return the words of a comparison. Without a significant interval they only say which NLL is lower."""
+    uncertain = found.low <= 0 <= found.high
+    same_sign = found.lower_at in {0, found.sites} and abs(found.mean) > LARGE
+    if abs(found.mean) <= NEGLIGIBLE or (uncertain and not same_sign):
         return "about as good as"
-    if unsure or math.isnan(found.low):
+    if uncertain or math.isnan(found.low):
         return HIGHER if found.mean > 0 else LOWER
     return "worse than" if found.mean > 0 else "better than"
 
 
-def _called(name: str, metrics: RunMetrics, difference: float) -> str:
-    """A baseline in a sentence, with what the run gains over the mean, or how far what sees all rows is away."""
-    if name in IN_ONE_PLACE:
+def _describe_baseline(name: str, metrics: RunMetrics, difference: float) -> str:
+    """Return the words for a baseline, with the run's skill over the mean or the difference from a centralised one."""
+    if name in CENTRALISED:
         model = "one model" if name == "pooled" else name
-        away = "" if abs(difference) <= LEVEL else f" ({_short(abs(difference))} nats a row)"
-        return f"{model} of all rows in one place{away}"
-    if name not in PLAINEST:
+        gap = "" if abs(difference) <= NEGLIGIBLE else f" ({_short(abs(difference))} nats a row)"
+        return f"{model} of all rows in one place{gap}"
+    if name not in WITHOUT_INPUTS:
         return {"local-only": "each site alone"}.get(name, name)
     known = {"r2": "R²", "brier_skill": "Brier skill", "ibs_skill": "Brier skill"}
     skill, words = next(((name, words) for name, words in known.items() if name in metrics.test), ("r2", "R²"))
     return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
-def beside(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row for every baseline: the difference of the NLL, its interval, and where the run's is lower.
-
-    The interval is left out where no score of a single site is known.
-    """
+def baseline_differences(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
+    """Return titles and a row for every baseline: the NLL difference, and its interval if sites have scores."""
     rows = []
-    for name, rival in rivals(metrics).items():
-        found = paired_difference(metrics, rival)
+    for name, baseline in baselines(metrics).items():
+        found = paired_difference(metrics, baseline)
         width = found.high - found.low if math.isfinite(found.low) else abs(found.mean)
         digits = min(max(2 - math.floor(math.log10(width)), 0), 4) if width > 0 else 4
         mean, low, high = (
@@ -226,7 +215,7 @@ def beside(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
 
 
 def calibration_verdict(metrics: RunMetrics) -> str:
-    """One sentence on whether the 95 % intervals, or the probabilities of classes, hold what they promise."""
+    """Return a sentence on the calibration of the 95 % intervals or of the class probabilities."""
     if is_classification(metrics):
         slope, error = (number(metrics.test.get(f"calibration_slope{part}")) for part in ("", "_se"))
         low, high = slope - 1.96 * error, slope + 1.96 * error
@@ -245,7 +234,7 @@ def calibration_verdict(metrics: RunMetrics) -> str:
 
 
 def convergence_note(metrics: RunMetrics) -> str:
-    """One sentence where more training would change predictions; empty where it would not, or nobody knows."""
+    """Return a sentence if further training is expected to change predictions; otherwise an empty string."""
     if metrics.converged is not False:
         return ""
     facts, rows = metrics.method_details, metrics.data.get("rows", math.nan)
@@ -253,88 +242,86 @@ def convergence_note(metrics: RunMetrics) -> str:
     forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "forecast_per_row")]
     known = [rise for rise in forecasts if math.isfinite(rise)]
     unsettled = facts.get("unsettled") or {}
-    if known and known[0] < MATTERS and not unsettled:
+    if known and known[0] < NOTABLE_GAIN and not unsettled:
         return ""
-    more = f"; a longer one may gain {_short(known[0])} nats a row" if known and known[0] >= MATTERS else ""
+    more = f"; more training may gain {_short(known[0])} nats a row" if known and known[0] >= NOTABLE_GAIN else ""
     if unsettled:
         name = max(unsettled, key=lambda name: unsettled[name])
-        more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from where it is heading"
-    return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: raise what limits it"
+        more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from its limit"
+    return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: allow more training"
 
 
 def answer(run: Run) -> str:
-    """The first sentence: the error in units of the target, or right classes, beside comparisons; and the intervals."""
+    """Return the first sentence of a report: error or accuracy, the same of the baselines, coverage of intervals."""
     mine, *others = arms(run.metrics)
     if not mine.rows:
         return "Nothing was held out, so nothing was scored: all rows were trained on."
-    classes = is_classification(run.metrics)
     figure = figure_columns(run.metrics)[0]
     scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
-    chosen = [arm for arm in scored if arm.name not in PLAINEST] or scored
-    called = {"local-only": "each site alone", "pooled": "one model of all rows in one place"}
-    called |= {"mean of the target": "their mean"}
-    found = [f"{_plain(figure, arm)} for {called.get(arm.name, arm.name)}" for arm in chosen]
-    beside = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
-    rows, covered = f"{mine.rows:,} held-out rows", number(mine.figures.get("coverage_95"))
-    if classes:
-        return f"{_plain(figure, mine)} of {rows} in the right class{beside}."
-    held = f"; 95 % intervals held {percent(covered)} of {rows}" if math.isfinite(covered) else f", on {rows}"
+    chosen = [arm for arm in scored if arm.name not in WITHOUT_INPUTS] or scored
+    names = {"local-only": "each site alone", "pooled": "one model of all rows in one place"}
+    names |= {"mean of the target": "their mean"}
+    found = [f"{_in_words(figure, arm)} for {names.get(arm.name, arm.name)}" for arm in chosen]
+    compared = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
+    rows, coverage = f"{mine.rows:,} held-out rows", number(mine.figures.get("coverage_95"))
+    if is_classification(run.metrics):
+        return f"{_in_words(figure, mine)} of {rows} in the right class{compared}."
+    held = f"; 95 % intervals held {percent(coverage)} of {rows}" if math.isfinite(coverage) else f", on {rows}"
     if is_time(run.metrics):
-        return f"{_plain(figure, mine)} of pairs of rows have their events in the predicted order{beside}{held}."
-    return f"Typical error of {target_of(run)}: {_plain(figure, mine)}{beside}{held}."
+        return f"{_in_words(figure, mine)} of pairs of rows have their events in the predicted order{compared}{held}."
+    return f"Typical error of {target_of(run)}: {_in_words(figure, mine)}{compared}{held}."
 
 
-def _plain(figure: str, arm: Arm) -> str:
-    """A figure in a sentence: a percentage, or three significant digits."""
+def _in_words(figure: str, arm: Arm) -> str:
+    """Return a figure as a percentage or with three significant digits."""
     value = number(arm.figures.get(figure))
     return percent(value) if figure in PERCENTAGES else f"{float(f'{value:.3g}'):,.9g}".replace("-", "−")
 
 
 def opening(run: Run) -> list[str]:
-    """What a report begins with: the answer, and whether the comparisons are more than chance."""
+    """Return the first sentences of a report: the error, and the comparison with the baselines."""
     return [answer(run)] + ([verdict(run.metrics)] if arms(run.metrics)[0].rows else [])
 
 
 def notes(metrics: RunMetrics) -> list[str]:
-    """What to know besides, a sentence each."""
-    calibrated = calibration_verdict(metrics)
-    odd = "too " in calibrated
+    """Return warnings, miscalibration and missing convergence, a sentence each."""
+    calibration = calibration_verdict(metrics)
     others = [warning for warning in metrics.warnings if not warning.startswith(FEW_ROWS)]
     warnings = others if any("docs/privacy.md" in warning for warning in others) else metrics.warnings
-    said = (*warnings, calibrated if odd else "", convergence_note(metrics))
-    return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in said if words]
+    found = (*warnings, calibration if "too " in calibration else "", convergence_note(metrics))
+    return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in found if words]
 
 
-def unlike(runs: Sequence[Run]) -> list[str]:
-    """Why the figures of runs must not be compared: other kinds of task, other targets."""
+def incomparable(runs: Sequence[Run]) -> list[str]:
+    """Return why the figures of runs must not be compared: different kinds of task or targets."""
     kinds = {"classes" if is_classification(run.metrics) else "numbers" for run in runs}
     targets = sorted({target_of(run) for run in runs} - {"the target"})
-    said = ["some predict classes and some numbers"] if len(kinds) > 1 else []
-    return said + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
+    reasons = ["some predict classes and some numbers"] if len(kinds) > 1 else []
+    return reasons + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
 
 
-def doubtful(runs: Sequence[Run]) -> list[str]:
-    """What makes a comparison doubtful: other data, other training rows or units, other held-out rows."""
-    said = []
+def comparison_warnings(runs: Sequence[Run]) -> list[str]:
+    """Return why a comparison is doubtful: different data sets, training rows, units or held-out rows."""
+    warnings = []
     if len(names := sorted({data_name(run.metrics.dataset) for run in runs})) > 1:
-        said.append(f"their data sets differ: {', '.join(names)}")
-    trained = [_trained_on(run) for run in runs]
+        warnings.append(f"their data sets differ: {', '.join(names)}")
+    trained = [_training_summary(run) for run in runs]
     differ = [
         f"{fact} {', '.join(f'{facts_of_run[fact][0]:.6g}' for facts_of_run in trained)}"
         for fact, (_, unit) in trained[0].items()
-        if all(fact in known for known in trained) and np.ptp([known[fact][0] for known in trained]) > SAME * unit
+        if all(fact in known for known in trained) and np.ptp([known[fact][0] for known in trained]) > ROUNDING * unit
     ]
     if differ:
-        more = f" and {len(differ) - MOST_NAMED} more" if len(differ) > MOST_NAMED else ""
-        said.append(f"their training tables differ, by rows or units: {'; '.join(differ[:MOST_NAMED])}{more}")
+        more = f" and {len(differ) - MAX_DIFFERENCES} more" if len(differ) > MAX_DIFFERENCES else ""
+        warnings.append(f"their training tables differ, by rows or units: {'; '.join(differ[:MAX_DIFFERENCES])}{more}")
     if len({_held_out(run) for run in runs}) > 1:
         rows = ", ".join(f"{arms(run.metrics)[0].rows:,}" for run in runs)
-        said.append(f"their held-out rows differ ({rows} rows): the same `split`, `seed`, sites and data give the same")
-    return said
+        warnings.append(f"their held-out rows differ ({rows} rows): use the same `split`, `seed`, sites and data")
+    return warnings
 
 
-def _trained_on(run: Run) -> dict[str, tuple[float, float]]:
-    """What is known of a run's training rows, and in what unit a difference of it is judged."""
+def _training_summary(run: Run) -> dict[str, tuple[float, float]]:
+    """Return known figures of a run's training rows, each with the unit of its rounding."""
     target, data = run.metrics.training_target, run.metrics.data
     facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
     rows = {"rows": (data["rows"], 1.0)} if data else {}
@@ -343,7 +330,7 @@ def _trained_on(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def _held_out(run: Run) -> tuple[object, ...]:
-    """Tells apart runs that were scored on other rows, as far as their folders show it."""
+    """Return a key of a run's held-out rows: count and moments of the targets, or the count alone."""
     rows = run.predictions
     if rows is not None and "target" in rows:
         target = np.sort(rows["target"].to_numpy(dtype=float))
@@ -352,7 +339,7 @@ def _held_out(run: Run) -> tuple[object, ...]:
 
 
 def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
-    """A row of text for every fact and figure, with a cell for each run."""
+    """Return a row for every fact and figure, with a cell for each run."""
     columns: list[Facts] = [
         {
             "method": metrics.method,
@@ -375,7 +362,7 @@ def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def quoted(metrics: RunMetrics) -> dict[str, str]:
-    """Effects and ratios with their 95 % intervals, and how well the model fits, where a method has them."""
+    """Return effects and ratios with 95 % intervals, and measures of fit, of a method that has them."""
     facts, found = metrics.method_details, dict[str, str]()
     for row in (*facts.get("effects", ()), *facts.get("random", ())):
         name = ": ".join(filter(None, (row.get("group"), row["effect"])))
@@ -387,31 +374,31 @@ def quoted(metrics: RunMetrics) -> dict[str, str]:
 
 
 def interval(row: Facts) -> str:
-    """The interval of an effect, by the profile of the likelihood where it is known."""
+    """Return the interval of an effect as text, the profile likelihood interval if it is known."""
     low, high = (number(row.get(f"profile_{end}", row[end])) for end in ("low", "high"))
     return f"{show(low)} to {show(high)}" if math.isfinite(low) and math.isfinite(high) else "–"
 
 
 def target_of(run: Run) -> str:
-    """Name of a run's target."""
+    """Return the name of a run's target."""
     saved = run.saved.schema["target"]["name"] if run.saved is not None else ""
     return str(saved or run.config.get("target") or "the target")
 
 
 def data_name(dataset: str) -> str:
-    """What a data set is called: of files their names, without folders and endings."""
+    """Return the name of a data set; files are named without folders and endings."""
     if paths := tables_in(dataset):
         return ", ".join(table_stem(path) for path in paths) if len(paths) < 5 else f"{len(paths)} tables"
     return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
 
 
 def title_of(column: str) -> str:
-    """What a figure is called in a table."""
+    """Return the title of a figure in a table."""
     return TITLES.get(column, column.replace("_", " "))
 
 
 def cell(column: str, value: str | float | None) -> str:
-    """A figure as text: percentages for shares, four digits otherwise, a dash for what is not known."""
+    """Format a figure: shares as percentages, others with four digits, a dash if it is unknown."""
     if isinstance(value, str):
         return value
     if column in PERCENTAGES:
@@ -422,12 +409,12 @@ def cell(column: str, value: str | float | None) -> str:
 
 
 def number(value: float | None) -> float:
-    """A figure from JSON, where null stands for what is not a finite number."""
+    """Return a figure from JSON, where null means NaN."""
     return math.nan if value is None else float(value)
 
 
 def show(value: float) -> str:
-    """Four significant digits."""
+    """Format a number with four significant digits."""
     if not math.isfinite(value):
         return "–"
     text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:#.4g}".removesuffix(".")
@@ -435,10 +422,10 @@ def show(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Two significant digits, for a sentence."""
+    """Format a number with two significant digits."""
     return np.format_float_positional(float(f"{value:.2g}"), trim="-").replace("-", "−")
 
 
 def percent(share: float) -> str:
-    """A share as a percentage with one decimal."""
+    """Format a share as a percentage with one decimal."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else "–"

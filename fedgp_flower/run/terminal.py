@@ -1,4 +1,4 @@
-"""What a terminal shows: text and tables, a bar while a run goes, and the figures of a finished one."""
+"""Output on the terminal: text, tables, a progress bar, and the figures of a finished run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rich.table import Table
 from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of, time_left
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import arms, beside, data_name, headline, notes, opening, quoted
+from fedgp_flower.run.summary import arms, baseline_differences, data_name, headline, notes, opening, quoted
 from fedgp_flower.typing import Facts
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False) -> Table:
-    """Rows of text; the first column, which people copy from, and numbers are never shortened."""
+    """Return a table of text; the first column and numbers are never truncated."""
     shown = Table(title=title or None, box=SIMPLE_HEAD if numbers else HEAVY_HEAD)
     for position, name in enumerate(titles):
         aligned: JustifyMethod = "right" if numbers and position else "left"
@@ -36,7 +36,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar that moves with every round; what goes wrong at a site is printed above it."""
+    """Show a progress bar over rounds, with warnings above it."""
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
@@ -59,7 +59,7 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[None]:
-    """Ctrl-C says what was kept and how to go on."""
+    """After Ctrl-C, print what was saved and how to resume."""
     try:
         yield
     except KeyboardInterrupt:
@@ -75,12 +75,12 @@ def interruptible(folder: Path) -> Iterator[None]:
 
 
 def show(what: str | Table) -> None:
-    """Print text as it is, or a table as wide as the terminal."""
+    """Print text without wrapping, or a table."""
     Console().print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 def show_result(folder: Path) -> None:
-    """Print what a finished run says: the answer, the tables behind it, notes, and where the files are."""
+    """Print the result of a finished run: sentences, tables, notes and the paths of its files."""
     run = read_run(folder)
     metrics = run.metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
@@ -92,7 +92,7 @@ def show_result(folder: Path) -> None:
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
     if arms(metrics)[0].rows:
         console.print(table(*headline(metrics), title=title, numbers=True))
-    titles, differences = beside(metrics)
+    titles, differences = baseline_differences(metrics)
     if differences:
         console.print(table(titles, differences, numbers=True))
     if effects := quoted(metrics):

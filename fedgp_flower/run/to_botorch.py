@@ -1,4 +1,4 @@
-"""A federated posterior as a model of BoTorch, whose acquisition functions are optimised on it (extra ``botorch``)."""
+"""A federated posterior as a model of BoTorch, for acquisition functions (extra ``botorch``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.to_gpytorch import Exported
 
-NO_LEARNING = "a federated posterior does not learn from single rows, because it keeps no row to learn beside"
+NO_LEARNING = "a federated posterior cannot be updated with single rows, because it has no training rows"
 NO_FANTASIES = (
     "Knowledge gradients and integrated variances (qKG, qNIPV) need `fantasize`; take an acquisition function of the"
     " posterior alone, such as qUpperConfidenceBound, qSimpleRegret or qExpectedImprovement with `best_f`"
@@ -21,9 +21,9 @@ NO_FANTASIES = (
 
 
 class FederatedModel(Model):
-    """f at encoded inputs in original units, [*B, Q, D] → a posterior over [*B, Q, 1] in units of the target.
+    """Posterior of f [*B, Q, 1] in units of the target at encoded inputs [*B, Q, D] in original units.
 
-    A transformed target is modelled as an increasing g(y), so its best is the best y. The model does not learn.
+    A transformed target is an increasing g(y), so its optimum is that of y. The model cannot be updated.
     """
 
     num_outputs = 1
@@ -34,17 +34,17 @@ class FederatedModel(Model):
         self.gp = exported.model
 
     def subset_output(self, idcs: list[int]) -> FederatedModel:
-        """The model: it has one output."""
+        """Return the model; it has one output."""
         if list(idcs) not in ([0], [-1]):
             raise ValueError(f"a federated posterior has one output, number 0; got {idcs}")
         return self
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, **kwargs: Any) -> Model:
-        """Refused: rows belong to a site, so that a measurement is learned by another run."""
-        raise NotImplementedError(f"{NO_LEARNING}. Conditioning on {X.shape[-2]} rows is what a new run does")
+        """Raise NotImplementedError: new rows need a new run."""
+        raise NotImplementedError(f"{NO_LEARNING}. Conditioning on {X.shape[-2]} rows needs a new run")
 
     def fantasize(self, X: Tensor, *args: Any, **kwargs: Any) -> Model:
-        """Refused, as :meth:`condition_on_observations` is."""
+        """Raise NotImplementedError, like :meth:`condition_on_observations`."""
         raise NotImplementedError(f"{NO_LEARNING}. {NO_FANTASIES}")
 
     @property
@@ -59,7 +59,7 @@ class FederatedModel(Model):
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
-        """The joint posterior of f at Q points, differentiable; with ``observation_noise`` of observations there."""
+        """Return the differentiable posterior of f at Q points; with ``observation_noise``, of observations."""
         del output_indices
         found = self.gp(self.exported.transforms.inputs(X.double()))
         if observation_noise is not False and isinstance(self.exported.likelihood, GaussianLikelihood):

@@ -1,4 +1,4 @@
-"""The run configuration as a user gives it, in a TOML file and ``KEY=VALUE`` words, and the keys explained in words."""
+"""The user's run configuration, in a TOML file and ``KEY=VALUE`` words, and the reference of the keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": 
 
 
 def read_config(path: Path) -> dict[str, Value]:
-    """The flat keys of a TOML file, whose tables may be nested."""
+    """Read the flat keys of a TOML file with nested tables. Raise ConfigError if it is missing or invalid."""
     try:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -34,12 +34,12 @@ def read_config(path: Path) -> dict[str, Value]:
 
 
 def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
-    """``KEY=VALUE`` words with the types their keys have; see :func:`fedgp_flower.config.assignments`."""
+    """Parse ``KEY=VALUE`` words; see :func:`fedgp_flower.config.assignments`."""
     return assignments(words, defaults(option_classes().values()))
 
 
 def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[str, Value]:
-    """Validate keys and fill in what only the caller's shell knows: absolute paths, and a name for the run's folder."""
+    """Validate keys, make paths absolute relative to ``folder``, and add a name for the run's folder."""
     config = parse_config(given)
     out = dict(given) | {"output-dir": str(folder / config.output_dir)}
     if data := config.data_dir or os.environ.get("FEDGP_DATA", ""):
@@ -54,7 +54,7 @@ def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[s
 
 
 def for_flower(config: FlatConfig) -> dict[str, Value]:
-    """The keys as Flower takes them: those that ``pyproject.toml`` does not list travel in ``extra``."""
+    """Return the keys for Flower, which only allows those in ``pyproject.toml``; all others go into ``extra``."""
     listed = default_config()
     further = {key: value for key, value in config.items() if key not in listed}
     if not further:
@@ -68,12 +68,12 @@ def for_flower(config: FlatConfig) -> dict[str, Value]:
 
 
 def run_folder(config: FlatConfig) -> Path:
-    """Where a run with this completed configuration writes its files."""
+    """Return the folder of a run with this completed configuration."""
     return Path(str(config["output-dir"])) / str(config["name"])
 
 
 class Key(NamedTuple):
-    """A row of the reference: what a key may be and what it means, in Markdown."""
+    """A row of the reference, in Markdown."""
 
     name: str
     default: str
@@ -83,7 +83,7 @@ class Key(NamedTuple):
 
 
 def reference() -> list[Key]:
-    """Every key of a run, those of tables after the others."""
+    """Return every key of a run, with keys of tables last."""
     classes = option_classes().values()
     keys = {key.name: key for key in _keys(CoreConfig, "")}
     for section in classes:
@@ -116,13 +116,13 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def table_of(keys: Sequence[Key]) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Return the lines of a Markdown table."""
     rows = (f"| `{key.name}={key.default}` | {key.allowed} | {key.meaning} |" for key in keys)
     return ["| key=default | allowed | meaning |", "|---|---|---|", *rows]
 
 
 def basic_keys() -> str:
-    """The basic keys as lines for a terminal, each with the first sentence of its meaning."""
+    """Return the basic keys as text for a terminal, each with the first sentence of its meaning."""
     lines = [
         f"{key.name} = {key.default}   {re.split(r'(?<=[.;]) ', key.meaning)[0].rstrip('.;')}".replace("`", "")
         for key in reference()

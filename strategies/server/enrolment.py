@@ -53,9 +53,9 @@ def described(agreement: Agreement, site: str) -> Described:
     mean, scale = (np.append(arrays[f"input.{part}"], arrays[f"target.{part}"]) for part in ("mean", "scale"))
     sums = agreement.sums[site]
     squares = squares_about(rows, sums, mean) / scale**2
-    middles = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
-    spread = np.maximum(squares[:-1] / rows - middles**2, 0.0)
-    return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
+    means = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
+    spread = np.maximum(squares[:-1] / rows - means**2, 0.0)
+    return Described(rows, squares[:-1], float(squares[-1]), means, np.sqrt((rows - 1) * spread))
 
 
 def restored(snapshot: Snapshot) -> Agreement:
@@ -67,7 +67,7 @@ def restored(snapshot: Snapshot) -> Agreement:
 
 def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDescription]) -> Agreement:
     """Return the agreement that follows from the sites' descriptions; sites that do not match it are dismissed."""
-    found = agree({site: one for site, one in described.items() if site in network.nodes}, **config.terms)
+    found = agree({site: one for site, one in described.items() if site in network.nodes}, **config.agreement_options)
     for site, reason in found.refused.items():
         network.dismiss(site, reason)
     network.require(config.min_sites)
@@ -108,7 +108,8 @@ def from_totals(network: Network, config: RunConfig, bare: Agreement) -> Asking[
     squares = _complete(second, network, first.sites)
     parts = sums.sums, squares.residual * size, squares.squares * size**2
     arrays = summed_arrays(bare.schema, parts, sums.missing, sums.levels, rows)
-    found = agree({"all sites": SiteDescription(arrays, bare.schema, rows, dropped=int(sums.dropped))}, **config.terms)
+    total = SiteDescription(arrays, bare.schema, rows, dropped=int(sums.dropped))
+    found = agree({"all sites": total}, **config.agreement_options)
     here = {site: count for site, count in bare.rows.items() if site in network.nodes}
     found = replace(found, rows=here, labels=bare.labels, simulated=bare.simulated, sums={})
     network.require(config.min_sites)

@@ -22,7 +22,7 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.options import BESIDE, CLASSES, COMMON, NUMBERS, SEVERAL
+from fedgp_flower.options import CLASSES, COMMON, NUMBERS, SECOND_COLUMN, SEVERAL
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
@@ -154,7 +154,7 @@ class Scoring:
         found: dict[str, ScoreSums] = {}
         for site, answer in answers(replies).items():
             try:
-                found[site] = ScoreSums.told(answer.metrics)
+                found[site] = ScoreSums.from_metrics(answer.metrics)
             except ProtocolError as error:
                 self.session.network.fail(site, str(error))
         return found
@@ -183,13 +183,13 @@ class Scoring:
         """Return the scores of the mean of the target and of linear or logistic regression; None for other tasks."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
-        if BESIDE.get(likelihood) == "event":
+        if SECOND_COLUMN.get(likelihood) == "event":
             sites, middle = session.roster().everyone, preparation.training_target["mean"]
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
             table = self.baseline(LifeTableScoreSums, Nothing())
             return table, None if line is None else self.baseline(LinearScoreSums, line)
         other = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
-        if other or likelihood not in COMMON | NUMBERS | SEVERAL or session.config.beside:
+        if other or likelihood not in COMMON | NUMBERS | SEVERAL or session.config.second_target:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])

@@ -25,7 +25,7 @@ from fedgp_flower.messages import (
     refusal_of,
     to_parts,
 )
-from fedgp_flower.options import BESIDE, MethodOptions
+from fedgp_flower.options import SECOND_COLUMN, MethodOptions
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.privacy.questions import length, written_members
 from fedgp_flower.records import APART, array_record, arrays_of, bytes_of, packed_record
@@ -219,7 +219,7 @@ class Session:
                 self._adopt(preparation)
                 if transform in TRANSFORMS:
                     preparation = self.run(enrolment.transformed(preparation, transform, self.roster().everyone))
-                elif BESIDE.get(self.config.model.likelihood) == "event":
+                elif SECOND_COLUMN.get(self.config.model.likelihood) == "event":
                     preparation = self.run(enrolment.followed(preparation, self.roster().everyone))
                 elif self.config.model.likelihood == "student-t" and self.config.standardise:
                     preparation = self.run(enrolment.robustly_standardised(preparation, self.roster().everyone))

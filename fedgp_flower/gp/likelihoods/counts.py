@@ -15,7 +15,7 @@ from torch.distributions import Binomial, NegativeBinomial, Poisson
 from fedgp_flower import scores as rows_scores
 from fedgp_flower.count_scores import BinomialLaw, Law, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
 from fedgp_flower.gp.likelihoods.integrals import expected_softplus
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, apart, in_float64
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, split_target
 from fedgp_flower.lazy import special
 from fedgp_flower.scores import Scores, TargetUnits
 from fedgp_flower.typing import Array
@@ -38,7 +38,7 @@ class Counts(PointLikelihood):
 
     def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Counts y suggest f = log((y + ½) / e) with precision y + ½, the inverse variance of that logarithm."""
-        count, exposure = apart(targets)
+        count, exposure = split_target(targets)
         return ((count + 0.5) / exposure).log(), count + 0.5
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Counts(PointLikelihood):
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the counts of each row's exposure."""
-        count, exposure = rows_scores.apart(target)
+        count, exposure = rows_scores.split_target(target)
         return count_scores(mean + np.log(exposure), variance, count, self.law(hyper))
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
@@ -115,7 +115,7 @@ class Successes(PointLikelihood):
         return self._with(targets, mean, expected_softplus(mean, variance)[0])
 
     def _with(self, targets: Tensor, mean: Tensor, softplus: Tensor) -> Tensor:
-        count, trials = apart(targets)
+        count, trials = split_target(targets)
         ways = torch.lgamma(trials + 1.0) - torch.lgamma(count + 1.0) - torch.lgamma(trials - count + 1.0)
         return ways + count * mean - trials * softplus
 
@@ -131,12 +131,12 @@ class Successes(PointLikelihood):
 
     def observed(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Moments n p and n p (1 − p) + n (n − 1) var p of each row's successes."""
-        (p, spread), trials = self.moments(mean, variance, hyper), apart(targets)[1]
+        (p, spread), trials = self.moments(mean, variance, hyper), split_target(targets)[1]
         return trials * p, trials * p * (1 - p) + trials * (trials - 1) * spread
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Of the successes among each row's trials."""
-        count, trials = rows_scores.apart(target)
+        count, trials = rows_scores.split_target(target)
         return count_scores(mean, variance, count, BinomialLaw(trials))
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
@@ -147,7 +147,7 @@ class Successes(PointLikelihood):
 
 def _with_exposure(targets: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """Counts, and the mean of f with the logarithm of the exposure."""
-    count, exposure = apart(targets)
+    count, exposure = split_target(targets)
     return count, mean + exposure.log()
 
 

@@ -44,7 +44,7 @@ class Noise:
     covariance: Tensor  # with each f_n  [N]
 
 
-def apart(targets: Tensor) -> tuple[Tensor, Tensor]:
+def split_target(targets: Tensor) -> tuple[Tensor, Tensor]:
     """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
     return (targets, torch.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 

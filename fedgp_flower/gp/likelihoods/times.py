@@ -25,7 +25,7 @@ from torch.distributions import (
 )
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, apart, in_float64, rule
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, rule, split_target
 from fedgp_flower.scores import Scores, TargetUnits, time_scores
 from fedgp_flower.typing import Array
 
@@ -57,7 +57,7 @@ class Times(PointLikelihood):
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log p(t | f), or log P(T > t | f)."""
         found = self._of_parts(targets, function, torch.zeros_like(function), hyper)
-        time, seen = apart(targets)
+        time, seen = split_target(targets)
         return torch.where(seen == 1, found, self.tail((time.log() - function) * (-hyper[..., -1:]).exp()))
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ class Times(PointLikelihood):
         return self._of_parts(targets, mean, variance, hyper)
 
     def _of_parts(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        time, seen = apart(targets)
+        time, seen = split_target(targets)
         log_scale, log_time = hyper[..., -1:], time.log()
         seen_part, tail = self.parts((log_time - mean) / log_scale.exp(), variance * (-2 * log_scale).exp())
         return seen * (seen_part - log_scale - log_time) + (1 - seen) * tail
 
     def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the time."""
-        return super().as_function(apart(targets)[0].log())
+        return super().as_function(split_target(targets)[0].log())
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """By the trapezoidal rule over f."""

@@ -35,7 +35,7 @@ from fedgp_flower.methods.sgpr.messages import (
     apart,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
-from fedgp_flower.options import BESIDE, ModelSection
+from fedgp_flower.options import SECOND_COLUMN, ModelSection
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
@@ -156,7 +156,7 @@ class SVGPClient(SparseClient):
 
     def shown(self, request: PooledPosterior) -> NamedArrays:
         """As usual; nothing of times, which may be censored."""
-        return {} if BESIDE.get(self.config.model.likelihood) == "event" else super().shown(request)
+        return {} if SECOND_COLUMN.get(self.config.model.likelihood) == "event" else super().shown(request)
 
     def score(self, request: PooledPosterior) -> Scores:
         """Scores of the held-out rows by the configured likelihood."""

@@ -36,7 +36,7 @@ class SparseStatistics(SparseSums):
 
         A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x), and bᵀ A⁻¹ b ≤ yᵀ y.
         """
-        if reason := described.unlike("target_squares", self.target_squares, described.target_square):
+        if reason := described.squares_mismatch("target_squares", self.target_squares, described.target_square):
             return reason
         if float(self.count) != described.rows:
             return f"sums of {float(self.count):g} rows, introduced itself with {described.rows}"
@@ -117,7 +117,7 @@ class TrialSums:
 
         Honest A are positive semi-definite with bᵀ A⁻¹ b ≤ s; a summand is only checked along some directions.
         """
-        if reason := described.unlike("target_squares", self.target_squares, described.target_square):
+        if reason := described.squares_mismatch("target_squares", self.target_squares, described.target_square):
             return reason
         if (self.counts != described.rows).any():
             return f"sums of {self.counts[0]:g} rows, introduced itself with {described.rows}"

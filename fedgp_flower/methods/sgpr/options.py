@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
-    BESIDE,
     COMMON,
     NUMBERS,
+    SECOND_COLUMN,
     SEVERAL,
     SMOOTH,
     Count,
@@ -54,7 +54,7 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = COMMON | NUMBERS | SEVERAL | {*BESIDE}
+    likelihoods: ClassVar[frozenset[str]] = COMMON | NUMBERS | SEVERAL | {*SECOND_COLUMN}
 
     usual_kernel: ClassVar[str] = SMOOTH
     usual_megabytes: ClassVar[int] = 0
