@@ -1,6 +1,6 @@
 """Cholesky factors with one jitter policy, and a count of repairs.
 
-A kernel matrix gets ``jitter`` times its prior variance on the diagonal. Only if that fails it gets more, as a repair.
+A kernel matrix gets ``jitter`` times its prior variance on the diagonal. If that fails, a counted repair adds more.
 """
 
 from __future__ import annotations

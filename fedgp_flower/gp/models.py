@@ -276,7 +276,7 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1), log k(x, x) ~ N(log 4, τ²), τ of the likelihood; bounds separable classes."""
+        """Log ℓ ~ N(½ log D + ½, 1); log k(x, x) ~ N(log 4, τ²), which keeps amplitudes of separable classes finite."""
         total, length = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         amplitude = math.log(4.0), self.observed.amplitude_spread
         for name, parameter in self.kernel.named_parameters():
