@@ -1,14 +1,14 @@
-"""A shared trend and a deviation of each site or unit, in closed form: Newton steps on θ, one exchange a step.
+"""A shared trend and a deviation of each site or unit, in closed form: Newton steps on θ, one exchange per step.
 
 At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
-out and sends sums; from their total the server has the bound F, its exact gradient and its Hessian
+out and sends sums. Their total gives the server the bound F, its exact gradient and its Hessian
 (:mod:`fedgp_flower.methods.hierarchical_gp.newton`). Deviations are ``smooth`` at sites and ``rough`` at units along
 one input: see the modules of these names.
 
-Every logarithm of θ has a weak normal prior, whose mode is where a run starts and whose standard deviations are the
-units of a step. The size of smooth deviations, the amplitude of k_L and the sds τ of intercepts and slopes, has an
-exponential prior besides (Simpson et al., *Penalising model component complexity*, 2017): it exceeds its first value
-with probability .05. After the last step, units with rough deviations calibrate their bands.
+Each logarithm of θ has a weak normal prior; its mode is the start of a run and its sd the unit of a step. The size of
+smooth deviations (the amplitude of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under
+which it exceeds its first value with probability .05 (Simpson et al., *Penalising model component complexity*, 2017).
+After the last step, units with rough deviations calibrate their bands.
 """
 
 from __future__ import annotations
@@ -50,70 +50,70 @@ from strategies.server.strategy import FederatedStrategy
 from strategies.sfvi import saved
 
 TOLERANCE = {"smooth": 0.1, "rough": 0.05}
-"""A step that promises a smaller rise of the bound of all rows, in nats, is not taken."""
+"""Newton's method stops when a step promises a smaller rise of the bound of all rows, in nats."""
 FIRST_RADIUS, LARGEST_RADIUS = 1.0, 1.5
-"""Farthest that a step moves any entry of θ, in prior standard deviations."""
+"""Trust radius: the largest change of any entry of θ in a step, in prior standard deviations."""
 GOOD, POOR = 0.6, 0.25
-"""Shares of the promised rise from which on the radius doubles, and below which it is a third of the step."""
+"""Above the first share of the promised rise the radius doubles; below the second it becomes a third of the step."""
 SLACK = 0.05
-"""Nats by which F may fall: q(Z_G) and the shapes of sites lag a step behind."""
+"""Allowed decrease of F in nats, because q(Z_G) and the shapes of sites lag one step behind."""
 SETTLING, WIDER = 1.0, 0.05
-"""Widths of shapes are learned where a step promises less than so many nats, and if some logarithm moves by so much."""
+"""Widths are updated if a step promises fewer nats than the first, and if a log width changes by the second."""
 USUAL_SITES = 4.0
-"""Sites of the initial widths that those of the run are averaged with."""
-HOW = "the curvature of the bound at its end (Laplace's approximation); straight lines have separate terms"
+"""Weight of the initial widths, as a number of sites."""
+HOW = "the curvature of the bound at its maximum (Laplace's approximation); straight lines have separate terms"
 SHRINKAGE = math.log(20)
-"""Rate of the exponential prior of the size of deviations, over its first value."""
+"""Rate of the exponential prior of the size of deviations, relative to its first value."""
 
 
 @message()
 class NewtonState:
-    """The best θ so far with F to second order around it, and the θ to ask about next."""
+    """The best θ so far, the expansion of F around it, and the next trial θ."""
 
     parameters: Mapping[str, AnyShape]
     """The best θ as ``theta.*``, and its q(Z_G)."""
     shared: Mapping[str, AnyShape]
     mode: Float[ndarray, " T"]
-    """Of the prior of θ."""
+    """Mode of the prior of θ."""
     scale: Float[ndarray, " T"]
-    """Its standard deviations."""
+    """Standard deviations of the prior of θ."""
     powers: Float[ndarray, " T"]
-    """κ of the amplitudes e^(κ(θ − mode)) that have an exponential prior; 0 of what has none."""
+    """κ of amplitudes e^(κ(θ − mode)) with an exponential prior; 0 for other entries."""
     trial: Float[ndarray, " T"]
     asked: Mapping[str, AnyShape]
-    """A guess of q(Z_G) there, around which sites find their shapes."""
+    """A guess of q(Z_G) at ``trial``, from which sites start to find their shapes."""
     widths: Mapping[str, AnyShape] = field(default_factory=dict)
     """Logarithms of the widths of priors of shapes, as part of ``theta.*``."""
     first_widths: Float[ndarray, " W"] | None = None
     squares: Float[ndarray, " W"] | None = None
     """Sum of z² over sites at the best θ."""
     known: Float[ndarray, " W"] | None = None
-    """Sum of 1 − var z."""
+    """Sum of 1 − var z over sites at the best θ."""
     precision: Float[ndarray, "G G"] | None = leaves("P at the best θ", symmetric=True, default=None)
     shift: Float[ndarray, " G"] | None = None
-    """Of the total at the best θ: p."""
+    """p of the total at the best θ."""
     sites: tuple[str, ...] = ()
     count: float = 0.0
-    """Rows of these sites."""
+    """Rows of ``sites``."""
     value: float | None = None
-    """F plus the log prior, nats; none before the first total."""
+    """F plus the log prior, nats; None before the first total."""
     bound: float | None = None
     """F."""
     gradient: Float[ndarray, " T"] | None = None
-    """Of ``value``, like the Hessian in prior standard deviations."""
+    """Gradient of ``value``; like the Hessian, by θ in prior standard deviations."""
     hessian: Float[ndarray, "T T"] | None = None
     radius: float = FIRST_RADIUS
     promised: float = math.inf
-    """Rise of ``value`` that the step to ``trial`` promises."""
+    """Predicted rise of ``value`` by the step to ``trial``."""
     rise: float = math.inf
-    """Rise that a step promises which no radius shortens."""
+    """Predicted rise by the full Newton step, without a trust radius."""
     factors: Float[ndarray, " K"] | None = leaves(
         "by cut, how much wider bands beyond a unit's last row are at the best θ; none before the end", default=None
     )
 
     @property
     def theta(self) -> NamedArrays:
-        """The best θ that steps move."""
+        """The best θ, without widths."""
         theta = {name: array for name, array in self.parameters.items() if name.startswith("theta.")}
         return {name: array for name, array in theta.items() if name not in self.widths}
 
@@ -123,7 +123,7 @@ FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
 
 
 def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
-    """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
+    """One exchange and one step. If the sites have changed, F is another function and the trial point is accepted."""
     theta = unpack(state.trial, state.theta)
     request = Parameters({**theta, **state.widths, **state.asked})
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)  # 1. P, p, c and their derivatives by θ
@@ -133,7 +133,7 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
     count = float(summed.total.count)
     if state.value is None or (summed.sites, count) != (state.sites, state.count):
         radius, taken = FIRST_RADIUS, True
-    else:  # 3. is the trial point better, and how far does the next step go?
+    else:  # 3. accept or reject the trial point, and set the radius
         radius = next_radius(state, found.value, state.value)
         taken = found.value > state.value - SLACK
     if taken:
@@ -154,9 +154,9 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
 
 
 def widened(state: NewtonState) -> NewtonState:
-    """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
+    """MacKay's update of widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    The next point is taken then. The width of noise stays: one site with next to no noise would widen it for all.
+    The next trial point is then accepted. The width of noise is fixed: one site with almost no noise would widen it.
     """
     if state.rise > SETTLING or not state.widths:
         return state
@@ -172,7 +172,7 @@ def widened(state: NewtonState) -> NewtonState:
 
 
 def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[BoundExpansion, float]:
-    """F + log p(θ) to second order around the trial point, by θ in prior standard deviations, and log p(θ)."""
+    """Return the expansion of F + log p(θ) at the trial point, by θ in prior standard deviations, and log p(θ)."""
     away, rate = (state.trial - state.mode) / state.scale, state.scale * state.powers
     shrunk = SHRINKAGE * np.exp(rate * away) * (rate > 0)
     value = float(-0.5 * away @ away - shrunk.sum())
@@ -183,7 +183,7 @@ def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[BoundExpansio
 
 
 def next_radius(state: NewtonState, value: float, before: float) -> float:
-    """By the share of the promised rise that came."""
+    """Return the trust radius after a step, from the ratio of actual to predicted rise."""
     share = (value - before) / state.promised
     if share > GOOD:
         return min(2 * state.radius, LARGEST_RADIUS)
@@ -192,7 +192,7 @@ def next_radius(state: NewtonState, value: float, before: float) -> float:
 
 
 def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonState:
-    """The next trial point, from the best one, and a guess of q(Z_G) there."""
+    """Return the state with the next trial point, from the best one, and a guess of q(Z_G) there."""
     gradient, hessian, precision, shift = (
         torch.tensor(part) for part in (state.gradient, state.hessian, state.precision, state.shift)
     )
@@ -204,11 +204,8 @@ def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonSta
     return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
 
 
-# What the two kinds of deviations do not share.
-
-
 def first_state(theta: NamedArrays, points: Array, size: int) -> NewtonState:
-    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G); lengthscales are √D times as long, as distances are."""
+    """Return the state at the prior's mode of θ with q(Z_G) = p(Z_G); lengthscales grow by √D, as distances do."""
     units, wider = "theta.roughness" in theta, 0.5 * math.log(points.shape[1])
     widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
     theta = {name: array + wider * name.endswith("lengthscale") for name, array in theta.items()}
@@ -220,7 +217,7 @@ def first_state(theta: NamedArrays, points: Array, size: int) -> NewtonState:
 
 
 def calibrated(state: NewtonState) -> Asking[NewtonState]:
-    """The state with the factors of bands, from sums at the best q(u): a unit can only take out what it put in."""
+    """Return the state with the factors of bands; units subtract their own sums at the best q(u) to predict."""
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, Parameters(state.parameters))
     if summed.total is None:
         return state
@@ -230,7 +227,7 @@ def calibrated(state: NewtonState) -> Asking[NewtonState]:
 
 
 class HierarchicalGP(FederatedStrategy[NewtonState]):
-    """Newton steps on θ, until the next one promises too little."""
+    """Newton steps on θ until the next one promises too little."""
 
     method = "hierarchical-gp"
     options_class = HierarchicalOptions
@@ -238,11 +235,11 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     options: HierarchicalOptions
 
     def adjusted(self, agreement: Agreement) -> Agreement:
-        """Targets of units are divided by their root mean square and not centred: a curve of zeros is no curve."""
+        """Divide the targets of units by their root mean square, without centring."""
         return scaled_targets(self, agreement) if self.options.rough and self.config.standardise else agreement
 
     def initialise(self, roster: Roster) -> Asking[NewtonState]:
-        """The mode of the prior of θ, and inducing inputs from where inputs lie."""
+        """Return the mode of the prior of θ and inducing inputs from histograms of inputs."""
         section = self.config.model
         shape = yield from shape_of_inputs(roster)
         if self.options.rough:
@@ -254,7 +251,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         return first_state(on_the_wire(model.theta()), points, model.global_size)
 
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
-        """One exchange; units are calibrated after the last one."""
+        """One Newton step; units calibrate their bands after the last one."""
         section, points = self.config.model, state.shared[SHARED]
         if not self.options.rough:
             model = smooth.shaped_gp(section, points)
@@ -270,23 +267,23 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         return state, figures
 
     def settled(self, state: NewtonState) -> bool:
-        """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
+        """Whether the next step promises less than the tolerance, with all healthy sites in the total."""
         return state.promised < TOLERANCE[self.options.deviation] and set(self.roster().sites) <= set(state.sites)
 
     def finished(self, state: NewtonState) -> bool:
-        """Whether Newton's method has settled and bands are calibrated."""
+        """Whether Newton's method has converged and bands are calibrated."""
         return self.settled(state) and not (self.options.rough and state.factors is None)
 
     def converged(self, state: NewtonState) -> bool:
-        """Whether another step would promise less than the tolerance."""
+        """Whether a full Newton step promises less than the tolerance."""
         return state.value is not None and state.rise < TOLERANCE[self.options.deviation]
 
     def constants(self, state: NewtonState) -> NamedArrays:
-        """The shared inducing inputs."""
+        """Return the shared inducing inputs."""
         return dict(state.shared)
 
     def adopt(self, state: NewtonState, arrays: NamedArrays) -> NewtonState:
-        """Other parameters are the next trial point, whatever their bound."""
+        """Return the state with these parameters as the next trial point, which is accepted."""
         given = super().adopt(state, arrays)
         if all(np.array_equal(given.parameters[name], array) for name, array in state.parameters.items()):
             return state
@@ -295,7 +292,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         return replace(given, trial=pack(given.theta), asked=asked, widths=widths, value=None, promised=math.inf)
 
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
-        """θ, q(Z_G) and the factors; a site adds its deviation."""
+        """Return θ, q(Z_G) and the factors of bands; a site adds its deviation."""
         yield from ()
         view, arrays = HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
         arrays |= {} if state.factors is None else {"factors": state.factors}
@@ -312,14 +309,14 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
 
 
 def smooth_facts(state: NewtonState) -> dict[str, Any]:
-    """Lengthscales with their uncertainty, and how much sites differ."""
+    """Return lengthscales with their uncertainty, and the widths of deviations."""
     sds = state.scale * laplace_deviations(-np.asarray(state.hessian) - np.eye(len(state.scale)), prior=1.0)
     relevance = lengthscale_facts(state.theta, unpack(sds, state.theta), HOW)
     return {"relevance": relevance, "widths": {name: np.exp(log).tolist() for name, log in state.widths.items()}}
 
 
 def rough_facts(state: NewtonState) -> dict[str, Any]:
-    """Hyperparameters, and the factors of bands by cut."""
+    """Return hyperparameters and the factors of bands by cut."""
     theta, factors = rough.theta_of(state.theta), [] if state.factors is None else state.factors.tolist()
     roughness = theta.pop("roughness").softmax(0).tolist()
     facts = {"roughness": roughness, "hyperparameters": {name: float(log.exp()) for name, log in theta.items()}}

@@ -1,7 +1,7 @@
-"""SGPR with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
+"""SGPR with differential privacy: the exact posterior from noisy sums, with hyperparameters within the budget.
 
-Inducing points are drawn in the box of the public ranges; a round asks for the noisy sums at one lengthscale, and
-amplitude and noise are at their best for these sums at no cost. Centrally it is Honkela and Melkas, *Gaussian processes
+Inducing points are drawn in the box of the public ranges. A round asks for noisy sums at one lengthscale; amplitude and
+noise are optimised for these sums at no privacy cost. The centralised method is Honkela and Melkas, *Gaussian processes
 with differential privacy* (2021); the mechanism is :mod:`fedgp_flower.methods.sgpr.private`.
 """
 
@@ -31,7 +31,7 @@ AMPLITUDE = "kernel.log_outputscale"
 
 @message()
 class Tried:
-    """Parameters with the amplitude and noise that are best for the noisy sums at them."""
+    """Parameters with the amplitude and noise that maximise the bound of the noisy sums."""
 
     values: Mapping[str, AnyShape]
     totals: SparseSums
@@ -39,12 +39,12 @@ class Tried:
     height: float
     """The bound, nats."""
     left_out: int
-    """Directions that noise alone would look like."""
+    """Number of directions that noise dominates."""
 
 
 @message()
 class PrivateState:
-    """What was tried so far."""
+    """The lengthscales tried so far."""
 
     start: Mapping[str, AnyShape]
     """Z, and hyperparameters at unit amplitude."""
@@ -52,25 +52,25 @@ class PrivateState:
 
     @property
     def best(self) -> Tried:
-        """The highest bound."""
+        """The lengthscale with the highest bound."""
         return max(self.tried, key=lambda tried: tried.height)
 
 
 def evaluated(
-    values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, noise: float, section: ModelSection
+    values: Mapping[str, np.ndarray], noisy: PrivateSums, rows: int, noise: float, section: ModelSection
 ) -> Tried:
-    """What noisy sums of so many rows are worth; ``noise`` is that of the total, in its units."""
-    sums, left_out = cleaned(told, rows, 1.0, noise)
+    """Clean the noisy sums and evaluate the bound; ``noise`` is the sd of the noise in the total, in its units."""
+    sums, left_out = cleaned(noisy, rows, 1.0, noise)
     return Tried(*folded(values, sums, section), profiled(sums).value, left_out)
 
 
 def wider(values: Mapping[str, np.ndarray], by: float) -> NamedArrays:
-    """Parameters with other lengthscales, in the same proportions."""
+    """Return parameters with all log lengthscales increased by ``by``."""
     return {**values, **{name: array + by for name, array in log_lengthscales(values).items()}}
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):
-    """Noisy sums at a few lengthscales, and the exact posterior at the best of them."""
+    """Noisy sums at a few lengthscales, then the exact posterior at the best one."""
 
     method = "sgpr-private"
     options_class = PrivateSGPROptions
@@ -79,11 +79,11 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
 
     @property
     def budget(self) -> Budget:
-        """What all rounds together may spend."""
+        """The privacy budget of all rounds."""
         return Budget.of(self.config)
 
     def initialise(self, roster: Roster) -> Asking[PrivateState]:
-        """Z drawn in the box of the public ranges, the rest as configured at unit amplitude; no site is asked."""
+        """Return Z drawn in the box of the public ranges, and configured parameters at unit amplitude."""
         yield from ()
         model, inputs = self.config.model, self.preparation.num_inputs
         draw = np.random.default_rng([self.config.seed, *b"inducing"])
@@ -91,14 +91,14 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         return PrivateState(start | {AMPLITUDE: np.zeros_like(start[AMPLITUDE])})
 
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
-        """Noisy sums at the next lengthscale, by factors of two around the given one."""
+        """Ask for noisy sums at the next lengthscale, by factors of two around the configured one."""
         values = wider(state.start, (len(state.tried) - (self.options.trials - 1) / 2) * math.log(2))
         sizes, sharing = {"M": len(values[LOCATIONS])}, len(roster.sites) if roster.totals_only else 1
         summed: Summed[PrivateSums] = yield Total(
             PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
         )
         if summed.total is None or summed.silent:
-            raise RunError("some sites added nothing to the noisy sums; asked again they would tell more than is paid")
+            raise RunError("some sites added zero to the noisy sums; another answer would exceed the privacy budget")
         rows = sum(roster.rows[site] for site in summed.sites)
         noise = self.budget.noise * math.sqrt(len(summed.sites) / sharing)
         found = evaluated(values, summed.total, rows, noise, self.config.model)
@@ -110,7 +110,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         return len(state.tried) >= self.options.trials
 
     def predictive(self, state: PrivateState, roster: Roster) -> Asking[Predicted]:
-        """The exact posterior of the cleaned sums; no site is asked."""
+        """Return the exact posterior of the cleaned sums; no site is asked."""
         del roster
         yield from ()
         found, budget, done = posterior_at(state.best.values, state.best.totals), self.budget, len(state.tried)
@@ -126,16 +126,16 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         return Predicted(found, saved(found, self.config.model), {"differential_privacy": spent, **left})
 
     def public(self, state: PrivateState) -> NamedArrays:
-        """The parameters of the best, or to start from."""
+        """Return the parameters with the best bound, or the first ones."""
         return encode(Parameters(state.best.values if state.tried else state.start))
 
     def warnings(self) -> list[str]:
-        """What is promised, for the report."""
+        """Return the privacy guarantee for the report."""
         budget = self.budget
         noise = (
-            "the noise is split among sites, so that this is promised of totals, and where no sites collude"
+            "the noise is split among sites, so the guarantee holds for totals, if no sites collude"
             if self.session.masking is not None
-            else "every site adds the whole noise to its sums, seen by the server"
+            else "each site adds the full noise to its sums, which the server sees"
         )
         return [
             *super().warnings(),

@@ -1,11 +1,11 @@
-"""PVI: a posterior kept as a product of one factor per site, each refined in turn against all the others.
+"""PVI: a posterior as the product of one factor per site; each factor is refined given the others.
 
 Ashman et al., *Partitioned variational inference* (2022), Algorithm 1; for sparse GPs with distributions over inducing
 inputs and hyperparameters, *Federated learning of sparse Gaussian processes*. q(θ) ∝ p(θ) ∏ₖ tₖ(θ); products, cavities
-and the merge are in :mod:`strategies.pvi_state`, what a site is asked in :mod:`strategies.pvi_updates`.
+and the merge are in :mod:`strategies.pvi_state`, local updates in :mod:`strategies.pvi_updates`.
 
-Asynchronous visits follow Section 4 of the paper: an answer is merged when it arrives, and that site at once gets the
-newest posterior. How many merges an answer had not seen, its staleness, is recorded.
+Asynchronous visits follow Section 4 of the paper: an answer is merged when it arrives, and that site then receives the
+newest posterior. The staleness of an answer is the number of merges since its site received a posterior.
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 AGREEING = 20
-"""Exchanges with Gaussian noise, where the configuration leaves them to the method."""
+"""Default number of exchanges with Gaussian noise."""
 SETTLED_EXACT, SETTLED = 1e-6, 1e-3
-"""Nats by which every site's latest update moved q, at most, where more visits change nothing; with natural gradients
-:data:`SETTLED`."""
+"""PVI has converged if each site's latest update moved q by fewer nats; :data:`SETTLED` for natural gradients."""
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ def one_round(state: PVIState, roster: Roster, plan: Plan, update: Update) -> As
 def fold(
     state: PVIState, replies: Mapping[str, Any], damping: float, plan: Plan, update: Update
 ) -> Asking[tuple[PVIState, Figures]]:
-    """Merge the answers that can be used; the others are their sites' failures. No figures where there is none."""
+    """Merge the usable answers and refuse the others; return no figures if none is usable."""
     usable: dict[str, Proposal] = {}
     for site, answer in replies.items():
         try:
@@ -142,11 +141,11 @@ def fold(
     return state, figures | {"refused": len(merged.refused)} | ({"moved": moved} if math.isfinite(moved) else {})
 
 
-# ---- Step 1: who is visited -----------------------------------------------------------------------------------------
+# ---- Step 1: which sites are visited --------------------------------------------------------------------------------
 
 
 def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
-    """The sites that are visited next: one in turn, all, or as many idle ones in turn as may work at once."""
+    """Return the next sites by the plan's schedule: one, all, or idle sites up to the concurrency."""
     record, generator = state.record, np.random.default_rng([plan.seed, roster.round, *b"order"])
     if plan.schedule == "synchronous":
         return sorted(due(plan, roster.sites, record.visits))
@@ -157,14 +156,14 @@ def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
 
 
 def due(plan: Plan, sites: Collection[str], visits: Mapping[str, int]) -> list[str]:
-    """Sites that the plan may still visit."""
+    """Return the sites that have not had all their passes."""
     return [site for site in sites if not plan.passes or visits.get(site, 0) < plan.passes]
 
 
 def in_turn(
     plan: Plan, sites: Collection[str], attempts: Mapping[str, int], number: int, generator: np.random.Generator
 ) -> list[str]:
-    """So many of the sites, those first whose visits were begun least often; among equals by name or by chance."""
+    """Return ``number`` sites, those with the fewest attempts first; ties are broken by name or at random."""
     left, chosen = sorted(sites), list[str]()
     while left and len(chosen) < number:
         fewest = min(attempts.get(site, 0) for site in left)
@@ -175,7 +174,7 @@ def in_turn(
 
 
 def damping_of(plan: Plan, num_participants: int) -> float:
-    """ρ of a merge of ``num_participants`` sites (asynchronous: of all sites that are being visited at once)."""
+    """Return ρ of a merge of ``num_participants`` sites (asynchronous: of all sites visited at the same time)."""
     return plan.damping or (1.0 if plan.schedule == "sequential" else 1.0 / num_participants)
 
 
@@ -183,13 +182,13 @@ def damping_of(plan: Plan, num_participants: int) -> float:
 
 
 def state_of(snapshot: Snapshot) -> PVIState:
-    """The state in a checkpoint."""
+    """Return the state of a checkpoint."""
     arrays = {name.removeprefix(STATE): a for name, a in snapshot.arrays.items() if name.startswith(STATE)}
     return decode(PVIState, arrays)
 
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
-    """A checkpoint without a site's factor, rows and visits; its label stays, for rows are dealt as before."""
+    """Return a checkpoint without a site's factor, rows and visits; its label stays, which keeps the partition."""
     state = encode(forget(state_of(snapshot), site))
     arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
     preparation = dict(snapshot.facts["preparation"])
@@ -198,11 +197,11 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
     return Snapshot(arrays, {**snapshot.facts, "preparation": preparation})
 
 
-# ---- What a run says of the posterior -------------------------------------------------------------------------------
+# ---- The posterior --------------------------------------------------------------------------------------------------
 
 
 def free_energy(state: PVIState, request: object, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
-    """F = Σ_k E_q log p(y_k | f) less divergences from the prior, that of q(Z) α times; nothing unless all answer."""
+    """Return F = Σ_k E_q log p(y_k | f) − Σ KL(q ‖ p), with weight α for q(Z); nothing unless all sites answer."""
     summed = yield Total(LogLikelihood, request, tuple(state.sites))
     if summed.total is None or len(summed.sites) < len(state.sites):
         return {}
@@ -212,7 +211,7 @@ def free_energy(state: PVIState, request: object, divergences: Mapping[str, floa
 
 
 def parts_of(state: PVIState) -> tuple[Marginals, Factors]:
-    """q(Z), q(β) and the factors of all sites."""
+    """Return q(Z), q(β) and the factors of all sites."""
     return marginals(state), of_function(state.sites.values())
 
 
@@ -226,13 +225,13 @@ class PVI(FederatedStrategy[PVIState]):
 
     @property
     def plan(self) -> Plan:
-        """How sites are visited; factors that do not depend on the other sites are damped only if that is wanted."""
+        """The plan of visits; exact factors and natural gradients are not damped by default."""
         plan = self.options.plan(self.config.seed)
         return replace(plan, damping=plan.damping or 1.0) if self.agreement else plan
 
     @property
     def agreement(self) -> AgreedParameters | None:
-        """The rounds that agree on Z and β where sites do not refine them; one exchange is left for first visits."""
+        """The rounds that agree on Z and β, if sites do not refine them; one exchange is kept for first visits."""
         if not self.options.agrees:
             return None
         config, exact = self.config, self.config.model.likelihood == "gaussian"
@@ -241,7 +240,7 @@ class PVI(FederatedStrategy[PVIState]):
         return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
-        """The first Z from federated statistics, and N(0, I) of every block in the product; others begin as points."""
+        """Return Z from pooled histograms, N(0, I) for each block in the product, and points for the others."""
         if self.agreement:
             return (yield from self.agreement.start(roster))
         shape, options = (yield from shape_of_inputs(roster)), self.options
@@ -253,7 +252,7 @@ class PVI(FederatedStrategy[PVIState]):
         return PVIState(priors, shared=points, first=first, rows=roster.rows)
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
-        """A round that agrees on Z and β, until only the rounds of one visit each are left; or a visit."""
+        """Agree on Z and β while enough rounds remain for one visit to each site; otherwise visit sites."""
         if not self.agreement:
             averaged = ("inducing",) if self.options.averages else ()
             update = local_optimum(self.options.function, averaged, tied=self.options.factor == "tied")
@@ -269,7 +268,7 @@ class PVI(FederatedStrategy[PVIState]):
         return (yield from one_round(state, roster, self.plan, update))
 
     def finished(self, state: PVIState) -> bool:
-        """Whether the plan visits no site any more, or visits change nothing."""
+        """Whether the plan has no more visits, or visits have converged."""
         sites, plan, record = self.roster().sites, self.plan, state.record
         if self.agreement and not state.values:
             return False
@@ -281,11 +280,11 @@ class PVI(FederatedStrategy[PVIState]):
         return (exact and plan.damping == 1) or max(record.sizes.values()) < (SETTLED_EXACT if exact else SETTLED)
 
     def converged(self, state: PVIState) -> bool:
-        """Whether visits change nothing, and the agreement on Z and β before them ended by itself."""
+        """Whether visits have converged, and the agreement on Z and β before them."""
         return self.finished(state) and (self.agreement is None or self.agreement.converged(state))
 
     def predictive(self, state: PVIState, roster: Roster) -> Asking[Predicted]:
-        """q(Z), q(β) and the factors; at an agreed Z and β their product, before the first visit what totals say."""
+        """Return q(Z), q(β) and the factors; at an agreed Z and β their product, or the posterior from totals."""
         facts = asdict(state.record) | {"factors": factor_strengths(state), "damping": self.plan.damping}
         if self.agreement:
             pooled = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
@@ -293,7 +292,7 @@ class PVI(FederatedStrategy[PVIState]):
             return Predicted(Predictive(agreed=pooled), saved(pooled, self.config.model), facts)
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names
-        relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), which all sites have refined")
+        relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), refined by all sites")
         arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.options.factor == "tied")
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
@@ -301,19 +300,19 @@ class PVI(FederatedStrategy[PVIState]):
         return Predicted(Predictive(q, factors), kept, facts | {"version": state.version, "relevance": relevance})
 
     def public(self, state: PVIState) -> NamedArrays:
-        """All that predicts, once there is a factor."""
+        """Return the arrays that predict; none before the first factor."""
         if self.agreement:
             return encode(product(state)) if state.values else {}
         return encode(Predictive(*parts_of(state)))
 
     def require_training(self) -> None:
-        """Without a factor the posterior would be the prior."""
+        """Raise RunError if no site has a factor: the posterior would be the prior."""
         super().require_training()
         if self.current.values and not self.current.sites:
-            raise RunError(f"no site could be visited, so nothing was learned. {self.network.latest_failures()}")
+            raise RunError(f"no site could be visited, so the run has no result. {self.network.latest_failures()}")
 
     def warnings(self) -> list[str]:
-        """Which sites' sums nearly reveal their rows."""
+        """Return a warning on sites whose sums nearly reveal their rows."""
         found = super().warnings()
         if not self.agreement or not self.current.values:
             return found
@@ -321,13 +320,13 @@ class PVI(FederatedStrategy[PVIState]):
         if small := [site for site, number in rows.items() if number < ROWS_PER_POINT * count]:
             found.append(
                 f"site(s) {self.called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing"
-                " points: their factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
-                f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
+                " points: their factors, which the server keeps, nearly reveal their rows; set `model.num-inducing` ="
+                f" {max(1, min(rows.values()) // ROWS_PER_POINT)} to avoid this"
             )
         return found + told_by_total(min(count, sum(rows.values())), rows)
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
-        """The free energy."""
+        """Return the free energy."""
         del roster
         if self.agreement:
             return {}

@@ -1,9 +1,8 @@
 """The posterior of PVI as a product, q(θ) ∝ p(θ) ∏ₖ tₖ(θ), with its cavities and merges.
 
-θ comes in named blocks (``inducing`` for Z, ``hyper`` for β, ``whitened`` for v = L⁻¹u, ``weights``). A block without a
-prior is a factor whose prior depends on other blocks (u given Z): it is multiplied and divided like any other, but only
-a site can say whether the result is a density. Pseudo-observations are not multiplied: a site's new ones replace its
-old ones.
+θ has named blocks (``inducing`` for Z, ``hyper`` for β, ``whitened`` for v = L⁻¹u, ``weights``). The prior of a block
+without ``prior`` depends on other blocks (u given Z): factors multiply and divide as usual, but only a site can check
+that the result is a density. Pseudo-observations are not multiplied: new ones replace a site's old ones.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from strategies.sgpr import SGPRState
 from strategies.svgp import SVGPState
 
 MOST_HALVINGS = 40
-"""Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
+"""An update with damping below 2⁻⁴⁰ has no effect in float64 and is refused."""
 EQUATION = (
     "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
     "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
@@ -55,7 +54,7 @@ Blocks = dict[str, Gaussian]
 
 @message()
 class Contribution:
-    """What one site has in the posterior, or proposes to have."""
+    """A site's part of the posterior, or its proposal for it."""
 
     factors: Mapping[str, NaturalParameters] = leaves("tₖ by block")
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
@@ -63,71 +62,71 @@ class Contribution:
 
 @message()
 class Record:
-    """What happened so far, besides the factors."""
+    """Counts of the run so far."""
 
     visits: Mapping[str, int] = field(default_factory=dict)
-    """Updates merged, per site."""
+    """Merged updates by site."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """Visits begun, per site: a site that fails does not hold up the others."""
+    """Started visits by site, including failed ones."""
     sizes: Mapping[str, float] = field(default_factory=dict)
-    """How far each site's last update moved q, in nats."""
+    """Change of q by each site's last update, in nats."""
     staleness: Mapping[str, int] = field(default_factory=dict)
-    """Merges that a site's last update had not seen."""
+    """Merges between the start and the merge of each site's last update."""
     halvings: int = 0
     refused: int = 0
-    """Updates left out because no damping made them proper."""
+    """Updates refused because no damping made them proper."""
     forgotten: tuple[str, ...] = ()
     forgotten_visits: int = 0
 
 
 @message()
 class PVIState:
-    """The global posterior kept as its parts, q = p ∏ₖ tₖ; a site that is absent has tₖ ≡ 1."""
+    """The global posterior by its parts, q = p ∏ₖ tₖ; a site that is missing has tₖ ≡ 1."""
 
     prior: Mapping[str, NaturalParameters] = field(default_factory=dict)
     sites: Mapping[str, Contribution] = field(default_factory=dict)
     shared: Mapping[str, LatentFactor] = field(default_factory=dict)
-    """Z or β outside the product: fixed or averaged points."""
+    """Fixed or averaged points Z or β, outside the product."""
     first: Mapping[str, AnyShape] = field(default_factory=dict)
     """Z and β before training."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Training rows of every site that was ever there."""
+    """Training rows of all sites so far."""
     version: int = 0
-    """Number of merges so far; the clock staleness is measured by."""
+    """Number of merges so far, from which staleness is computed."""
     sent: Mapping[str, int] = field(default_factory=dict)
-    """Asynchronous: the version that each site which is working was given."""
+    """Asynchronous: the version that each working site received."""
     record: Record = field(default_factory=Record)
     values: Mapping[str, AnyShape] = field(default_factory=dict)
-    """Z and β that all sites share; empty while they are looked for, or where each site refines them."""
+    """Agreed Z and β; empty before the agreement, or if each site refines them."""
     sgpr: SGPRState | None = None
     svgp: SVGPState | None = None
 
 
 def posterior(state: PVIState) -> Blocks:
-    """The global q = p ∏ₖ tₖ by block; a block without a prior is the product of the sites' factors alone."""
+    """Return the global q = p ∏ₖ tₖ by block; a block without a prior is the product of the sites' factors."""
     return _product(state.prior, state.sites.values())
 
 
 def cavity(state: PVIState, site: str) -> Blocks:
-    """The cavity p ∏_{m≠k} t_m, formed as a product, never by division."""
+    """Return the cavity p ∏_{m≠k} t_m, computed as a product without division."""
     return _product(state.prior, without(state.sites, site).values())
 
 
 def cavities(state: PVIState) -> Iterator[Blocks]:
-    """Every site's cavity in turn, in 3K products of those before it and those behind it."""
+    """Yield the cavity of each site in order; 3K products of the factors before and after it."""
     factors = [_gaussians(each.factors) for each in state.sites.values()]
-    nothing: Blocks = {}
-    behind = [*accumulate(reversed(factors), _times, initial=nothing)][-2::-1]
+    empty: Blocks = {}
+    after = [*accumulate(reversed(factors), _times, initial=empty)][-2::-1]
     before = accumulate(factors, _times, initial=_gaussians(state.prior))
-    return map(_times, before, behind)
+    return map(_times, before, after)
 
 
-def of_function(sites: Iterable[Contribution]) -> Factors:
-    """The product of sites' factors of u, or of v: pseudo-observations as one set."""
-    every = list(sites)
-    points = [site.points for site in every if site.points is not None]
+def of_function(contributions: Iterable[Contribution]) -> Factors:
+    """Return the product of sites' factors of u or v, with all pseudo-observations in one set."""
+    sites = list(contributions)
+    points = [site.points for site in sites if site.points is not None]
     joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
-    blocks = _product({}, every)
+    blocks = _product({}, sites)
     gaussians = {name: NaturalParameters.of(blocks[name]) for name in ("values", "whitened") if name in blocks}
     return Factors(PseudoPoints(*joined) if points else None, **gaussians)
 
@@ -145,7 +144,7 @@ def _times(left: Blocks, right: Blocks) -> Blocks:
 
 
 def is_proper(state: PVIState) -> bool:
-    """Whether q and every cavity are densities, in every block that has a prior."""
+    """Whether q and all cavities are densities, in all blocks with a prior."""
     candidates = chain([posterior(state)], cavities(state))
     return all(blocks[name].is_proper() for blocks in candidates for name in state.prior)
 
@@ -155,25 +154,25 @@ def is_proper(state: PVIState) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MergeRecord:
-    """What a merge did beyond the formula."""
+    """The damping and the refusals of a merge."""
 
     damping: float
-    """The least ρ in the end; 0 where nobody was merged."""
+    """The smallest ρ used; 0 if no site was merged."""
     halvings: int
-    """How often a ρ was halved because q or a cavity would have been improper."""
+    """Number of halvings of ρ because q or a cavity would have been improper."""
     refused: tuple[str, ...]
-    """Sites whose update is improper at any ρ, though nobody else's is merged with it: they were left out."""
+    """Sites that were left out because their update, merged alone, is improper at any ρ."""
     size: Mapping[str, float]
-    """Per merged site, Σ over blocks of KL(new q ‖ old q) in nats had that site alone been merged at its ρ."""
+    """By merged site, Σ over blocks of KL(new q ‖ old q) in nats if only this site were merged at its ρ."""
 
 
 def merge(
     state: PVIState, replies: Mapping[str, Contribution], *, damping: float, deletion: bool = True
 ) -> tuple[PVIState, MergeRecord]:
-    """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for every site that replied, all at once (Algorithm 1, step 3).
+    """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for all sites that replied (Algorithm 1, step 3); without deletion tₖ ← tₖ t̂ₖ^ρ.
 
-    Without deletion tₖ ← tₖ t̂ₖ^ρ. If q or a cavity would be improper, ρ is halved for each site that would make it so
-    alone, then for all together. A site that is improper alone at any ρ is left out. Pseudo-observations are replaced.
+    If q or a cavity would be improper, ρ is halved for each site whose update alone makes it improper, then for all
+    sites together. A site whose update alone is improper at any ρ is left out. Pseudo-observations are replaced.
     """
     rates, halvings = dict.fromkeys(replies, damping), 0
     refused: tuple[str, ...] = ()
@@ -183,14 +182,14 @@ def merge(
         tried = [damping * 0.5**count for count in range(MOST_HALVINGS)]
         counts = dict.fromkeys(replies, MOST_HALVINGS)
         for site, reply in replies.items():
-            each = (_merged(state, {site: reply}, {site: rate}, deletion) for rate in tried)
-            counts[site] = next((count for count, alone in enumerate(each) if is_proper(alone)), MOST_HALVINGS)
+            states = (_merged(state, {site: reply}, {site: rate}, deletion) for rate in tried)
+            counts[site] = next((count for count, one in enumerate(states) if is_proper(one)), MOST_HALVINGS)
         refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
         rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
         halvings = sum(counts[site] for site in rates)
         merged = _merged(state, replies, rates, deletion)
         proper = not rates or is_proper(merged)
-    while not proper:  # ends at 1/K: the mean of K proper states is proper
+    while not proper:  # at the latest until 1/K: the mean of K proper states is proper
         rates = {site: 0.5 * rate for site, rate in rates.items()}
         merged, halvings = _merged(state, replies, rates, deletion), halvings + 1
         proper = is_proper(merged)
@@ -218,7 +217,7 @@ def _merged(
 def _sizes(
     state: PVIState, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
 ) -> dict[str, float]:
-    """How far each site alone moves q; infinite where alone it would be improper, or nothing of it has a prior."""
+    """Return the change of q by each site alone; infinite if improper, or if none of its blocks has a prior."""
     before = posterior(state)
     sizes = {}
     for site, rho in rates.items():
@@ -230,12 +229,15 @@ def _sizes(
 
 
 def forget(state: PVIState, site: str) -> PVIState:
-    """The state without a site's factor: q/tₖ. Exact in a conjugate model at fixed β and Z."""
+    """Return the state without a site's factor, q/tₖ, which is exact in a conjugate model at fixed β and Z.
+
+    Raises NumericsError if the site has no factor or the only one, or if the rest is improper.
+    """
     if site not in state.sites:
         known = ", ".join(sorted(state.sites)) or "none"
         raise NumericsError(f"site {site!r} has no factor in this posterior; sites that have one: {known}")
     if len(state.sites) == 1:
-        raise NumericsError(f"site {site!r} is the only one with a factor: without it nothing is left")
+        raise NumericsError(f"site {site!r} has the only factor: without it nothing is left")
     record = state.record
     record = replace(
         record,
@@ -250,8 +252,8 @@ def forget(state: PVIState, site: str) -> PVIState:
     left = replace(state, sites=sites, rows=rows, version=state.version + 1, record=record)
     if not is_proper(left):
         raise NumericsError(
-            f"without site {site!r} the posterior is improper: other sites' factors rely on it. "
-            "Refine for a few communications with that site's factor damped, or train again without it."
+            f"without site {site!r} the posterior is improper: other sites' factors depend on it. "
+            "Train a few more rounds with more damping, or train again without this site."
         )
     return left
 
@@ -260,29 +262,29 @@ def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
     """By site: ``points`` M_k, ``weight`` tr S_k⁻¹, ``directions`` tr Λ_k(I + Λ_k)⁻¹ of v, else mean precisions."""
     strengths: dict[str, dict[str, float]] = {}
     for site, part in state.sites.items():
-        says = {"rows": float(state.rows[site])}
+        found = {"rows": float(state.rows[site])}
         if part.points is not None:
-            says |= {"points": float(part.points.size), "weight": float(np.square(part.points.root).sum())}
+            found |= {"points": float(part.points.size), "weight": float(np.square(part.points.root).sum())}
         for name, factor in part.factors.items():
             precision = factor.gaussian.precision.numpy()
             if name == "whitened":
-                says["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
+                found["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
             else:
-                says[name] = float((precision if precision.ndim == 1 else precision.diagonal()).mean())
-        strengths[site] = says
+                found[name] = float((precision if precision.ndim == 1 else precision.diagonal()).mean())
+        strengths[site] = found
     return strengths
 
 
 def without(by_site: Mapping[str, V], site: str) -> dict[str, V]:
-    """The entries of all other sites."""
+    """Return the entries of all other sites."""
     return {key: value for key, value in by_site.items() if key != site}
 
 
-# ---- What is saved --------------------------------------------------------------------------------------------------
+# ---- The saved posterior --------------------------------------------------------------------------------------------
 
 
 def lengthscales_of(hyper: LatentFactor, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
-    """By part of the kernel, means of log lengthscales under q(β), and standard deviations if it has any."""
+    """Return means and sds (None for a point) of log lengthscales under q(β), by part of the kernel."""
     parts: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         part, found, _ = name.partition("lengthscale")
@@ -296,7 +298,7 @@ def lengthscales_of(hyper: LatentFactor, names: Sequence[str]) -> tuple[NamedArr
 def saved_arrays(
     q: Marginals, factors: Factors, num_inputs: int, names: Sequence[str], *, tied: bool
 ) -> tuple[NamedArrays, dict[str, str]]:
-    """Arrays of the saved posterior, and what each is; ``names`` are those of β."""
+    """Return the arrays of the saved posterior and their meanings; ``names`` are those of β."""
     arrays: NamedArrays = {}
     meanings: dict[str, str] = {}
     words = ("Z, inducing inputs", f"β, log hyperparameters: {', '.join(names)}")

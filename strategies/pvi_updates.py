@@ -1,10 +1,10 @@
-"""The local updates of PVI: what a site is asked on a visit, and how its answer is read; and how Z and β are agreed on.
+"""The local updates of PVI: the request and the answer of a visit, and the agreement on Z and β.
 
-In :func:`local_optimum` the site optimises. The other two need a Z and β that all sites share, which rounds of
-:mod:`strategies.sgpr` (Gaussian noise) or :mod:`strategies.svgp` (other likelihoods) find before the first visit. At
-them a site's factor of v = L⁻¹u follows from sums of its rows: exactly with Gaussian noise, so that one visit each
-gives the posterior of all rows whatever the partition (Ashman et al. 2022, Section 2), and as a natural gradient
-otherwise (Property 3.2).
+In :func:`local_optimum` the site optimises. The other two updates need a Z and β that all sites share; rounds of
+:mod:`strategies.sgpr` (Gaussian noise) or :mod:`strategies.svgp` (other likelihoods) find them before the first visit.
+A site's factor of v = L⁻¹u then follows from sums of its rows. With Gaussian noise it is exact, and one visit to each
+site gives the posterior of all rows for any partition (Ashman et al. 2022, Section 2). Otherwise it is a natural
+gradient (Property 3.2).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from strategies.pvi_state import Contribution, PVIState, cavity, of_function, po
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
-"""Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
-HEAVY = 4.0
-"""Weight of pseudo-observations for each row beyond which an answer is refused; honest ones have about 1."""
+"""Initial standard deviation of q(Z) and q(β); wide draws of Z would hide their means."""
+MAX_WEIGHT = 4.0
+"""Maximum weight of pseudo-observations per row; that of honest answers is about 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An answer as it is merged."""
+    """The proposal of a site, read from its answer."""
 
     contribution: Contribution
     objective: float
@@ -48,13 +48,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a site is asked on a visit, and how its answer is read."""
+    """The request of a visit, and the proposal in its answer."""
 
     answer: type[Any]
     request: Callable[[PVIState, str, Plan], Any]
-    """The message to a site."""
+    """Return the message to a site."""
     read: Callable[[PVIState, str, Any], Proposal]
-    """The proposal in a site's answer, or a ProtocolError where it cannot be used."""
+    """Return the proposal in a site's answer, or raise ProtocolError."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the answer's dimensions."""
 
@@ -63,12 +63,12 @@ class Update:
 
 
 def local_optimum(function: str, averaged: Sequence[str] = (), *, tied: bool = False) -> Update:
-    """The site maximises its local free energy; ``function`` names the part of its answer that is the factor."""
+    """The site maximises its local free energy; ``function`` names the factor in its answer."""
     return Update(Refined, partial(visit, function), partial(proposed, {function, *averaged}, tied))
 
 
 def visit(function: str, state: PVIState, site: str, plan: Plan) -> Visit:
-    """What the others know, and the site's factor to start from."""
+    """Return the context of the other sites and the site's own factor to start from."""
     around = context(state, site, plan)
     known = {name: NaturalParameters.of(around[name]) for name in state.prior}
     q = NaturalParameters.of(posterior(state)[function]) if function in state.prior else None
@@ -78,7 +78,7 @@ def visit(function: str, state: PVIState, site: str, plan: Plan) -> Visit:
 
 
 def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
-    """What a site multiplies its likelihood with: the cavity, without deletion q, or p^(N_k/N) of a split prior."""
+    """Return the factor of a site's likelihood: the cavity, q without deletion, or p^(N_k/N) for a split prior."""
     if plan.split_prior:
         share = state.rows[site] / sum(state.rows.values())
         return {name: block.gaussian**share for name, block in state.prior.items()}
@@ -86,7 +86,7 @@ def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
 
 
 def marginals(state: PVIState) -> Marginals:
-    """q(Z) and q(β); before the first merge they are narrow around where they begin."""
+    """Return q(Z) and q(β); before the first merge they are narrow around the start values."""
     known = {name: LatentFactor.of(q) for name, q in posterior(state).items() if state.version and name in LATENTS}
     known |= state.shared
     for name in set(LATENTS) - known.keys():
@@ -96,18 +96,18 @@ def marginals(state: PVIState) -> Marginals:
 
 
 def proposed(asked: set[str], tied: bool, state: PVIState, site: str, answer: Refined) -> Proposal:
-    """The factors t̂ₖ of an answer, and the latents that are outside the product."""
+    """Return the factors t̂ₖ of an answer and the latents outside the product, or raise ProtocolError."""
     expected = asked | set(state.prior)
     if answer.parts.keys() != expected:
-        held, wanted = (", ".join(f"`{name}`" for name in sorted(names)) for names in (answer.parts, expected))
-        raise ProtocolError(f"the answer holds {held}, expected {wanted}")
+        found, wanted = (", ".join(f"`{name}`" for name in sorted(names)) for names in (answer.parts, expected))
+        raise ProtocolError(f"the answer holds {found}, expected {wanted}")
     latents = {"inducing": answer.inducing, "hyper": answer.hyper}
     shared = {name: part for name, part in latents.items() if part and part.value is not None}
     factors = {name: part.natural() for name, part in latents.items() if part and part.value is None}
     gaussians = {"values": answer.values, "whitened": answer.whitened, "weights": answer.weights}
     factors |= {name: part for name, part in gaussians.items() if part}
-    if odd := shared.keys() & state.prior.keys() or factors.keys() & state.shared.keys():
-        raise ProtocolError(f"`{odd.pop()}`: a value where a distribution is expected, or the other way round")
+    if wrong := shared.keys() & state.prior.keys() or factors.keys() & state.shared.keys():
+        raise ProtocolError(f"`{wrong.pop()}`: a value instead of a distribution, or the reverse")
     for name, part in (factors | shared).items():
         known = state.prior.get(name) or state.shared.get(name)
         size = known.size if known else len(state.first["inducing"])
@@ -117,9 +117,8 @@ def proposed(asked: set[str], tied: bool, state: PVIState, site: str, answer: Re
             raise ProtocolError(f"`{name}.eta2`: shape {factors[name].eta2.shape}, unlike the prior")
     if answer.points is not None and tied:
         weight, rows = float(np.square(answer.points.root).sum()), state.rows[site]
-        if weight > HEAVY * rows:
-            what = f"pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
-            raise ProtocolError(f"`points.root`: {what}")
+        if weight > MAX_WEIGHT * rows:
+            raise ProtocolError(f"`points.root`: pseudo-observations weigh {weight:.3g} rows, but the site has {rows}")
     return Proposal(Contribution(factors, answer.points), answer.objective, shared)
 
 
@@ -138,7 +137,7 @@ def averaged(state: PVIState, shared: Mapping[str, LatentFactor], share: float) 
 
 
 def exact_factor(values: Mapping[str, ndarray]) -> Update:
-    """A site's sums at w = {Z, β}, whose factor of v has Λ = A and η = b; the objective is its rows' evidence."""
+    """The factor of v from a site's sums at w = {Z, β}: Λ = A, η = b; the objective is the evidence of its rows."""
 
     def read(state: PVIState, site: str, answer: TrialSums) -> Proposal:
         [sums] = answer.each()
@@ -150,7 +149,7 @@ def exact_factor(values: Mapping[str, ndarray]) -> Update:
 
 
 def natural_gradient(q: PooledPosterior) -> Update:
-    """The natural gradient of E_q log p(y_k | f): the factor at which this q would stay, Λ = B̄ and η = Wα + B̄m."""
+    """The natural gradient of E_q log p(y_k | f), the factor that leaves this q unchanged: Λ = B̄, η = Wα + B̄m."""
 
     def read(state: PVIState, site: str, answer: Expectations) -> Proposal:
         factor = NaturalParameters(answer.slope + answer.curvature @ q.mean, -0.5 * answer.curvature)
@@ -160,34 +159,34 @@ def natural_gradient(q: PooledPosterior) -> Update:
 
 
 def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
-    """The state at a Z [M, D] and β that all sites share: N(0, I) of v, and no factor yet."""
+    """Return the state at an agreed Z [M, D] and β: N(0, I) for v, and no factors."""
     locations = values[LOCATIONS]
     prior = {"whitened": NaturalParameters.standard(len(locations), full=True)}
     return replace(state, values=values, prior=prior, first={"inducing": locations})
 
 
 def product(state: PVIState) -> PooledPosterior:
-    """q(v) = p ∏ tₖ at the agreed parameters."""
+    """Return q(v) = p ∏ tₖ at the agreed parameters."""
     mean, covariance = posterior(state)["whitened"].moments()
     return PooledPosterior(state.values, mean.numpy(), covariance.numpy())
 
 
 @dataclass(frozen=True)
 class AgreedParameters:
-    """Rounds that agree on Z and β: of :mod:`strategies.sgpr` with Gaussian noise, else of :mod:`strategies.svgp`."""
+    """Rounds that agree on Z and β, of :mod:`strategies.sgpr` for Gaussian noise, else of :mod:`strategies.svgp`."""
 
     problem: Problem
     exact: bool
     """Whether noise is Gaussian."""
 
     def start(self, roster: Roster) -> Asking[PVIState]:
-        """Z from sketches of all rows, or where inputs lie."""
+        """Return the first Z, from sketches of all rows or from histograms of inputs."""
         if self.exact:
             return PVIState(sgpr=(yield from sgpr.start(self.problem, roster)))
         return PVIState(svgp=(yield from svgp.start(self.problem, roster)))
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
-        """A round that improves Z and β."""
+        """Improve Z and β by a round."""
         if state.sgpr:
             point, figures = yield from sgpr.one_round(self.problem, state.sgpr, roster)
             return replace(state, sgpr=point), figures
@@ -196,31 +195,31 @@ class AgreedParameters:
         return replace(state, svgp=estimate), figures
 
     def finished(self, state: PVIState) -> bool:
-        """Whether exchanges are used up, or gain nothing."""
+        """Whether all exchanges are used, or more of them gain nothing."""
         if state.sgpr:
             return sgpr.finished(self.problem, state.sgpr)
         return state.svgp is not None and svgp.finished(self.problem, state.svgp)
 
     def converged(self, state: PVIState) -> bool:
-        """Whether more exchanges would have gained nothing."""
+        """Whether more exchanges would gain nothing."""
         if state.sgpr:
             return state.sgpr.converged
         return state.svgp is not None and svgp.converged(state.svgp)
 
     def progress(self, state: PVIState) -> dict[str, float | None]:
-        """How far the exchanges came, and what more of them would add."""
+        """Return facts on the gain of the exchanges so far and of more exchanges."""
         point = state.sgpr
         return {} if point is None else progress(point.exchanges, point.gains, sgpr.A_ROUND, point.rows)
 
     def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
-        """The posterior of all rows, from totals."""
+        """Return the posterior of all rows, from totals."""
         if state.sgpr:
             return (yield from sgpr.posterior(self.problem, state.sgpr, roster))[0]
         assert state.svgp is not None
         return svgp.posterior(state.svgp)
 
     def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
-        """Sums at the agreed parameters; or expectations at the product, once every site has a factor in it."""
+        """Return the exact update at the agreed parameters, or the natural gradient at the current posterior."""
         if self.exact:
             return exact_factor(state.values)
         whole = all(site in state.sites for site in roster.sites)

@@ -1,7 +1,7 @@
-"""PVI where the model is its weights: generalised linear models and Bayesian neural networks.
+"""PVI of weights: generalised linear models and Bayesian neural networks.
 
-Ashman et al., *Partitioned variational inference* (2022), Algorithm 1 and Sections 5.1 and 5.3: q(θ) ∝ p(θ) ∏ₖ tₖ(θ),
-one Gaussian block, full or diagonal. Rounds, schedules and special cases are those of :mod:`strategies.pvi`.
+Ashman et al., *Partitioned variational inference* (2022), Algorithm 1 and Sections 5.1 and 5.3: q(θ) ∝ p(θ) ∏ₖ tₖ(θ) in
+one Gaussian block, full or diagonal. Rounds and schedules are those of :mod:`strategies.pvi`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from strategies.server.strategy import FederatedStrategy
 
 FROM_WEIGHTS = "θ ~ N(weights.mean, weights.covariance)"
 
-# What both Strategies do, with themselves as the first argument.
+# Methods of both Strategies.
 
 
 def initialise(run: Weights, roster: Roster) -> Asking[PVIState]:
-    """The prior. One number of each site shows before training who has other rows than it described."""
+    """Return the prior; a total of log likelihoods checks that sites have the rows that they described."""
     prior = prior_of(run.options, run.preparation.num_inputs)
     yield Total(LogLikelihood, prior)
     return PVIState({WEIGHTS: prior}, rows=roster.rows)
 
 
 def plan_of(run: Weights) -> Plan:
-    """How sites are visited."""
+    """Return the plan of visits."""
     return cast(PVIOptions, run.config.shared).plan(run.config.seed)
 
 
 def one_round(run: Weights, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
-    """Visits, in which a site maximises its local free energy over its factor of the weights."""
+    """A round of visits; each site maximises its local free energy over its factor of the weights."""
     return (yield from pvi.one_round(state, roster, plan_of(run), local_optimum(WEIGHTS)))
 
 
 def finished(run: Weights, state: PVIState) -> bool:
-    """Whether the plan visits no site any more, or the latest visit of each changed nothing."""
+    """Whether the plan has no more visits, or the latest visit to each site changed nothing."""
     sites, record = run.roster().sites, state.record
     if not pvi.due(plan_of(run), sites, record.visits):
         return True
@@ -54,7 +54,7 @@ def finished(run: Weights, state: PVIState) -> bool:
 
 
 def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicted]:
-    """The posterior q(θ), which predicts without any site."""
+    """Return the posterior q(θ), which predicts without any site."""
     del roster
     yield from ()
     q, likelihood = posterior(state)[WEIGHTS], run.config.model
@@ -69,17 +69,17 @@ def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicte
 
 
 def public(run: Weights, state: PVIState) -> NamedArrays:
-    """All that predicts."""
+    """Return q(θ)."""
     del run
     return encode(NaturalParameters.of(posterior(state)[WEIGHTS]))
 
 
 def final(run: Weights, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
-    """The free energy, and of several classes which was taken for which."""
-    told = yield from FederatedStrategy.final(run, state, roster)
+    """Return the free energy and, for several classes, the confusion matrix."""
+    facts = yield from FederatedStrategy.final(run, state, roster)
     q = posterior(state)[WEIGHTS]
     kl = {"kl_weights": float(q.kl(state.prior[WEIGHTS].gaussian))}
-    return told | (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
+    return facts | (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
 
 
 class PVIGLM(FederatedStrategy[PVIState]):
@@ -98,7 +98,7 @@ class PVIGLM(FederatedStrategy[PVIState]):
     predictive, public, final = predictive, public, final
 
     def facts(self) -> Facts:
-        """None besides the likelihood."""
+        """Return no facts besides the likelihood."""
         return {}
 
 
@@ -117,7 +117,7 @@ class PVIBNN(FederatedStrategy[PVIState]):
     predictive, public, final = predictive, public, final
 
     def facts(self) -> Facts:
-        """The lengths of the layers, and how many draws predict."""
+        """Return the sizes of the layers and the number of draws."""
         return {"hidden": self.options.hidden, "classes": self.options.classes, "draws": PREDICTION_DRAWS}
 
 

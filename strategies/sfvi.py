@@ -1,11 +1,11 @@
 """SFVI and SFVI-Avg: structured federated variational inference by gradients, and by local steps and averages.
 
 Hassan, Salomone and Mengersen, *Federated variational inference methods for structured latent variable models* (2023).
-A site has latents Z_Lk whose q(Z_Lk | Z_G) never leaves it; only q(Z_G) and θ are shared. In Algorithm 1, SFVI, every
-site sends the gradient of its term of the bound, and the server takes one step of Adam on the sum. Where units are not
-the sites themselves, as they are for ``gp``, that step is the same for any partition. In Algorithm 2, SFVI-Avg, a site
-takes many steps on a bound that stands in for all sites, and moves its q(Z_Lk | Z_G) to the new μ_G when it next reads
-it; the server averages θ and takes the Wasserstein barycentre of their q(Z_G).
+A site has latents Z_Lk whose q(Z_Lk | Z_G) never leaves it; only q(Z_G) and θ are shared. In Algorithm 1, SFVI, each
+site sends the gradient of its term of the bound, and the server takes one step of Adam on the sum. Unless the units are
+the sites, as for ``gp``, this step does not depend on the partition. In Algorithm 2, SFVI-Avg, a site takes many steps
+on a bound that extrapolates its rows to all sites; the server averages θ and takes the Wasserstein barycentre of the
+sites' q(Z_G). A site moves its q(Z_Lk | Z_G) to the new μ_G in its next round.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ logger = logging.getLogger("fedgp")
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 LONGEST = 7.3
-"""Learning rates in a step of Adam at the most: (1 − β₁) / √((1 − β₂) (1 − β₁²/β₂)), by Cauchy-Schwarz."""
+"""Longest step of Adam, in learning rates: (1 − β₁) / √((1 − β₂) (1 − β₁²/β₂)), by Cauchy-Schwarz."""
 
 
 @message()
 class Prior:
-    """p_θ(Z_G) = N(0, diag s²), log s = ``fixed`` + θ.prior_log_scales[``block``]; an empty ``block`` is none."""
+    """p_θ(Z_G) = N(0, diag s²), log s = ``fixed`` + θ.prior_log_scales[``block``]; ``fixed`` if ``block`` is empty."""
 
     fixed: Float[ndarray, " G"]
     block: Int[ndarray, " B"]
@@ -63,7 +63,7 @@ class Prior:
 
 @message()
 class SFVIState:
-    """θ and η_G, the moments of the server's Adam, and what is known of the sites."""
+    """θ and η_G, the moments of the server's Adam, and figures."""
 
     parameters: Mapping[str, AnyShape]
     """θ as ``theta.*``; η_G as ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal, ``q.lower``."""
@@ -74,51 +74,51 @@ class SFVIState:
     first: Mapping[str, AnyShape] = field(default_factory=dict)
     second: Mapping[str, AnyShape] = field(default_factory=dict)
     bound: float | None = None
-    """The latest ELBO of all rows, in nats; none before the first sum of gradients."""
+    """The latest ELBO of all rows, in nats; None before the first sum of gradients."""
     fresh: int = 0
-    """How often a site began late or anew, without a memory of earlier rounds, and caught up."""
+    """Number of times that a site started without memory of earlier rounds."""
 
     @property
     def adam(self) -> AdamState[Array]:
-        """The moments as the optimiser wants them."""
+        """The moments as a state of the optimiser."""
         return AdamState(self.steps, self.first, self.second)
 
-    def caught_up(self, fresh: int) -> SFVIState:
-        """After a round in which so many sites had no memory of earlier rounds."""
+    def with_fresh_starts(self, fresh: int) -> SFVIState:
+        """Return the state after a round in which ``fresh`` sites had no memory of earlier rounds."""
         if fresh:
-            logger.warning("%d site(s) had no memory of earlier rounds: they began anew and caught up", fresh)
+            logger.warning("%d site(s) had no memory of earlier rounds and started again", fresh)
         return replace(self, fresh=self.fresh + fresh)
 
 
 def one_round(
     state: SFVIState, roster: Roster, options: SFVIOptions, seed: int, rate: float
 ) -> Asking[tuple[SFVIState, Figures]]:
-    """Algorithm 1 of the paper. The server asks for a :class:`Total`: it needs the sum of the gradients alone."""
+    """Algorithm 1 of the paper; the server needs only the sum of the gradients."""
     noise = None
     if not options.row.known_expectations:  # 1. ε_G ~ N(0, I)
         noise = global_noise(seed, roster.round, options.samples, len(state.prior.fixed))
     request = GradientRequest(state.parameters, rate, noise)  # 2. ∇ of the sites' terms, summed
     summed: Summed[GradientShare] = yield Total(GradientShare, request, retries=0)
-    if summed.total is None or summed.silent:  # the rows behind the sum are not known then
+    if summed.total is None or summed.silent:  # the number of rows in the sum is unknown
         return state, {}
     rows = sum(roster.rows.values())
-    scale = rows / sum(roster.rows[site] for site in summed.sites)  # the sum stands in for sites that are absent
+    scale = rows / sum(roster.rows[site] for site in summed.sites)  # extrapolate to absent sites
     value, gradient = server_term(state.parameters, state.prior, noise)  # 3. and of log p_θ(Z_G) − log q(Z_G)
     moves, adam = state.adam.update(plus(gradient, summed.total.values, scale=scale), rate)  # 4. a step of Adam
     parameters = {name: np.asarray(array + moves[name]) for name, array in state.parameters.items()}
     bound = value + scale * summed.total.objective
-    state = replace(state.caught_up(summed.total.fresh), parameters=parameters, bound=bound)
+    state = replace(state.with_fresh_starts(summed.total.fresh), parameters=parameters, bound=bound)
     state = replace(state, steps=adam.step, first=adam.first, second=adam.second)
     return state, {"objective": bound / rows}
 
 
 def global_noise(seed: int, server_round: int, draws: int, size: int) -> Array:
-    """ε_G [S, M] of a round, standard normal."""
+    """Return ε_G [S, M] of a round, standard normal."""
     return np.random.default_rng((seed, server_round)).standard_normal((draws, size))
 
 
 def server_term(parameters: Mapping[str, np.ndarray], prior: Prior, noise: Array | None) -> tuple[float, NamedArrays]:
-    """Value and gradient of E[log p_θ(Z_G) − log q(Z_G)] by θ and η_G: averaged over draws, or in closed form."""
+    """Return E[log p_θ(Z_G) − log q(Z_G)], over draws or in closed form, and its gradient by θ and η_G."""
     names = [name for name in parameters if name.startswith("q.") or (name == LEARNED_PRIOR and len(prior.block))]
     leaves = {name: torch.tensor(parameters[name], requires_grad=True) for name in names}
     log_scale, q_global = torch.tensor(prior.fixed), GlobalPosterior.of(leaves)
@@ -130,7 +130,7 @@ def server_term(parameters: Mapping[str, np.ndarray], prior: Prior, noise: Array
 
 
 def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, scale: float = 1.0) -> NamedArrays:
-    """The server's gradient plus ``scale`` times the sum of the sites'; a name may be missing in either."""
+    """Return the server's gradient plus ``scale`` times the sum of the sites'; a name may be missing in either."""
     total = {name: np.asarray(scale * value) for name, value in sites.items()}
     return total | {name: np.asarray(value + total.get(name, 0.0)) for name, value in server.items()}
 
@@ -138,31 +138,31 @@ def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, s
 def averaging_round(
     state: SFVIState, roster: Roster, options: SFVIOptions, rate: float
 ) -> Asking[tuple[SFVIState, Figures]]:
-    """Algorithm 2 of the paper. Where q(Z_G) is diagonal the barycentre is made of sums, as masks need it."""
+    """Algorithm 2 of the paper. For a diagonal q(Z_G) the barycentre follows from sums, as masks require."""
     rows, reach = sum(roster.rows.values()), min(MOVE, LONGEST * rate * options.local_steps)
     request = LocalStepsRequest(state.parameters, rate, float(rows), reach)  # 1. sites take m steps from {θ, η_G}
     if roster.totals_only:
         summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
         if summed.total is None or summed.silent:
             return state, {}
-        state = replace(state.caught_up(summed.total.fresh), parameters=summed.total.mean())
+        state = replace(state.with_fresh_starts(summed.total.fresh), parameters=summed.total.mean())
         return state, {"site_estimate": float(summed.total.objective / summed.total.weight) / rows}
     answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(roster.sites, request))
     if not answers:
         return state, {}
-    state = state.caught_up(sum(end.fresh for end in answers.values()))
+    state = state.with_fresh_starts(sum(end.fresh for end in answers.values()))
     weights = np.array([float(roster.rows[site]) for site in answers])
     try:  # 2. mean of θ, barycentre of q(Z_G)
         parameters, spread = average([end.values for end in answers.values()], weights)
     except (NumericsError, np.linalg.LinAlgError) as error:
-        logger.warning("round %d: parameters stay as they were: %s", roster.round, error)
+        logger.warning("round %d: parameters are not updated: %s", roster.round, error)
         return state, {}
     estimate = float(np.average([end.objective for end in answers.values()], weights=weights))
     return replace(state, parameters=parameters), {"site_estimate": estimate / rows, "spread": float(np.mean(spread))}
 
 
 def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array) -> tuple[NamedArrays, list[float]]:
-    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), and W₂ from each of these to it."""
+    """Return Σ wₖ θₖ with the Wasserstein barycentre of the sites' q(Z_G), and W₂ from each q(Z_G) to it."""
     shares, posteriors = weights / weights.sum(), [GlobalPosterior.of(site) for site in sites]
     means = np.stack([q.mean.numpy() for q in posteriors])
     factors = np.stack([(q.log_scale.exp() if q.lower is None else q.factor()).numpy() for q in posteriors])
@@ -194,14 +194,14 @@ MEANINGS = {
 
 
 def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanings: str) -> Posterior:
-    """What predicts, from parameters and shared inputs."""
+    """Return the posterior to save, of parameters and shared inputs."""
     coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
     known = {name: {**MEANINGS, **meanings}.get(name, "hyperparameter") for name in arrays}
     return Posterior(arrays, known, coordinates, equation, model)
 
 
 def first_state(strategy: SFVI | SFVIAvg, roster: Roster) -> Asking[SFVIState]:
-    """θ as configured, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
+    """Return configured θ, shared inputs from pooled histograms, and q(Z_G) = N(0, scale² I)."""
     options, section, shared = strategy.options, strategy.config.model, dict[str, ndarray]()
     if options.row.inducing:
         shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, strategy.config.seed)
@@ -213,12 +213,12 @@ def first_state(strategy: SFVI | SFVIAvg, roster: Roster) -> Asking[SFVIState]:
 
 
 def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Asking[Predicted]:
-    """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
+    """Return θ and q(Z_G); a site has the shared inputs and its local posterior."""
     yield from ()
     section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
     model = {"family": "structured", "model": section, "structure": structure, "classes": strategy.options.classes}
     if strategy.options.row.personal:
-        model["why_no_posterior"] = "each site has a last layer of its own, which stays there: name it with `--site`"
+        model["why_no_posterior"] = "each site keeps its own last layer; name the site with `--site`"
     posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
     facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
     facts |= {"bound": state.bound} if state.bound is not None else {}
@@ -226,8 +226,8 @@ def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Ask
     return Predicted(Parameters(state.parameters), posterior, facts)
 
 
-def as_they_are(strategy: SFVI | SFVIAvg, preparation: Agreement) -> Agreement:
-    """Inputs that the model takes as they are."""
+def without_scaling(strategy: SFVI | SFVIAvg, preparation: Agreement) -> Agreement:
+    """Return the agreement without standardised inputs, if the model needs raw inputs."""
     if not strategy.options.row.untouched:
         return preparation
     scales = {"input.mean": np.zeros_like, "input.scale": np.ones_like}
@@ -236,19 +236,19 @@ def as_they_are(strategy: SFVI | SFVIAvg, preparation: Agreement) -> Agreement:
 
 
 def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
-    """The shared inducing inputs."""
+    """Return the shared inducing inputs."""
     return dict(state.shared)
 
 
 def rate(strategy: SFVI | SFVIAvg, roster: Roster) -> float:
-    """The learning rate of a round."""
+    """Return the learning rate of a round."""
     return strategy.options.rate(roster.round - 1, strategy.horizon())
 
 
 def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
-    """Posterior standard deviations of Z_G, what is as far for its scales by the KL divergence, and a tenth of a log.
+    """Return sds of q(Z_G), the same KL divergence for its scales, and units of logarithms of θ.
 
-    None for networks, whose weights come to no rest.
+    Networks have none, because their weights do not converge.
     """
     if strategy.options.row.mean_field:
         return {}
@@ -258,13 +258,13 @@ def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
 
 
 class SFVIAvg(FederatedStrategy[SFVIState]):
-    """Rounds of local steps and averages."""
+    """Rounds of local steps and averaging."""
 
     method, watched = "sfvi-avg", "site_estimate"
     options_class, state_class, anneals = SFVIAvgKeys, SFVIState, CONSTANT_SHARE
     options: SFVIAvgKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
-    adjusted = as_they_are
+    adjusted = without_scaling
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
@@ -272,16 +272,16 @@ class SFVIAvg(FederatedStrategy[SFVIState]):
 
 
 class SFVI(FederatedStrategy[SFVIState]):
-    """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
+    """Rounds of gradients, after ``warm_start_rounds`` rounds of SFVI-Avg."""
 
     method, watched = "sfvi", "objective"
     options_class, state_class, anneals = SFVIKeys, SFVIState, CONSTANT_SHARE
     options: SFVIKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
-    adjusted = as_they_are
+    adjusted = without_scaling
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
-        """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""
+        """Algorithm 1 of the paper; Algorithm 2 in rounds of the warm start."""
         if roster.round <= self.options.warm_start_rounds:
             return (yield from averaging_round(state, roster, self.options, rate(self, roster)))
         return (yield from one_round(state, roster, self.options, self.config.seed, rate(self, roster)))

@@ -52,7 +52,7 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path: Path, method: str) -> None
     personal = RUNS[method].get("sfvi__model")  # of the heads of new sites nothing is known
     if personal:
         assert read.posterior is None
-        with pytest.raises(RunError, match="a last layer of its own"):
+        with pytest.raises(RunError, match="keeps its own last layer"):
             Predictor.of_run(folder)
         assert len(Predictor.of_all(folder)) == 3
     site = table[table["silo"] == 1]

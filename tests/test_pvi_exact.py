@@ -398,7 +398,7 @@ def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
 
 def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:
     problem = Problem(2)
-    for site, words in (("1", "no factor in this posterior; sites that have one: 0"), ("0", "only one")):
+    for site, words in (("1", "no factor in this posterior; sites that have one: 0"), ("0", "has the only factor")):
         with pytest.raises(NumericsError, match=words):
             forget(trained(problem, Plan(), 1), site)
 

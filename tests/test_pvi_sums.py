@@ -181,7 +181,7 @@ def test_a_site_that_is_lost_has_no_factor_and_holds_up_nobody(tmp_path: Any) ->
 
 def test_without_a_factor_there_is_no_result() -> None:
     faults = [Fault(site, crashed, ("query.trials",), range(2, 99)) for site in "012"]
-    with pytest.raises(RunError, match=r"no site could be visited, so nothing was learned\. Latest failures"):
+    with pytest.raises(RunError, match=r"no site could be visited, so the run has no result\. Latest failures"):
         run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), 3, *faults))
     end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 0}), 3))  # nothing was to be learned
     assert math.isfinite(end.outcome.metrics["test"]["nll"])

@@ -276,7 +276,10 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1); log k(x, x) ~ N(log 4, τ²), which keeps amplitudes of separable classes finite."""
+        """Log ℓ ~ N(½ log D + ½, 1); log a ~ N(log 4, τ²), which keeps amplitudes a of separable classes finite.
+
+        For ``linear`` a is the variance of a weight, so that k(x, x) = a |x|². The likelihood sets τ, usually 1.
+        """
         total, length = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         amplitude = math.log(4.0), self.observed.amplitude_spread
         for name, parameter in self.kernel.named_parameters():
