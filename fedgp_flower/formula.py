@@ -16,7 +16,7 @@ SITE = "site"
 """Name of the site in a formula."""
 QUOTED = r"`[\w .%/°-]+`|\"[^\"`\\]*\"|'[^'`\\]*'"
 ALLOWED = re.compile(rf"(?:{QUOTED}|(?<![\w.`])\d+\.\d*(?![\w.])|[\w\s+\-*/:^|~(),])*")
-"""A point stands in numbers alone: nothing has attributes."""
+"""Characters of a formula. Points are allowed only in numbers, so attributes cannot be accessed."""
 WORD = re.compile(rf"({QUOTED}|[^\W\d]\w*|\d[\d.]*(?:[eE]-?\d+)?)(\s*\()?")
 EXAMPLE = "such as 'wheeze ~ smoke * age + (1 + age | child)'"
 
@@ -27,11 +27,11 @@ class RandomTerm:
 
     effects: str
     group: tuple[str, ...]
-    """Columns whose joint value names the group."""
+    """Columns whose combination of values is the group."""
 
     @property
     def called(self) -> str:
-        """The group in words."""
+        """Name of the grouping factor."""
         return ":".join(self.group)
 
 

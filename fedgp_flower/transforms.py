@@ -1,11 +1,11 @@
 """Transformations t = g(y) of a numeric target: t is modelled as Gaussian, all results are on the scale of y.
 
-The density of y is p(y) = p(t) g'(y); quantiles of y are g⁻¹ of those of t. The power λ of
-Yeo and Johnson (2000) is the best of a grid by the likelihood of independent N(m, σ²) values of t,
+The density of y is p(y) = p(t) g'(y); quantiles of y are g⁻¹ of those of t. The power λ of Yeo and Johnson (2000)
+maximises, over a grid in [0, 2], where t takes every value, the likelihood of independent N(m, σ²) values of t,
 
     −½ N log σ²(λ) + Σ log g'(y; λ),
 
-which needs sums over rows alone. The grid stays in [0, 2], where t takes every value.
+which only needs sums over rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRANSFORMS = {
     "yeo-johnson": "with L = power: t = ((1 + y)^L - 1) / L for y >= 0 (log(1 + y) where L = 0), else"
     " t = -((1 - y)^(2 - L) - 1) / (2 - L) (-log(1 - y) where L = 2); y is the inverse, on the side of t's sign",
 }
-"""By the value of ``transform.target``, in words."""
+"""Equations by value of ``transform.target``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +40,23 @@ class Transform:
 
     @property
     def powers(self) -> tuple[float, ...]:
-        """The powers to choose from."""
+        """Candidate powers."""
         return (1.0,) if self.positive else tuple(np.arange(9) / 4)
 
     @property
     def floor(self) -> float:
-        """The least value of t; a Gaussian below it is cut off, and what is left is a distribution again."""
+        """The least value of t, at which its Gaussian is truncated."""
         return 0.0 if self.name == "sqrt" else -math.inf
 
     def forward(self, y: Array) -> Array:
-        """The transformed target g(y)."""
+        """Return the transformed target g(y)."""
         if self.positive:
             return np.log(y) if self.name == "log" else np.sqrt(y)
         side, size = np.where(y >= 0, self.power, 2 - self.power), np.log1p(np.abs(y))
         return np.sign(y) * np.where(side == 0, size, np.expm1(side * size) / np.where(side == 0, 1, side))
 
     def inverse(self, t: Array) -> Array:
-        """The target g⁻¹(t)."""
+        """Return the target g⁻¹(t)."""
         if self.positive:
             return np.exp(t) if self.name == "log" else np.square(t)
         side, size = np.where(t >= 0, self.power, 2 - self.power), np.abs(t)

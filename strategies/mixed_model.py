@@ -7,6 +7,7 @@ once; what a site sends is a sum over its groups.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates, profile
 from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, sizes, whitening
-from fedgp_flower.methods.mixed_model.effects import SHAPES, Terms
+from fedgp_flower.methods.mixed_model.effects import SHAPES, STRIDE, Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
 from fedgp_flower.methods.mixed_model.messages import (
     MarginalSums,
@@ -49,6 +50,8 @@ LENGTHS = (1.0, 0.3, 2.5)
 """Of the Newton step, that an exchange tries while far from the maximum."""
 NEAR = 1e-2
 """Nats that a step promises, below which it alone is tried."""
+FAR = 0.1
+"""Nats that weights of features promise on the way to their mode, above which another exchange goes there."""
 SETTLED = 1e-8
 """Nats that the last step promises; it is taken and not evaluated, which leaves an error of its third power."""
 RADIUS = 3.0
@@ -80,11 +83,19 @@ class MixedState:
     groups: Float[ndarray, " F"]
     sites: tuple[str, ...]
     exchanges: int
+    turns: Float[ndarray, "D B"]
+    """Along which Hessians by features' weights are differentiated; none while these are on the way to their mode."""
+    inner: int
+    """How many these are, first among the parameters; 0 where they are summed out."""
 
     @property
     def step(self) -> Array:
-        """Newton's step from the best trial, no longer than the radius."""
-        return uphill(self.gradient, self.hessian, self.radius)
+        """Newton's step from the best trial, no longer than the radius; weights of features follow."""
+        gradient, hessian, n = self.gradient, self.hessian, self.inner
+        follow = np.linalg.solve(-hessian[:n, :n], np.column_stack([gradient[:n], hessian[:n, n:]]))
+        change = np.column_stack([gradient[n:], hessian[n:, n:]]) + hessian[n:, :n] @ follow
+        outer = uphill(change[:, 0], change[:, 1:], self.radius)
+        return np.append(follow @ np.append(1.0, outer), outer)
 
     @property
     def promised(self) -> float:
@@ -122,17 +133,56 @@ class Fitting:
         size = sum(self.smooth.widths) + self.columns.fixed.shape[1] + 1
         return 1 + size * (size + 1) // 2 + len(self.smooth.terms)
 
-    def lengths(self, trials: Array) -> dict[str, int]:
-        """Of what sites answer to trials of a Gaussian model."""
-        count, width = trials.shape
-        told = width - len(self.smooth.terms)
-        sizes = {"K": count, "B": width, "F": len(self.factors), "T": told}
-        return sizes | {"Q": self.entries, "H": told * (told + 1) // 2}
-
-    def asked(self, trials: Trials, sites: tuple[str, ...]) -> Total[Any]:
+    def asked(self, points: Array, state: MixedState, sites: tuple[str, ...]) -> Total[Any]:
         """The question of an exchange."""
-        answer = Restricted if self.gaussian else MarginalSums
-        return Total(answer, trials, sites, sizes=self.lengths(trials.points))
+        count, width = points.shape
+        sizes, turns = {"K": count, "B": width, "F": len(self.factors)}, state.turns
+        if self.gaussian:
+            told = width - len(self.smooth.terms)
+            sizes |= {"T": told, "Q": self.entries, "H": told * (told + 1) // 2}
+            return Total(Restricted, Trials(points, turns), sites, sizes=sizes)
+        size = sum(self.smooth.widths)
+        sizes |= {"D": len(turns), "Q": size * (size + 1) // 2}
+        return Total(MarginalSums, Trials(points, turns), sites, sizes=sizes)
+
+    @property
+    def shapes(self) -> range:
+        """Places of log ℓ and a among all parameters but weights of features; none where noise is Gaussian."""
+        start, smooth = self.columns.fixed.shape[1] + self.terms.count, self.smooth
+        return range(start, start + sum(smooth.lengths) + len(smooth.terms))
+
+    def turns(self, point: Array, near: Expansion) -> Array:
+        """Short ways from a point, then their opposites: one for each parameter, with the mode of features' weights.
+
+        And for every two together that are no fixed effects. Along them weights go as ``near`` has them to first order,
+        else as followed.
+        """
+        n = len(self.smooth.names)
+        units = np.eye(len(point) - n)
+        units = np.vstack(
+            [
+                units,
+                *(
+                    units[[i, j]].sum(0)
+                    for i, j in itertools.combinations(range(self.columns.fixed.shape[1], len(units)), 2)
+                ),
+            ]
+        )
+        ways = STRIDE * np.hstack([np.linalg.solve(-near.hessian[:n, :n], near.hessian[:n, n:] @ units.T).T, units])
+        sides = np.array([[self.followed(point, near, point + sign * way) for way in ways] for sign in (1, 0, -1)])
+        bent = np.pad(0.5 * (sides[0] + sides[2]) - sides[1], ((0, 0), (0, len(point) - n)))
+        return np.vstack([bent + ways, bent - ways])
+
+    def followed(self, point: Array, near: Expansion, trial: Array) -> Array:
+        """The mode of features' weights at a trial, where the likelihood is a quadratic of functions' values at Z."""
+        n = len(self.smooth.names)
+        parts = (at[n + self.shapes.start : n + self.shapes.stop] for at in (point, trial))
+        turn = np.linalg.solve(*(self.smooth.roots(torch.tensor(part)) for part in parts))
+        others, information = trial[n:] - point[n:], -near.hessian[:n, :n] - np.eye(n)
+        others[self.shapes] = 0.0
+        slope = near.gradient[:n] + point[:n] + near.hessian[:n, n:] @ others
+        pull = turn.T @ (slope + information @ point[:n])
+        return np.asarray(np.linalg.solve(turn.T @ information @ turn + np.eye(n), pull))
 
     def known(self, state: MixedState) -> Totals | Expansion:
         """What is known around the best trial."""
@@ -174,31 +224,36 @@ def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
     if smooth := problem.smooth.terms:
         lengths = np.outer(np.log(LENGTHSCALES), np.ones(sum(problem.smooth.lengths)))
         first = np.hstack([first, lengths, np.ones((len(lengths), len(smooth)))])
+    inner = 0 if problem.gaussian else len(problem.smooth.names)
     if not problem.gaussian:
         root = arrays[FIXED] / sizes(columns.fixed)
-        rough = np.linalg.solve(root.T, outline.products / count)
+        rough = np.append(np.zeros(inner), np.linalg.solve(root.T, outline.products / count))
         every = len(first), 1
         first = np.hstack([np.tile(rough, every), first, np.tile(SHAPES.get(problem.family, ()), every)])
     width = first.shape[1]
-    nothing = np.zeros(width), 0.0, np.zeros(width), np.zeros((width, width))
-    return MixedState(arrays, first, *nothing, {}, RADIUS, count, np.zeros(len(problem.factors)), (), 2)
+    nothing = np.zeros(width), 0.0, np.zeros(width), -np.eye(width)
+    radius, groups = 0.1 * RADIUS if inner else RADIUS, np.zeros(len(problem.factors))
+    return MixedState(arrays, first, *nothing, {}, radius, count, groups, (), 2, np.empty((0, width)), inner)
 
 
 def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
     """One exchange: the likelihood at the trials, and from the best of them the next ones."""
     state = replace(state, exchanges=state.exchanges + 1)
     count = len(state.trials)
-    summed: Summed[Restricted | MarginalSums] = yield problem.asked(Trials(state.trials), roster.sites)
+    summed: Summed[Restricted | MarginalSums] = yield problem.asked(state.trials, state, roster.sites)
     found = summed.total
     if found is None or summed.silent or summed.sites != roster.sites:
         return state, {}
     here = [around(problem, found, k, point).expansion() for k, point in enumerate(state.trials)]
+    if state.inner and not len(state.turns):
+        return settling(problem, state, here), {}
     best = max(range(count), key=lambda k: here[k].value)
     rows = float(found.count)
-    if summed.sites == state.sites and not here[best].value >= state.value - 1e-9 * (1 + abs(state.value)):
-        state = replace(state, radius=0.1 * float(np.abs(state.step).max()))
+    slack = 1e-9 * (1 + abs(state.value)) + (min(state.promised, NEAR) if state.inner else 0.0)
+    if summed.sites == state.sites and not here[best].value >= state.value - slack:
+        state = replace(state, radius=0.1 * min(state.radius, float(np.abs(state.step).max())))
     else:
-        grown = np.abs(state.trials[best] - state.point).max(initial=0.0) if state.sites else 0.0
+        grown = np.abs(state.trials[best] - state.point)[state.inner :].max(initial=0.0) if state.sites else 0.0
         totals = {} if isinstance(found, MarginalSums) else kept(found, best)
         near = here[best]
         state = replace(
@@ -215,14 +270,35 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
         )
     step, promised = state.step, state.promised
     lengths_tried = LENGTHS if promised > NEAR else LENGTHS[:1]
-    state = replace(state, trials=state.point + np.outer(lengths_tried, step))
+    trials = state.point + np.outer(lengths_tried, step)
+    if state.inner:
+        near = Expansion(state.value, state.gradient, state.hessian)
+        trials[:, : state.inner] = [problem.followed(state.point, near, trial) for trial in trials]
+    state = replace(state, trials=trials, turns=state.turns[:0])
     return state, {"objective": state.value / rows, "promised": promised}
+
+
+def settling(problem: Fitting, state: MixedState, here: Sequence[Expansion]) -> MixedState:
+    """Features' weights a Newton step nearer to their mode, beside the best of other parameters that were tried."""
+    n = state.inner
+    best = max(range(len(here)), key=lambda k: here[k].value)
+    gradient, hessian = here[best].gradient, here[best].hessian
+    step = uphill(gradient[:n], hessian[:n, :n], RADIUS)
+    far = gradient[:n] @ step > 2 * FAR
+    lengths = LENGTHS if far else LENGTHS[:1]
+    trials = np.tile(state.trials[best], (len(lengths), 1))
+    trials[:, :n] += np.outer(lengths, step)
+    turns = state.turns if far else problem.turns(state.trials[best], here[best])
+    return replace(state, trials=trials, turns=turns)
 
 
 def around(problem: Fitting, found: Restricted | MarginalSums, k: int, point: Array) -> Totals | Expansion:
     """What is known around a trial."""
     if isinstance(found, MarginalSums):
-        return Expansion(float(found.values[k]), found.gradients[k], found.hessians[k])
+        told = Expansion(float(found.values[k]), found.gradients[k], found.hessians[k])
+        return estimates.laplace(
+            told, point, found.bends[k], sum(problem.smooth.widths), problem.columns.fixed.shape[1]
+        )
     return problem.totals(kept(found, k), float(found.count), point)
 
 
@@ -236,7 +312,8 @@ def estimated(problem: Fitting, state: MixedState) -> Estimates:
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
     known = problem.known(state)
     if isinstance(known, Expansion):
-        return estimates.of_marginal(state.point, known, step, problem.columns.fixed.shape[1], problem.terms.count)
+        fixed = sum(problem.smooth.widths) + problem.columns.fixed.shape[1]
+        return estimates.of_marginal(state.point, known, step, problem.smooth, (fixed, fixed + problem.terms.count))
     return estimates.of_restricted(known, state.point, step)
 
 
@@ -263,13 +340,13 @@ def profiled(
         ends = [profile.moved(end, at, level) for end, at in zip(there, near, strict=True)]
         if share == 1 and profile.settled(there, ends):
             break
-        asked = Trials(np.array([state.point if end.lost else end.theta for end in ends]))
-        summed = yield problem.asked(asked, state.sites)
+        asked = np.array([state.point if end.lost else end.theta for end in ends])
+        summed = yield problem.asked(asked, state, state.sites)
         if summed.total is None or summed.silent or summed.sites != state.sites:
             return [(np.nan, np.nan)] * len(parameters)
         told = summed.total
-        near = [around(problem, told, k, at) for k, at in enumerate(asked.points)]
-        ends = [replace(end, centre=at) for end, at in zip(ends, asked.points, strict=True)]
+        near = [around(problem, told, k, at) for k, at in enumerate(asked)]
+        ends = [replace(end, centre=at) for end, at in zip(ends, asked, strict=True)]
     values = [
         np.nan if end.lost or end.parameter is None else float(end.parameter(torch.tensor(end.point))) for end in ends
     ]
@@ -384,7 +461,7 @@ class MixedModel(FederatedStrategy[MixedState]):
     def spreads(self, state: MixedState) -> profile.Spread:
         """Standard deviations, correlations and lengthscales."""
         problem, bases = self.problem, pieces(state.whitening, TERM)
-        return estimates.spreads(problem.terms, bases, self.scale, problem.smooth)
+        return estimates.spreads(problem.terms, bases, self.scale, problem.smooth, gaussian=problem.gaussian)
 
     def final(self, state: MixedState, roster: Roster) -> Asking[Json]:
         """Intervals by the profile of the likelihood; and in the clear, where they are random, the effects of sites."""
@@ -419,7 +496,7 @@ class MixedModel(FederatedStrategy[MixedState]):
             parameters = [(profile.weighed(row), None) for row in rows]
 
             def others(at: torch.Tensor) -> torch.Tensor:
-                return torch.cat([self.spreads(state)(torch.cat([at[size:end], at.new_zeros(1)]))[:-1], at[end:]])
+                return torch.cat([self.spreads(state)(torch.cat([at[size:end], at.new_zeros(1)])), at[end:]])
 
             spread = others
         parameters += [(profile.entry(k, spread), None) for k in range(len(random))]

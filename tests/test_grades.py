@@ -22,8 +22,6 @@ def test_two_grades_are_two_classes():
     probit, none = build_point_likelihood("bernoulli"), torch.zeros(0).double()
     labels = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     at = torch.tensor([0.4, -2.0, 1.0], dtype=torch.float64), torch.tensor([0.1, 3.0, 25.0], dtype=torch.float64), none
-    for one, other in zip(GRADES.slopes(labels, *at)[:3], probit.slopes(labels, *at)[:3], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # the other is a mixture of normal distributions
     torch.testing.assert_close(GRADES.log_predictive(labels, *at), probit.log_predictive(labels, *at))
     torch.testing.assert_close(GRADES.moments(*at)[0][:, 1], probit.moments(*at)[0])
     assert GRADES.start({"share": 0.3}, 1.0) == pytest.approx(probit.start({"share": 0.3}, 1.0))

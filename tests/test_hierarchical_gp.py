@@ -134,7 +134,7 @@ def test_a_run_converges_and_says_so(calm: tuple[Any, Recorder]) -> None:
     [
         (lambda own: {**own, "precision": -own["precision"]}, "not positive semi-definite"),
         (lambda own: {**own, "count": own["count"] + 1}, "rows from a site with"),
-        (lambda own: {**own, "precision": 1e9 * own["precision"]}, "its precision is"),
+        (lambda own: {**own, "precision": 1e9 * own["precision"]}, "its precision per row is"),
     ],
     ids=["indefinite", "other rows", "huge"],
 )

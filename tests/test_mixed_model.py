@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,9 @@ import pytest
 import torch
 from scipy.integrate import quad
 from scipy.linalg import cho_factor, cho_solve
+from scipy.optimize import minimize
 from scipy.stats import multivariate_normal, nbinom, norm, poisson
+from torch.func import grad, hessian
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError
@@ -18,9 +21,11 @@ from fedgp_flower.formula import parse
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.methods.mixed_model.design import Columns
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
     GAUSSIAN,
+    LOG_2PI,
     Conditional,
     Crossed,
     Factor,
@@ -29,12 +34,15 @@ from fedgp_flower.methods.mixed_model.effects import (
     derivatives,
     restricted_sums,
 )
-from fedgp_flower.methods.mixed_model.estimates import Totals, of_restricted
+from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expanded, of_restricted
+from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run import summary
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
+from strategies.mixed_model import Fitting, MixedState, around, converged, one_round
+from strategies.server.questions import Roster, Summed
 
 DRAW = np.random.default_rng(5)
 
@@ -133,6 +141,98 @@ def test_smooth_terms_beside_groups_are_one_normal():
     assert float(bound) == pytest.approx(collapsed_bound(sums, NOISE**2), abs=1e-7)
 
 
+COARSE = Smooth(("age",), np.zeros(1), np.ones(1), np.linspace(-2, 2, 6)[:, None])
+Parts: TypeAlias = list[tuple[Crossed, torch.Tensor]]
+
+
+def fitting(rows: Crossed, family: str) -> Fitting:
+    names = tuple(("effect",) * q for q in rows.terms.widths)
+    columns = Columns(rows.fixed.numpy(), ("x",) * rows.fixed.shape[1], np.zeros(len(rows.y)), (), names)
+    return Fitting(parse("y ~ s(age)"), family, columns, Smooths((COARSE,)))
+
+
+def told(problem: Fitting, parts: Parts, points: np.ndarray, turns: np.ndarray) -> MarginalSums:
+    """What sites tell, added."""
+    at, ways = torch.tensor(points), torch.tensor(turns)
+    found = [derivatives(rows, FAMILIES[problem.family], at, problem.smooth, [x], ways) for rows, x in parts]
+    sums = [sum(part.numpy() for part in parts) for parts in zip(*found, strict=True)]
+    return MarginalSums(*sums, np.array(float(sum(len(rows.y) for rows, _ in parts))), np.zeros(0))
+
+
+def searched(problem: Fitting, parts: Parts, point: np.ndarray) -> MixedState:
+    """As the server finds the maximum."""
+    width = len(point)
+    nothing = np.zeros(width), 0.0, np.zeros(width), -np.eye(width), {}, 0.3, 0.0, np.zeros(0), (), 0
+    state = MixedState({}, point[None], *nothing, np.empty((0, width)), 6)
+    while not converged(state):
+        exchange = one_round(problem, state, Roster({"a": 1}, ("a",), (), 0))
+        next(exchange)
+        with pytest.raises(StopIteration) as done:
+            exchange.send(Summed(told(problem, parts, state.trials, state.turns), ("a",)))
+        state = done.value.value[0]
+        assert state.exchanges <= 25
+    return state
+
+
+def test_smooth_terms_beside_a_likelihood_are_the_same_where_it_is_gaussian():
+    """Beside groups, at σ = 1: the likelihood and its slopes by θ, log ℓ and a, as restricted sums have them."""
+    rows, _ = crossed_rows()
+    theta = torch.cat([THETA, numbers([math.log(LENGTH), AMPLITUDE])])
+    found = restricted_sums(rows, theta[:-1], partial(Smooths((COARSE,)).features, [AGES]))
+    values, slopes, curvature = (part.numpy() for part in found)
+    sums = Totals(values, slopes, curvature[np.tril_indices(5)], 24.0, theta[-1:].numpy(), (6,))
+    deviance = sums.deviance(theta.numpy(), None)
+    exact = expanded(lambda at: 12 * LOG_2PI - 0.5 * deviance(torch.cat([at, at.new_zeros(1)])), theta)
+    problem, point, turns = fitting(rows, "gaussian"), np.append(np.zeros(8), theta.numpy()), np.empty((0, 14))
+    for _ in range(2):
+        near = around(problem, told(problem, [(rows, AGES)], point[None], turns), 0, point)
+        assert isinstance(near, Expansion)
+        step = np.linalg.solve(-near.hessian[:8, :8], near.gradient[:8])
+        point, turns = point + np.pad(step, (0, 6)), problem.turns(point, near)
+    assert np.abs(step).max() < 1e-8
+    assert near.value == pytest.approx(exact.value, abs=1e-8)
+    np.testing.assert_allclose(near.gradient[8:], exact.gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bernoulli", pytest.param("negative-binomial", marks=pytest.mark.long)])
+def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
+    """And of three sites as of one: maximised by SciPy, the mode of weights by Newton's method at every point."""
+    x, fixed, none = torch.tensor(DRAW.uniform(-2, 2, (90, 1))), torch.ones(90, 1).double(), torch.zeros(90).double()
+    odds = np.exp(1.5 * np.sin(2 * x[:, 0].numpy()))
+    draws = {"bernoulli": (1, odds / (1 + odds)), "negative-binomial": (3, 3 / (3 + odds))}[family]
+    y = torch.tensor((DRAW.binomial if family == "bernoulli" else DRAW.negative_binomial)(*draws)).double()
+
+    def part(k: int, end: int) -> tuple[Crossed, torch.Tensor]:
+        return Crossed(Terms(()), fixed[k:end], none[k:end], y[k:end], ()), x[k:end]
+
+    problem = fitting(part(0, 90)[0], family)
+    start = np.append(np.zeros(6), [0.0, 0.0, 1.0, -1.0][: 3 if family == "bernoulli" else 4])
+    state = searched(problem, [part(0, 90)], start)
+    best = state.point + state.step
+    asked = best[None], problem.turns(best, Expansion(state.value, state.gradient, state.hessian))
+    one, three = (told(problem, parts, *asked) for parts in ([part(0, 90)], [part(0, 30), part(30, 90)]))
+    np.testing.assert_allclose(*(around(problem, sums, 0, best).gradient for sums in (one, three)), atol=1e-8)
+
+    def lost(psi: np.ndarray) -> float:
+        phi, a, here = COARSE.features(x, numbers([psi[1]])), psi[2], FAMILIES[family](numbers(psi[3:]))
+
+        def fit(v: torch.Tensor) -> torch.Tensor:
+            at = psi[0] + a * phi @ v
+            left = 0.5 * a**2 * (1 - phi.square().sum(1)) * here.weight(y, at)
+            return 0.5 * v.square().sum() - (here.log_density(y, at) - left).sum()
+
+        v = torch.zeros(6).double()
+        for _ in range(8):
+            v = v - torch.linalg.solve(hessian(fit)(v), grad(fit)(v))
+        return float(fit(v) + 0.5 * torch.logdet(hessian(fit)(v)))
+
+    slope = [(lost(best[6:] + s) - lost(best[6:] - s)) / 2e-4 for s in 1e-4 * np.eye(len(best) - 6)]
+    np.testing.assert_allclose(slope, 0, atol=2e-5)
+    found = minimize(lost, best[6:] + 0.05, method="BFGS", options={"gtol": 1e-5})
+    assert -state.value == pytest.approx(found.fun, abs=1e-8)
+    np.testing.assert_allclose(best[6:], found.x, atol=2e-5)
+
+
 def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     """With a flat prior on β (Henderson's equations): known groups, a new group, a new level across."""
     rows, dense = crossed_rows()
@@ -168,7 +268,7 @@ def test_quadrature_is_the_integral_of_each_group(name):
     fixed = torch.ones(5, 1).double()
     rows = Crossed(Terms((1,)), fixed, torch.zeros(5).double(), torch.tensor(y), [Factor(level, 2, fixed, (0,))])
     point = np.array([0.4, 0.8, -0.7])[: 3 if name != "poisson" else 2]
-    value, gradient, hessian = (part[0] for part in derivatives(rows, FAMILIES[name], torch.tensor(point[None])))
+    value, gradient, hessian, _ = (part[0] for part in derivatives(rows, FAMILIES[name], torch.tensor(point[None])))
 
     def mass(count: np.ndarray, rate: float, shape: np.ndarray) -> np.ndarray:
         r = np.exp(-shape)
@@ -190,9 +290,9 @@ def test_quadrature_is_the_integral_of_each_group(name):
 def test_laplace_has_exact_derivatives():
     rows, _ = crossed_rows((DRAW.random(24) < 0.5).astype(float))
     family, point = FAMILIES["bernoulli"], torch.cat([numbers([0.3, -0.5]), THETA])
-    _, gradient, hessian = (part[0] for part in derivatives(rows, family, point[None]))
+    _, gradient, hessian, _ = (part[0] for part in derivatives(rows, family, point[None]))
     for entry, step in enumerate(1e-5 * torch.eye(6).double()):
-        (up, down), (right, left), _ = derivatives(rows, family, torch.stack([point + step, point - step]))
+        (up, down), (right, left), *_ = derivatives(rows, family, torch.stack([point + step, point - step]))
         assert float(gradient[entry]) == pytest.approx(float(up - down) / 2e-5, abs=1e-7)
         torch.testing.assert_close(hessian[entry], (right - left).detach() / 2e-5, atol=1e-6, rtol=0)
 
@@ -314,6 +414,27 @@ def test_a_smooth_term_under_masks_predicts_as_the_exact_process_of_all_rows(tmp
     assert (run.path / "plots" / "smooth-terms.png").exists()
 
 
+@pytest.mark.long
+def test_a_smooth_term_of_counts_in_groups_finds_their_rate_under_masks(tmp_path):
+    draw, ward = np.random.default_rng(3), np.repeat(np.arange(20), 8)
+    age, dose = draw.uniform(20, 90, 160), draw.integers(0, 2, 160)
+    rate = np.exp(0.5 + 0.4 * dose + np.sin(age / 15) + draw.normal(0, 0.4, 20)[ward])
+    table = pd.DataFrame({"dose": dose, "age": age, "ward": [f"w{w}" for w in ward], "falls": draw.poisson(rate)})
+    keys = {"formula": "falls ~ dose + s(age) + (1 | ward)", "model.likelihood": "poisson", "test-fraction": 0.0}
+    masked = {"output-dir": str(tmp_path), "privacy.secure-aggregation": True, **ALONE}
+    run = fg.run(table, sites=3, options={**keys, **masked})
+    assert run.metrics.method_details["promised_rise"] < 1e-8
+    assert run.metrics.method_details["exchanges"] <= 25
+    assert list(run.summary()["kind"]) == ["fixed", "fixed", "sd", "sd", "lengthscale"]
+    ages = np.array([25.0, 45.0, 70.0])
+    new = run.posterior.predict(pd.DataFrame({"dose": [0, 1, 0], "age": ages}))
+    typical = np.exp(0.5 + 0.4 * np.array([0, 1, 0]) + np.sin(ages / 15) + 0.5 * 0.4**2)
+    np.testing.assert_allclose(new["mean"], typical, rtol=0.35)
+    report = run.report_path.read_text(encoding="utf-8")
+    assert "on the scale of log rate" in report
+    assert (run.path / "plots" / "smooth-terms.png").exists()
+
+
 def test_the_site_is_an_effect(tmp_path):
     keys = {"formula": "score ~ hours + school", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
     run = fg.run(mixed_models.schools(), site="school", options=keys)
@@ -344,8 +465,6 @@ def test_formulas_are_taken_apart_and_call_little():
             parse_config({"formula": text})
     with pytest.raises(ConfigError, match="leave out `target`"):
         parse_config({"formula": "y ~ x", "target": "y"})
-    with pytest.raises(ConfigError, match="gaussian"):
-        parse_config({"formula": "y ~ s(x)", "model.likelihood": "poisson"})
     with pytest.raises(ConfigError, match="reads none"):
         parse_config({"formula": "y ~ x", "method": "sgpr"})
 

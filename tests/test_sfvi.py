@@ -118,7 +118,7 @@ def test_absent_sites_are_stood_in_for() -> None:
 
 HUGE = each(lambda array: array + 1e40)
 LIES: dict[str, tuple[str, Any, str]] = {
-    "huge": ("sfvi", HUGE, "times the usual"),
+    "huge": ("sfvi", HUGE, "times the median over sites"),
     "far": ("sfvi-avg", each(lambda array: array + 2.0), "local steps move nothing by more than"),
 }
 

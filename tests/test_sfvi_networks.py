@@ -173,14 +173,6 @@ def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: s
         torch.testing.assert_close(torch.as_tensor(found[key]), other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", AMORTISED)
-def test_a_round_does_not_depend_on_the_partition(name: str) -> None:
-    (one, value, *_), (many, other, *_) = asked(name, 1), asked(name, 4)
-    assert value == pytest.approx(other, rel=1e-12)
-    for key, array in one.items():
-        np.testing.assert_allclose(array, many[key], rtol=1e-9, atol=1e-9)
-
-
 def test_features_that_are_none_are_refused() -> None:
     for name, word in (("vae", "between 0 and 1"), ("prodlda", "counts")):
         model, _, _ = model_and_rows(name)

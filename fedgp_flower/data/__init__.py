@@ -1,1 +1,1 @@
-"""Data sets, how they are dealt to sites, and federated standardisation."""
+"""Data sets, their partition over sites, and federated standardisation."""

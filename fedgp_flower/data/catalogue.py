@@ -98,7 +98,7 @@ def catalogue(data_dir: str = "") -> list[Entry]:
 
 
 def _file_entry(name: str, path: Path) -> Entry:
-    """Counts rows as lines, so that listing a folder stays fast."""
+    """Return the entry of a file; rows of a CSV are counted as lines, which is fast."""
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415  only for such files
 
     if path.name.endswith(".parquet"):

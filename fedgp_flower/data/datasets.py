@@ -24,7 +24,7 @@ from fedgp_flower.data.cells import (
     identifier_problems,
     typed,
 )
-from fedgp_flower.data.dates import named, with_numbers
+from fedgp_flower.data.dates import expand_dates, with_numbers
 from fedgp_flower.data.holdout import keys_of
 from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
@@ -141,7 +141,7 @@ def checked(
     """Return typed features and target without rows that ``missing`` drops; ``kinds`` fixes kinds of features."""
     second = [config.second_target] if config.second_target else []
     require_columns(raw, [*features, target, *second], file)
-    names = list(kinds) if kinds else named(raw, features, config.dates)
+    names = list(kinds) if kinds else expand_dates(raw, features, config.dates)
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]

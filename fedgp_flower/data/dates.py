@@ -27,7 +27,7 @@ SHARE = 0.9
 """Smallest share of the filled cells that are dates; of the cells of a pattern, those of a single format."""
 
 
-def readings(column: pd.Series) -> list[pd.Series]:
+def parse_dates(column: pd.Series) -> list[pd.Series]:
     """Return the dates of a column in each possible format: two if day and month can be swapped in every cell."""
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
         return [column.dt.tz_localize(None)]
@@ -48,22 +48,22 @@ def readings(column: pd.Series) -> list[pd.Series]:
 
 
 def dates_in(column: pd.Series) -> NDArray[np.bool_] | None:
-    """The cells of a column that are dates, or None where it is not a column of dates."""
-    found = readings(column)
+    """Return a mask of the cells that are dates, or None if the column is not one of dates."""
+    found = parse_dates(column)
     return found[0].notna().to_numpy(dtype=bool) if found else None
 
 
 PARTS = {"days": ("days",), "season": ("sine", "cosine"), "days-and-season": ("days", "sine", "cosine")}
-"""``dates`` → the numbers that take the place of a column of dates."""
+"""``dates`` → the numbers that replace a column of dates."""
 ORIGIN = np.datetime64("2000-01-01")
 YEAR = 365.2425
 
 
-def named(frame: pd.DataFrame, features: Sequence[str], dates: str) -> list[str]:
-    """The features, each column of dates replaced by its numbers: ``days(admitted)`` for ``admitted``."""
+def expand_dates(frame: pd.DataFrame, features: Sequence[str], dates: str) -> list[str]:
+    """Return the features with columns of dates replaced by their numbers: ``days(admitted)`` for ``admitted``."""
     names: list[str] = []
     for feature in features:
-        dated = dates in PARTS and feature in frame and readings(frame[feature])
+        dated = dates in PARTS and feature in frame and parse_dates(frame[feature])
         names += [f"{part}({feature})" for part in PARTS[dates]] if dated else [feature]
     return names
 
@@ -82,7 +82,7 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.Dat
         column = source(name, present)
         if column == name or column not in present:
             continue
-        found = readings(frame[column]) or ([] if frame[column].notna().any() else [pd.Series(pd.NaT, frame.index)])
+        found = parse_dates(frame[column]) or ([] if frame[column].notna().any() else [pd.Series(pd.NaT, frame.index)])
         if not found:
             raise DataError(f"{file}: `{column}` holds no dates; write them as 2024-12-31")
         if any(not found[0].equals(other) for other in found[1:]):

@@ -29,10 +29,10 @@ class Checked:
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     """Check every file as a site."""
-    alike = len({table_stem(file) for file in files}) < len(files)
-    nodes = {str(file) if alike else table_stem(file): {"data-path": str(file)} for file in files}
-    called = {name: file.name for name, file in zip(nodes, files, strict=True)}
-    return agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config, called)
+    same_name = len({table_stem(file) for file in files}) < len(files)
+    nodes = {str(file) if same_name else table_stem(file): {"data-path": str(file)} for file in files}
+    names = {name: file.name for name, file in zip(nodes, files, strict=True)}
+    return agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config, names)
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
@@ -53,10 +53,10 @@ def require_usable(config: CoreConfig, sites: int) -> None:
 
 
 def agreed(
-    sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig, called: Mapping[str, str] | None = None
+    sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig, names: Mapping[str, str] | None = None
 ) -> Checked:
-    """Check sites and their agreement; ``called`` are names of their files for messages."""
-    files = {**dict(zip(sites, sites, strict=True)), **(called or {})}
+    """Check sites and their agreement; ``names`` are the names of their files for messages."""
+    files = {name: name for name in sites} | dict(names or {})
     described, dropped, problems, suspected = {}, 0, [], []
     for name, load in sites.items():
         try:

@@ -277,8 +277,7 @@ def confusion(counts: Array, levels: Sequence[str]) -> Figure:
         ax.text(predicted, observed, words, ha="center", va="center", fontsize=6, color="white" if dark else "black")
     ax.set(xlabel="likeliest class", ylabel="observed class", xticks=range(size), yticks=range(size))
     if levels:
-        short = MAX_CLASS_LETTERS
-        names = [level if len(level) <= short else f"{level[: short - 1]}…" for level in levels]
+        names = [label_text(level, MAX_CLASS_LETTERS) for level in levels]
         ax.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
         ax.set_yticklabels(names)
     ax.grid(visible=False)
@@ -455,10 +454,10 @@ def _ensure_height(ax: Axes) -> None:
     ax.set_ylim(low - margin, high + margin)
 
 
-def label_text(label: str) -> str:
+def label_text(label: str, longest: int = 28) -> str:
     """Return a label from data as one short line without mathematics mode."""
     line = " ".join(label.split())
-    return (line if len(line) <= 28 else f"{line[:27]}…").replace("$", r"\$")
+    return (line if len(line) <= longest else f"{line[: longest - 1]}…").replace("$", r"\$")
 
 
 def _band(ax: Axes, x: ArrayLike, low: ArrayLike, middle: ArrayLike, high: ArrayLike) -> None:

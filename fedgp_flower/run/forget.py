@@ -1,4 +1,4 @@
-"""Forgetting a site after a run: a new run that goes on from the old one's checkpoint, without that site."""
+"""Remove a site from a finished run: a new run continues from the old one's checkpoint without that site."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedgp_flower.typing import Facts
 
 
 def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress = silent) -> Path:
-    """Go on in a new folder from the old run's history and checkpoint, without the site; returns that folder."""
+    """Continue a run without a site, in a new folder, from its history and checkpoint. Return the new folder."""
     data = read_run(run)
     if not data.method.forget:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
@@ -40,7 +40,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     if len(remaining) < old.min_sites:
         raise RunError(
             f"without site {chosen!r} {len(remaining)} site(s) remain, and `min-sites` = {old.min_sites}; "
-            "train again over those that remain, with a smaller `min-sites`"
+            "train again over the remaining sites with a smaller `min-sites`"
         )
     flat = old.flat() | {
         "name": name,

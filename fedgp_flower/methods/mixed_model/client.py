@@ -31,6 +31,7 @@ from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
     MOST,
     SHAPES,
+    TOGETHER,
     Conditional,
     Crossed,
     Factor,
@@ -51,9 +52,6 @@ from fedgp_flower.methods.mixed_model.smooth import Smooths, smooths
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
-
-TOGETHER = 8
-"""Trials at once, fewer where there are many rows."""
 
 
 class MixedClient(SiteClient):
@@ -84,10 +82,14 @@ class MixedClient(SiteClient):
         return Restricted(values, slopes, curvatures[:, *lower], *self.counted)
 
     def marginal(self, request: Trials) -> MarginalSums:
-        """Log marginal likelihoods of the groups, with derivatives by (β, θ, shape)."""
-        found = derivatives(self.crossed, FAMILIES[self.likelihood], torch.tensor(request.points), TOGETHER)
-        values, gradients, hessians = (part.numpy() for part in found)
-        return MarginalSums(values, gradients, hessians, *self.counted)
+        """Log marginal likelihoods of the groups, with derivatives by all parameters."""
+        points, turns, inputs = (
+            *map(torch.tensor, (request.points, request.turns)),
+            self.smooths.at(self.site.train),
+        )
+        found = derivatives(self.crossed, FAMILIES[self.likelihood], points, self.smooths, inputs, turns)
+        values, gradients, hessians, bends = (part.numpy() for part in found)
+        return MarginalSums(values, gradients, hessians, bends, *self.counted)
 
     def site_effect(self, request: MixedView) -> SiteEffect:
         """The intercept of this site: η of a row without any other effect."""

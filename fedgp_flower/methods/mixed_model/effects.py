@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.func import grad_and_value, jacfwd, vmap
 
 from fedgp_flower.errors import DataError, NumericsError
+from fedgp_flower.methods.mixed_model.smooth import NONE, Smooths
 from fedgp_flower.typing import Scalar
 
 NODES = {1: 25, 2: 11, 3: 7}
@@ -31,6 +32,10 @@ the one of Laplace."""
 MOST = 30_000_000
 """Most entries of the blocks between groups of one factor and levels of the others; and of a sheet of rows by nodes."""
 MODE_STEPS, SETTLED = 100, 1e-10
+STRIDE = 1e-4
+"""Of differences along a direction."""
+TOGETHER = 8
+"""Trials at once, fewer where there are many rows."""
 LOG_2PI = math.log(2 * math.pi)
 
 
@@ -284,18 +289,38 @@ def restricted_sums(
 
 
 def derivatives(
-    rows: Crossed, family: Callable[[Tensor], Family], points: Float[Tensor, "K P"], together: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log p(y | β, θ, shape), its gradients and Hessians at points (β, θ, shape), so many at once."""
-    size, count = rows.fixed.shape[1], rows.terms.count
-    sizes = [size, count, points.shape[1] - size - count]
-    parts = [point.split(sizes) for point in points]
-    inner, outer = zip(*(Marginal(rows, family(shape)).mode(beta, theta) for beta, theta, shape in parts), strict=True)
+    rows: Crossed,
+    family: Callable[[Tensor], Family],
+    points: Float[Tensor, "K P"],
+    smooth: Smooths = NONE,
+    inputs: Sequence[Tensor] = (),
+    turns: Float[Tensor, "D P"] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "K D Q"]]:
+    """Log p(y | v, β, θ, log ℓ, a, shape), its gradients and Hessians at points; v weigh features a φ of smooth terms.
+
+    And by differences along turns, those of STRIDE's length in one half and their opposites: first, then second
+    derivatives of the lower entries of Hessians by v.
+    """
+    size, lost = sum(smooth.widths), len(rows.y)
+    sizes = [size, rows.fixed.shape[1], rows.terms.count, sum(smooth.lengths), len(smooth.terms)]
+    sizes.append(points.shape[1] - sum(sizes))
+
+    def parts(point: Float[Tensor, " P"]) -> tuple[Marginal, Tensor, Tensor, Tensor]:
+        v, beta, theta, lengths, amplitudes, shape = point.split(sizes)
+        fixed, left = rows.offset + rows.fixed @ beta, point.new_zeros(lost)
+        for phi, a, weights in zip(smooth.features(inputs, lengths), amplitudes, v.split(smooth.widths), strict=True):
+            fixed, left = fixed + a * (phi @ weights), left + a**2 * (1 - phi.square().sum(1))
+        return Marginal(rows, family(shape)), fixed, theta, left
+
+    centres = [parts(point)[:3] for point in points]
+    modes = [torch.stack(part) for part in zip(*(one.mode(*where) for one, *where in centres), strict=True)]
+    turns = points[:0] if turns is None else turns
+    near = points[:, None] + torch.cat([turns.new_zeros(1, points.shape[1]), turns])
 
     def at(point: Float[Tensor, " P"], *mode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def value(near: Float[Tensor, " P"]) -> Scalar:
-            beta, theta, shape = near.split(sizes)
-            return Marginal(rows, family(shape)).log_evidence(beta, theta, (mode[0], mode[1]))
+            one, fixed, theta, left = parts(near)
+            return one.log_evidence(fixed, theta, (mode[0], mode[1]), left)
 
         def slope(near: Float[Tensor, " P"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             found, height = grad_and_value(value)(near)
@@ -306,8 +331,13 @@ def derivatives(
 
     width = rows.inner.effects.shape[1]
     entries = len(rows.y) * NODES.get(width, 1) ** width * points.shape[1]
-    found = vmap(at, chunk_size=min(together, 1 + MOST // entries))(points, torch.stack(inner), torch.stack(outer))
-    return found[0], found[1], found[2]
+    each = vmap(at, chunk_size=min(TOGETHER, 1 + MOST // entries))
+    found = each(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
+    values, gradients, hessians = (part.unflatten(0, near.shape[:2]) for part in found)
+    lower = torch.tril_indices(size, size)
+    middle, up, down = hessians[:, :, lower[0], lower[1]].split([1, len(turns) // 2, len(turns) // 2], dim=1)
+    bends = torch.cat([(up - down) / (2 * STRIDE), (up + down - 2 * middle) / STRIDE**2], dim=1)
+    return values[:, 0], gradients[:, 0], hessians[:, 0], bends
 
 
 class Marginal:
@@ -337,11 +367,10 @@ class Marginal:
         return arrow, (step[0][:, :, 0], step[1][:, 0])
 
     @torch.no_grad()
-    def mode(self, beta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
+    def mode(self, fixed: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
         """The u that maximises the joint density, by Newton's method with halved steps."""
         rows, outer = self.rows, self.rows.outer(theta)
-        fixed = rows.offset + rows.fixed @ beta
-        u = beta.new_zeros(rows.inner.count, len(outer[0])), beta.new_zeros(len(outer[1]))
+        u = fixed.new_zeros(rows.inner.count, len(outer[0])), fixed.new_zeros(len(outer[1]))
         value = self.joint(fixed, outer, u)
         for _ in range(MODE_STEPS):
             _, step = self.newton(fixed, outer, u)
@@ -357,22 +386,22 @@ class Marginal:
                 break
         return u
 
-    def log_evidence(self, beta: Tensor, theta: Tensor, mode: tuple[Tensor, Tensor]) -> Scalar:
+    def log_evidence(self, fixed: Tensor, theta: Tensor, mode: tuple[Tensor, Tensor], left: Tensor) -> Scalar:
         """By adaptive Gauss–Hermite quadrature (Pinheiro and Bates 1995), or Laplace's approximation.
 
-        Two more Newton steps from the mode carry its first and second derivatives by (β, θ).
+        Two more Newton steps from the mode carry its first and second derivatives by (β, θ). Variance that is left of
+        each row lowers the expected log density to first order, exactly where noise is Gaussian.
         """
-        rows, outer = self.rows, self.rows.outer(theta)
-        fixed, u = rows.offset + rows.fixed @ beta, mode
+        rows, outer, u = self.rows, self.rows.outer(theta), mode
         for _ in range(2):
             _, step = self.newton(fixed, outer, u)
             u = u[0] + step[0], u[1] + step[1]
         arrow, _ = self.newton(fixed, outer, u)
+        total = -0.5 * left @ self.family.weight(rows.y, fixed + rows.predictor(outer, u))
         nodes = 1 if rows.others else NODES.get(len(outer[0]), 1)
         if nodes == 1:
-            return self.joint(fixed, outer, u) - 0.5 * arrow.log_determinant
+            return total + self.joint(fixed, outer, u) - 0.5 * arrow.log_determinant
         points, weights = rule(nodes, len(outer[0]))
-        total = fixed.new_zeros(())
         for groups in sheets(rows, len(points)):
             total = total + self._quadrature(fixed, outer, (u[0], arrow.blocks), (points, weights), groups)
         return total
@@ -419,8 +448,8 @@ class Conditional:
     def __init__(self, marginal: Marginal, beta: Float[Tensor, " E"], theta: Float[Tensor, " T"]) -> None:
         rows = marginal.rows
         self.rows, self.outer, self.beta = rows, rows.outer(theta), beta
-        self.mode = marginal.mode(beta, theta)
         fixed = rows.offset + rows.fixed @ beta
+        self.mode = marginal.mode(fixed, theta)
         self.arrow, _ = marginal.newton(fixed, self.outer, self.mode)
         weight = marginal.family.weight(rows.y, fixed + rows.predictor(self.outer, self.mode))
         self.slopes = self.arrow.back(*self.arrow.half(*rows.sides(-weight[:, None] * rows.fixed)))

@@ -10,6 +10,7 @@ them, ρ² = S_yy − S_yx S_xx⁻¹ S_xy and E fixed effects, the restricted lo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -186,12 +187,48 @@ def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
     )
 
 
-def of_marginal(point: Array, around: Expansion, step: Array, fixed: int, random: int) -> Estimates:
-    """Estimates a last step away from the trial (β, θ, shape)."""
-    best, covariance, end = point + step, inverse(-around.hessian), fixed + random
+def laplace(told: Expansion, point: Array, bends: Array, size: int, fixed: int) -> Expansion:
+    """Features' weights v ~ N(0, I) integrated out: log p(y | ψ) ≈ F(v̂, ψ) − ½ log|A|, F = log p(y | v, ψ) − ½ |v|².
+
+    A = −∂²F/∂v² at the mode v̂(ψ). ψ are all parameters but the first ``size``, v. Newton's step with what is returned
+    leads to v̂ and to the best ψ; of A's curvature only the part between β, ``fixed`` long, and others is left out.
+    """
+    if not size:
+        return told
+    gradient, hessian, count = told.gradient.copy(), told.hessian.copy(), len(point) - size
+    gradient[:size] -= point[:size]
+    hessian[:size, :size] -= np.eye(size)
+    factor = np.linalg.cholesky(-hessian[:size, :size])
+    value = told.value - 0.5 * float(point[:size] @ point[:size]) - float(np.log(factor.diagonal()).sum())
+    if not len(bends):  # the mode is not reached
+        return Expansion(value, gradient, hessian)
+    lower, whole = np.tril_indices(size), np.zeros((len(bends), size, size))
+    whole[:, *lower] = whole[:, *lower[::-1]] = bends
+    first, second = np.split(np.linalg.solve(factor, np.linalg.solve(factor, whole).mT), 2)
+    along, twice = (0.5 * part.trace(axis1=1, axis2=2) for part in (first, second))
+    gradient[size:] += along[:count]
+    bend = 0.5 * np.einsum("iab,jab->ij", first[:count], first[:count]) + np.diag(twice[:count])
+    for (i, j), both in zip(itertools.combinations(range(fixed, count), 2), twice[count:], strict=True):
+        bend[[i, j], [j, i]] += 0.5 * (both - twice[i] - twice[j])
+    hessian[size:, size:] += bend
+    return Expansion(value, gradient, hessian)
+
+
+def of_marginal(point: Array, around: Expansion, step: Array, smooth: Smooths, ends: tuple[int, int]) -> Estimates:
+    """Estimates a last step away from the trial (v, β, θ, log ℓ, a, shape), β and θ ending at ``ends``.
+
+    The covariance of weights and β is that at the best log ℓ and a.
+    """
+    best, whole, (fixed, middle) = point + step, inverse(-around.hessian), ends
+    end = middle + sum(smooth.lengths) + len(smooth.terms)
+    kept = np.r_[:middle, end : len(best)]
+    scales = np.append(
+        np.repeat(best[end - len(smooth.terms) : end], smooth.widths), np.ones(fixed - sum(smooth.widths))
+    )
+    covariance = scales[:, None] * inverse(-around.hessian[np.ix_(kept, kept)])[:fixed, :fixed] * scales
     value = around.value + 0.5 * float(around.gradient @ step)
-    spread, shape = np.pad(covariance[fixed:end, fixed:end], (0, 1)), (best[end:], covariance.diagonal()[end:] ** 0.5)
-    return Estimates(best[:fixed], covariance[:fixed, :fixed], best[fixed:end], 0.0, spread, value, *shape)
+    spread, shape = np.pad(whole[fixed:end, fixed:end], (0, 1)), (best[end:], whole.diagonal()[end:] ** 0.5)
+    return Estimates(scales * best[:fixed], covariance, best[fixed:end], 0.0, spread, value, *shape)
 
 
 def inverse(information: Array) -> Array:
@@ -203,16 +240,19 @@ def inverse(information: Array) -> Array:
     return np.where(touched[:, None] | touched, np.nan, found)
 
 
-def spreads(terms: Terms, bases: Sequence[Array], scale: float, smooth: Smooths) -> Callable[[Tensor], Tensor]:
+def spreads(
+    terms: Terms, bases: Sequence[Array], scale: float, smooth: Smooths, *, gaussian: bool
+) -> Callable[[Tensor], Tensor]:
     """Log standard deviations and inverse hyperbolic tangents of correlations of all terms, as (θ, log σ) goes.
 
-    Then log σ; of every smooth term the logarithms of its standard deviation and its lengthscales, units of the table.
+    Then, where noise is Gaussian, log σ; of every smooth term the logarithms of its standard deviation and its
+    lengthscales, units of the table.
     """
     log_units, places = torch.tensor([*map(math.log, smooth.units)]), np.cumsum([terms.count, *smooth.lengths])
     units = [torch.tensor(base) for base in bases]
 
     def found(at: Tensor) -> Tensor:
-        parts = []
+        parts = [at[:0]]
         for unit, factor in zip(units, terms.factors(at[: terms.count]), strict=True):
             root = scale * torch.linalg.solve_triangular(unit, factor, upper=True)
             covariance = root @ root.mT
@@ -220,7 +260,7 @@ def spreads(terms: Terms, bases: Sequence[Array], scale: float, smooth: Smooths)
             rows, columns = torch.tril_indices(len(root), len(root), -1)
             correlation = covariance[rows, columns] / (log_sd[rows] + log_sd[columns]).exp()
             parts += [log_sd + at[-1], correlation.clamp(-1, 1).atanh()]
-        parts.append(at[-1:] + math.log(scale))
+        parts += [at[-1:] + math.log(scale)] * gaussian
         lengths = at[terms.count : places[-1]] + log_units
         for amplitude, part in zip(at[places[-1] : -1], lengths.split(smooth.lengths), strict=True):
             parts += [amplitude.abs().log()[None] + at[-1] + math.log(scale), part]
@@ -260,6 +300,8 @@ def random_rows(
 
 def random_table(rows: Sequence[Json], function: Callable[[Tensor], Tensor], at: Estimates) -> list[Json]:
     """The rows with estimates, and intervals by the delta method."""
+    if not rows:
+        return []
     point = torch.tensor(np.append(at.theta, at.log_noise))
     jacobian = torch.autograd.functional.jacobian(function, point).numpy()
     values = function(point).numpy()
@@ -268,7 +310,7 @@ def random_table(rows: Sequence[Json], function: Callable[[Tensor], Tensor], at:
     errors = np.where(lost, np.nan, errors)
     ends = zip(values, values - Z95 * errors, values + Z95 * errors, strict=True)
     back = {"correlation": np.tanh}
-    return [row | _ends(back.get(row["kind"], np.exp), *end) for row, end in zip(rows, ends, strict=False)]
+    return [row | _ends(back.get(row["kind"], np.exp), *end) for row, end in zip(rows, ends, strict=True)]
 
 
 def shape_rows(at: Estimates) -> list[Json]:

@@ -28,9 +28,14 @@ class Outline:
 
 @message()
 class Trials:
-    """Parameters to be tried, whitened: Cholesky factors of relative covariances, log ℓ and a; else (β, θ, shape)."""
+    """Whitened parameters to be tried: θ, Cholesky factors of relative covariances, and log ℓ and a of smooth terms.
+
+    Where noise is not Gaussian, (v, β, θ, log ℓ, a, shape), v the weights of features.
+    """
 
     points: Float[ndarray, "K B"]
+    turns: Float[ndarray, "D B"]
+    """Short ways from each, then their opposites, that Hessians by v are differentiated along."""
 
 
 @message("train.restricted", summand=True)
@@ -58,9 +63,10 @@ class Restricted:
 class MarginalSums:
     """Log marginal likelihoods of groups, summed, at each trial."""
 
-    values: Float[ndarray, " K"] = leaves("log p(y | β, θ), random effects integrated out")
-    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (β, θ), and by log dispersion")
+    values: Float[ndarray, " K"] = leaves("log p(y | v, β, θ, log ℓ, a), random effects integrated out")
+    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (v, β, θ, log ℓ, a), and by log dispersion")
     hessians: Float[ndarray, "K B B"] = leaves("its second derivatives", symmetric=True)
+    bends: Float[ndarray, "K D Q"] = leaves("first, then second derivatives along the ways of the second ones by v")
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
 

@@ -19,9 +19,6 @@ class MixedOptions(MethodOptions):
         """A formula, a likelihood that is known, and rows as they are."""
         wrong = {
             "`formula` is empty: write one such as 'y ~ x + (1 | group)'": not core.formula,
-            "`formula`: smooth terms s(…) need `model.likelihood` = 'gaussian'": (
-                core.design is not None and bool(core.design.smooths) and core.model.likelihood != "gaussian"
-            ),
             f"`missing` = {core.missing!r}: allowed are 'error' and 'drop'": core.missing not in {"error", "drop"},
             "`transform.target` is set: write log(…) of the target into the table": core.transform.target != "none",
             f"`partitioner` = {core.partitioner!r} cuts groups apart: take 'iid', which deals whole groups, or"

@@ -129,8 +129,9 @@ def panels(run: Run) -> list[Panel]:
     ]
     if run.saved is not None and (model := saved_model(run.saved, ())).smooth.terms:
         words = (
-            "Each smooth term along an input, less its value where its inputs are at their means: mean and 95 % band."
+            "Each smooth term along an input, less its value where its inputs are at their means: mean and 95 % band"
         )
+        words += f", on the scale of {unit(family)}."
         found.append(Panel("Smooth terms", curves(model), words))
     if sites := facts.get("sites"):
         words = "How far a site is from the typical one: estimate and 95 % interval, drawn to 0 where it has few rows."
@@ -151,7 +152,7 @@ def curves(model: NewGroup) -> Figure:
         ax.fill_between(x, mean - Z95 * sd, mean + Z95 * sd, alpha=0.25, lw=0)
         ax.plot(x, mean, lw=1.4)
         ax.set_xlabel(term.inputs[d], fontsize=8)
-        ax.set_ylabel(term.called, fontsize=8)
+        ax.set_ylabel(f"{term.called}, {unit(model.likelihood)}", fontsize=8)
         ax.tick_params(labelsize=7)
     return figure
 
@@ -164,9 +165,14 @@ def site_effects(sites: Sequence[Facts], family: str) -> Figure:
     axes.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, lw=1.2)
     axes.axvline(0, color="black", lw=0.7)
     axes.set_yticks(places, [str(row["effect"]) for row in sites], fontsize=8)
-    axes.set_xlabel(f"log {RATIOS[family].split()[0]}" if family in RATIOS else "units of the target", fontsize=8)
+    axes.set_xlabel(unit(family), fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
     return figure
+
+
+def unit(family: str) -> str:
+    """Of a linear predictor."""
+    return f"log {RATIOS[family].split()[0]}" if family in RATIOS else "units of the target"
 
 
 def probability(p: float) -> str:

@@ -97,6 +97,15 @@ class Smooths:
         parts = zip(self.terms, inputs, log_lengthscales.split(self.lengths), strict=True)
         return [term.features(x, part) for term, x, part in parts]
 
+    def roots(self, parameters: Float[Tensor, " P"]) -> Array:
+        """Values at the inducing points of every feature, times a: blocks [M, M] for parameters log ℓ and a."""
+        lengths, amplitudes = parameters.split([sum(self.lengths), len(self.terms)])
+        parts = self.features([torch.from_numpy(term.points) for term in self.terms], lengths)
+        return torch.block_diag(*(a * part for a, part in zip(amplitudes, parts, strict=True))).numpy()
+
+
+NONE = Smooths(())
+
 
 def smooths(formula: Formula, agreed: Preparation) -> Smooths:
     """The terms, with the agreed means and scales of their inputs."""
