@@ -57,7 +57,7 @@ from strategies.pvi_updates import (
     marginals,
     product,
 )
-from strategies.server.checkpoint import STATE
+from strategies.server.checkpoint import STATE, arrays_of
 from strategies.server.questions import (
     Asking,
     Each,
@@ -183,8 +183,7 @@ def damping_of(plan: Plan, num_participants: int) -> float:
 
 def state_of(snapshot: Snapshot) -> PVIState:
     """Return the state of a checkpoint."""
-    arrays = {name.removeprefix(STATE): a for name, a in snapshot.arrays.items() if name.startswith(STATE)}
-    return decode(PVIState, arrays)
+    return decode(PVIState, arrays_of(snapshot, STATE))
 
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:

@@ -25,8 +25,6 @@ from strategies.server.strategy import FederatedStrategy
 
 FROM_WEIGHTS = "θ ~ N(weights.mean, weights.covariance)"
 
-# Methods of both Strategies.
-
 
 def initialise(run: Weights, roster: Roster) -> Asking[PVIState]:
     """Return the prior; a total of log likelihoods checks that sites have the rows that they described."""

@@ -240,11 +240,6 @@ def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
     return dict(state.shared)
 
 
-def rate(strategy: SFVI | SFVIAvg, roster: Roster) -> float:
-    """Return the learning rate of a round."""
-    return strategy.options.rate(roster.round - 1, strategy.horizon())
-
-
 def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
     """Return sds of q(Z_G), the same KL divergence for its scales, and units of logarithms of θ.
 
@@ -268,7 +263,8 @@ class SFVIAvg(FederatedStrategy[SFVIState]):
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
-        return (yield from averaging_round(state, roster, self.options, rate(self, roster)))
+        rate = self.options.rate(roster.round - 1, self.horizon())
+        return (yield from averaging_round(state, roster, self.options, rate))
 
 
 class SFVI(FederatedStrategy[SFVIState]):
@@ -282,6 +278,7 @@ class SFVI(FederatedStrategy[SFVIState]):
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper; Algorithm 2 in rounds of the warm start."""
+        rate = self.options.rate(roster.round - 1, self.horizon())
         if roster.round <= self.options.warm_start_rounds:
-            return (yield from averaging_round(state, roster, self.options, rate(self, roster)))
-        return (yield from one_round(state, roster, self.options, self.config.seed, rate(self, roster)))
+            return (yield from averaging_round(state, roster, self.options, rate))
+        return (yield from one_round(state, roster, self.options, self.config.seed, rate))

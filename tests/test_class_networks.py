@@ -46,7 +46,7 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path: Path, method: str) -> None
     confusion = np.array(read.metrics.method_details["confusion"])
     assert confusion.sum() == 36
     assert np.trace(confusion) == pytest.approx(36 * read.metrics.test["accuracy"])
-    assert "that of the likeliest class" in page
+    assert "that of the most probable class" in page
     assert SHOWN.get(method, "") in page
     assert {"calibration.png", "confusion-of-classes.png"} <= {path.name for path in (folder / "plots").iterdir()}
     personal = RUNS[method].get("sfvi__model")  # of the heads of new sites nothing is known

@@ -55,7 +55,7 @@ def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished: 
     assert np.abs(table["mean"] - 0.6 * shape(frame["x"])).max() < 0.25
     (finished / "sites" / "1" / "site-state.safetensors").rename(finished / "sites" / "1" / "aside")
     try:
-        with pytest.raises(RunError, match="missing or damaged"):
+        with pytest.raises(RunError, match="is missing, damaged"):
             Predictor.at_site(finished, "b")
     finally:
         (finished / "sites" / "1" / "aside").rename(finished / "sites" / "1" / "site-state.safetensors")

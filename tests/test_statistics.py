@@ -89,12 +89,12 @@ def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatc
         found = pooled_sums(sparse, rows, targets, whitener)
         wanted = pooled_sums(sparse, rows, targets)
         np.testing.assert_array_equal(found.projection, wanted.projection)
-    assert len(whitener._kept) == min(kept, 6)
+    assert len(whitener._cache) == min(kept, 6)
     for rows in (inputs, others):
         found = rows_gradient(sparse, rows, targets, adjoints, whitener)
         for name, share in rows_gradient(sparse, rows, targets, adjoints).items():
             np.testing.assert_array_equal(found[name], share)
-    assert not whitener._kept
+    assert not whitener._cache
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,1 +1,1 @@
-"""The Gaussian-process toolbox: kernels, likelihoods, sums, Gaussians, optimisers."""
+"""Kernels, likelihoods, sums, Gaussians and optimisers."""

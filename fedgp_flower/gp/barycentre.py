@@ -1,4 +1,4 @@
-"""The Wasserstein barycentre of Gaussians, in factors: no covariance and no inverse is formed.
+"""The Wasserstein barycentre of Gaussians, from factors without covariances or inverses.
 
 A Gaussian is a mean m [M] and a factor of its covariance: either L [M, M] with S = L Lᵀ, or scales σ [M] with
 S = diag(σ²).
@@ -13,7 +13,7 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.typing import Array
 
 TOLERANCE = 1e-10
-"""Of the whitened gap."""
+"""Tolerance of the whitened gap."""
 
 
 def barycentre(means: Array, factors: Array, weights: Array, *, max_iterations: int = 1000) -> tuple[Array, Array]:
@@ -24,8 +24,8 @@ def barycentre(means: Array, factors: Array, weights: Array, *, max_iterations: 
 
         F' = Σ wₖ Lₖ polar(LₖᵀF) = F,   polar(U p Vᵀ) = U Vᵀ,
 
-    is iterated from F = chol(Σ wₖ Sₖ) until ‖F⁻¹(F' − F)‖ ≤ :data:`TOLERANCE`, which sees every direction alike. F is
-    lower triangular with a positive diagonal.
+    is iterated from F = chol(Σ wₖ Sₖ) until ‖F⁻¹(F' − F)‖ ≤ :data:`TOLERANCE`, which weighs all directions equally.
+    F is lower triangular with a positive diagonal.
     """
     weights = weights / weights.sum()
     mean = weights @ means
@@ -40,8 +40,8 @@ def barycentre(means: Array, factors: Array, weights: Array, *, max_iterations: 
         if gap <= TOLERANCE:
             return mean, factor
         factor = _lower(mapped)
-    words = f"whitened gap {gap:.1e} after {max_iterations} steps, wanted {TOLERANCE:.1e}"
-    raise NumericsError(f"barycentre of {len(means)} Gaussians did not converge: {words}. Use diagonal factors.")
+    reason = f"whitened gap {gap:.1e} after {max_iterations} steps, above {TOLERANCE:.1e}"
+    raise NumericsError(f"barycentre of {len(means)} Gaussians did not converge: {reason}. Use diagonal factors.")
 
 
 def wasserstein_distance(mean: Array, factor: Array, other_mean: Array, other_factor: Array) -> float:

@@ -1,7 +1,7 @@
-"""Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
+"""Sums over small groups of rows, which describe the inputs and from which inducing points are drawn.
 
-A site halves its rows along the direction in which they spread most, and the halves again, down to cells of at least
-five. It adds each cell's count, Σx and Σx² to the slot of the nearest anchor, where cells of several sites are one.
+A site halves its rows along their first principal axis, and again, down to cells of at least five. It adds each cell's
+count, Σx and Σx² to the slot of the nearest anchor, so that cells of several sites merge.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fedgp_flower.typing import Array, Indices
 LEAST_ROWS = 5
 """Fewest rows of a cell."""
 LEAST_ALIKE, VALUES = 3, 128
-"""Fewest rows of a cell of values of one input, and slots for such cells."""
+"""Fewest rows of a cell of values of one input, and number of slots for such cells."""
 MOST_CELLS = 512
-"""Of a site."""
+"""Most cells of a site."""
 CHUNK = 4096
-"""Rows handled at once."""
-COPIES, SURELY = 2.0, 1.2
-"""Rows count less where there are so many of each, and by such a factor less than estimated."""
+"""Rows in a block."""
+MIN_COPIES, MARGIN = 2.0, 1.2
+"""Copies of each row from which rows get less weight, and safety factor of that weight."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -33,14 +33,14 @@ def nearest(points: Array, centres: Array) -> Indices:
 
 
 def summed(labels: Indices, values: Array, count: int) -> Array:
-    """Σ of the values with each label, [C, ...]."""
+    """Sum of the values by label, [C, ...]."""
     total = np.zeros((count, *values.shape[1:]))
     np.add.at(total, labels, values)
     return total
 
 
 def grouped(inputs: Array, least: int = LEAST_ROWS) -> Indices:
-    """The cell of every row, [N]: halves of halves at the median of the widest principal axis, of ``least`` rows."""
+    """The cell of every row [N], by repeated halving along the first principal axis, of at least ``least`` rows."""
     least = max(least, math.ceil(len(inputs) / MOST_CELLS))
     waiting, labels, count = [np.arange(len(inputs))], np.zeros(len(inputs), dtype=np.int64), 0
     while waiting:
@@ -48,15 +48,15 @@ def grouped(inputs: Array, least: int = LEAST_ROWS) -> Indices:
         if len(rows) < 2 * least:
             labels[rows], count = count, count + 1
             continue
-        away = inputs[rows] - inputs[rows].mean(0)
-        axis = np.linalg.eigh(away.T @ away)[1][:, -1]
-        order = np.argsort(away @ axis, kind="stable")
+        centred = inputs[rows] - inputs[rows].mean(0)
+        axis = np.linalg.eigh(centred.T @ centred)[1][:, -1]
+        order = np.argsort(centred @ axis, kind="stable")
         waiting += np.array_split(rows[order], 2)
     return labels
 
 
 def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array, Array, Array]:
-    """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
+    """Rows [C], Σx [C, D] and Σx² [C, D] of cells of rows [N, D], in slots of the nearest anchors [C, D]."""
     labels = grouped(inputs, least)
     count, parts = int(labels.max()) + 1, (np.ones(len(inputs)), inputs, np.square(inputs))
     rows, first, second = (summed(labels, values, count) for values in parts)
@@ -65,10 +65,10 @@ def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array
 
 
 def repeats(inputs: Array, targets: Array) -> Array:
-    """Σ of signs ±1 over rows [2, 256], equal where targets and where whole rows are equal, else by chance (a hash)."""
+    """Sums of hashed signs ±1 over rows [2, 256]; equal targets, or equal whole rows, have equal signs."""
     mixed = np.tile(np.arange(1, 5, dtype=np.uint64)[:, None] * GOLDEN, len(targets))  # [4, N]
     sums = []
-    for column in (targets, *inputs.T):  # SplitMix64 (Steele et al. 2014) of what was before and this number
+    for column in (targets, *inputs.T):  # SplitMix64 (Steele et al. 2014) of the earlier columns and this one
         mixed = mixed ^ (column + 0.0).view(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -79,41 +79,38 @@ def repeats(inputs: Array, targets: Array) -> Array:
 
 
 def weight_of(totals: Array, rows: float) -> float:
-    """N/Σ c², Kish's effective share of N rows where each has c copies; 1 where few rows are copies.
+    """N/Σ c², Kish's effective fraction of N rows with c copies each; 1 if few rows are copies.
 
-    The mean square of the sums of :func:`repeats` is Σ c² on average, within 9 % (Alon, Matias and Szegedy 1996); the
-    share is rather too low, since with one too high the noise still vanishes. Rows that share a target and not their
-    inputs are no copies.
+    The mean square of the sums of :func:`repeats` estimates Σ c² within 9 % (Alon, Matias and Szegedy 1996). The
+    margin lowers the weight, since with too high a weight the fitted noise vanishes. Rows that share only their targets
+    are not copies.
     """
     by_target, by_row = np.square(totals).mean(1)
-    copied = by_row >= COPIES * rows and by_target <= COPIES * by_row
-    return float(rows / by_row / SURELY) if copied else 1.0
+    copied = by_row >= MIN_COPIES * rows and by_target <= MIN_COPIES * by_row
+    return float(rows / by_row / MARGIN) if copied else 1.0
 
 
 def values_of(inputs: Array, anchors: Array, least: int = LEAST_ALIKE) -> tuple[Array, Array]:
-    """Rows [D, B] and Σ of their values [D, B] in cells of values of each input, ``least`` rows each.
+    """Rows [D, B] and sums of values [D, B] in cells of each input's values, with at least ``least`` rows.
 
-    A value that so many rows have is a cell. Of the values between two such ones cells of ``least`` neighbours are
-    made, and fewer are left out. A cell is in the slot of the nearest of B quantiles of the anchors' values.
+    A value with ``least`` rows is a cell. The values between two such values form cells of ``least`` neighbours; fewer
+    are left out. A cell adds to the slot of the nearest of B quantiles of the anchors' values.
     """
-    found = [_cells_of_values(column, slots_of(own), least) for column, own in zip(inputs.T, anchors.T, strict=True)]
-    rows, sums = (np.stack(part) for part in zip(*found, strict=True))
+    quantiles = np.quantile(anchors, (np.arange(VALUES) + 0.5) / VALUES, axis=0)  # [B, D]
+    pairs = zip(inputs.T, quantiles.T, strict=True)
+    parts = zip(*(_cells_of_values(column, slots, least) for column, slots in pairs), strict=True)
+    rows, sums = map(np.stack, parts)
     return rows, sums
-
-
-def slots_of(values: Array) -> Array:
-    """Quantiles that stand for values [B]."""
-    return np.quantile(values, (np.arange(VALUES) + 0.5) / VALUES)
 
 
 def _cells_of_values(column: Array, slots: Array, least: int) -> tuple[Array, Array]:
     values, counts = np.unique(column, return_counts=True)
     heavy = counts >= least
-    between = np.repeat(np.cumsum(heavy)[~heavy], counts[~heavy])  # which two heavy values each other row lies between
+    between = np.repeat(np.cumsum(heavy)[~heavy], counts[~heavy])  # the gap of each other row between heavy values
     first, last = np.searchsorted(between, between), np.searchsorted(between, between, side="right")
     size, place = last - first, np.arange(len(between)) - first
     whole = size >= least
-    group = first + np.minimum(place // least, size // least - 1) * least  # where its cell begins
+    group = first + np.minimum(place // least, size // least - 1) * least  # first row of its cell
     label, member = np.unique(group[whole], return_inverse=True)
     rows: Array = np.concatenate([np.bincount(member, minlength=len(label)), counts[heavy]]).astype(np.float64)
     sums = np.bincount(member, np.repeat(values[~heavy], counts[~heavy])[whole], len(label))
@@ -123,18 +120,18 @@ def _cells_of_values(column: Array, slots: Array, least: int) -> tuple[Array, Ar
 
 
 def with_values(points: Array, rows: Array, sums: Array) -> Array:
-    """Points [S, D] where the values of each input, in their order, are those of :func:`values_of` in all sites.
+    """Points [S, D] with the marginal distributions of :func:`values_of` and the ranks of ``points``.
 
-    So they keep how inputs go together, and a value that many rows have is met exactly.
+    They keep the dependence of the inputs, and match values with many rows exactly.
     """
     moved = points.copy()
     shares = (np.arange(len(points)) + 0.5) / len(points)
     for column, (count, total) in enumerate(zip(rows, sums, strict=True)):
-        held = count > 0
-        if held.any():
-            values = total[held] / count[held]
+        filled = count > 0
+        if filled.any():
+            values = total[filled] / count[filled]
             order = np.argsort(values)
-            up_to = np.cumsum(count[held][order]) / count.sum()
+            up_to = np.cumsum(count[filled][order]) / count.sum()
             place = np.argsort(np.argsort(points[:, column], kind="stable"), kind="stable")
             moved[:, column] = values[order][np.minimum(np.searchsorted(up_to, shares), len(values) - 1)][place]
     return moved
@@ -142,8 +139,8 @@ def with_values(points: Array, rows: Array, sums: Array) -> Array:
 
 def drawn(rows: Array, first: Array, second: Array, count: int, rng: np.random.Generator) -> Array:
     """Points [S, D] from the mixture of cells, each a Gaussian with the cell's mean and variances."""
-    kept = rows > 0
-    mean = first[kept] / rows[kept, None]
-    spread = np.sqrt(np.maximum(second[kept] / rows[kept, None] - mean**2, 0))  # below 0 by rounding alone
-    chosen = rng.choice(len(mean), count, p=rows[kept] / rows[kept].sum())
+    filled = rows > 0
+    mean = first[filled] / rows[filled, None]
+    spread = np.sqrt(np.maximum(second[filled] / rows[filled, None] - mean**2, 0))  # negative only by rounding
+    chosen = rng.choice(len(mean), count, p=rows[filled] / rows[filled].sum())
     return mean[chosen] + spread[chosen] * rng.standard_normal((count, mean.shape[1]))

@@ -4,7 +4,7 @@ Every output is f = Σ_i s_i (g_i smoothed by N(0, R_i)), rescaled to the varian
 
     cov_i(x, x') = (|2R + S| |2R' + S|)^¼ |R + R' + S|^(−½) exp(−½ (x − x')ᵀ (R + R' + S)⁻¹ (x − x')),
 
-and a latent function itself has R = 0, so one formula gives c_ff, c_fg and c_gg. With v = s (|2R + S| / |S|)^¼ the
+and a latent function has R = 0, so that one formula gives c_ff, c_fg and c_gg. With v = s (|2R + S| / |S|)^¼ the
 cross covariance is Eq. 18 of Chung and Al Kontar (2024). R = 0 throughout is the linear model of coregionalisation.
 """
 
@@ -49,16 +49,16 @@ class ConvolvedKernel(Kernel):
 
     def latent(self, inducing: Tensor) -> Tensor:
         """c_gg at the pseudo-inputs [J, D], unit variance: [I, J, J]."""
-        none = torch.zeros_like(self.scales)
-        return smoothed_covariance(inducing, inducing, self.scales, none, none)
+        zero = torch.zeros_like(self.scales)
+        return smoothed_covariance(inducing, inducing, self.scales, zero, zero)
 
     def cross(self, x: Tensor, inducing: Tensor) -> Tensor:
         """c_fg between rows [N, D] and pseudo-inputs [J, D]: [I, N, J]."""
-        none = torch.zeros_like(self.scales)
-        return self.amplitudes[:, None, None] * smoothed_covariance(x, inducing, self.scales, self.smoothing, none)
+        zero = torch.zeros_like(self.scales)
+        return self.amplitudes[:, None, None] * smoothed_covariance(x, inducing, self.scales, self.smoothing, zero)
 
     def prior_variance(self) -> Tensor:
-        """Variance of f from each latent function, s_i²; the same everywhere.  [I]."""
+        """Variance s_i² of f from each latent function, at any x.  [I]."""
         return self.amplitudes.square()
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:

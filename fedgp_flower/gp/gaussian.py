@@ -1,7 +1,7 @@
 """Gaussians in natural parameters: a product of densities is a sum, a cavity a difference, damping a multiple.
 
-A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision. Only what
-needs a density (moments, KL) requires η₂ ≺ 0; an improper factor is then an error, never repaired.
+A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision. Only
+moments and KL require a density, η₂ ≺ 0, and raise NumericsError for an improper factor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gaussian(ABC):
         return type(self)(self.eta1 + other.eta1, self.eta2 + other.eta2)
 
     def __truediv__(self: G, other: G) -> G:
-        """Quotient of densities: natural parameters subtract; what remains without ``other`` is the cavity."""
+        """Quotient of densities: natural parameters subtract, which gives the cavity without ``other``."""
         return type(self)(self.eta1 - other.eta1, self.eta2 - other.eta2)
 
     def __pow__(self: G, exponent: float) -> G:
@@ -64,7 +64,7 @@ class Gaussian(ABC):
         return bool(torch.isfinite(self.eta1).all() and torch.isfinite(self.eta2).all())
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean m = Sη₁ and covariance S = Λ⁻¹, or its diagonal; an error where the factor is not a density."""
+        """Mean m = Sη₁ and covariance S = Λ⁻¹, or its diagonal; raise NumericsError if improper."""
         return self.described()[:2]
 
     def mean(self) -> Float[Tensor, " M"]:
@@ -77,10 +77,10 @@ class Gaussian(ABC):
 
     def kl(self: G, other: G) -> Tensor:
         """KL(self ‖ other) = ½ [tr(Λ'S) − M + (m−m')ᵀΛ'(m−m') + log|Λ| − log|Λ'|] in nats, primes marking ``other``."""
-        (mean, covariance, log_determinant), (centre, _, theirs) = self.described(), other.described()
-        apart, precision = mean - centre, other.precision
-        moved = precision @ apart if precision.ndim > 1 else precision * apart
-        return 0.5 * ((precision * covariance).sum() - self.size + apart @ moved + log_determinant - theirs)
+        (mean, covariance, log_det), (other_mean, _, other_log_det) = self.described(), other.described()
+        difference, precision = mean - other_mean, other.precision
+        weighted = precision @ difference if precision.ndim > 1 else precision * difference
+        return 0.5 * ((precision * covariance).sum() - self.size + difference @ weighted + log_det - other_log_det)
 
 
 class NaturalGaussian(Gaussian):

@@ -1,10 +1,10 @@
-"""GPyTorch kernels from an expression, with every positive parameter in log coordinates.
+"""GPyTorch kernels from an expression, with positive parameters in log coordinates.
 
 ``rbf``, ``matern32``, ``matern52``, ``l1``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``rbf + l1``, or
 ``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have a scale each; a product has one.
 
-Another package brings a kernel under a name, by an entry point of the group ``fedgp_flower.kernels``: a function of
-``(num_inputs, ard)`` that returns a kernel of GPyTorch. Every site of a run needs the package.
+Installed packages add kernels by entry points of the group ``fedgp_flower.kernels``: functions of ``(num_inputs, ard)``
+that return a GPyTorch kernel. Every site of a run needs the package.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fedgp_flower.options import KERNEL_GROUP, ModelSection, kernel_tree
 
 
 class Scaled(ScaleKernel):
-    """GPyTorch's, without ``torch.broadcast_shapes`` where there is no batch: SymPy, which it loads, takes .5 s."""
+    """GPyTorch's kernel, without ``torch.broadcast_shapes`` for an empty batch, which loads SymPy for .5 s."""
 
     @property
     def batch_shape(self) -> torch.Size:
-        """Of kernels without a batch empty, as that of GPyTorch."""
+        """The batch shape, as in GPyTorch."""
         plain = not self._batch_shape and not self.base_kernel.batch_shape
         return torch.Size() if plain else super().batch_shape
 
@@ -54,26 +54,26 @@ class Scaled(ScaleKernel):
 
 
 class Matern(MaternKernel):
-    """GPyTorch's kernel, while traced with second derivatives, which ``torch.cdist`` of at most 25 rows has none of."""
+    """GPyTorch's kernel, with second derivatives in trace mode, which ``torch.cdist`` of up to 25 rows lacks."""
 
     def covar_dist(self, x1: Tensor, x2: Tensor, **kind: Any) -> Tensor:
-        """Distances of rows; traced, the roots of squared ones."""
+        """Distances of rows, in trace mode as roots of squared distances."""
         if settings.trace_mode.off() or kind.get("square_dist"):
             return super().covar_dist(x1, x2, **kind)
         return super().covar_dist(x1, x2, **kind | {"square_dist": True}).clamp_min(1e-30).sqrt()
 
 
 class L1(Kernel):
-    """The product over inputs of Matérn-1/2 kernels, k(x, z) = exp(−Σ_d |x_d − z_d| / ℓ_d): steps along the axes.
+    """The product over inputs of Matérn-1/2 kernels, k(x, z) = exp(−Σ_d |x_d − z_d| / ℓ_d).
 
-    It is the Laplacian kernel of the L1 distance, and the kernel of the Mondrian process (Balog et al. 2016).
+    This Laplacian kernel suits steps along the axes; it is that of the Mondrian process (Balog et al. 2016).
     """
 
     has_lengthscale = True
     rough = True
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
-        """Covariances [..., N, M], or the diagonal [..., N]; traced, by operations that have second derivatives."""
+        """Covariances [..., N, M], or the diagonal [..., N]; in trace mode with second derivatives."""
         left, right = x1 / self.lengthscale, x2 / self.lengthscale
         if diag:
             return (left - right).abs().sum(-1).neg().exp()
@@ -83,7 +83,7 @@ class L1(Kernel):
 
 
 class Linear(LinearKernel):
-    """GPyTorch's kernel as a plain matrix: its low-rank form, once added to another, asks for a root of that one."""
+    """GPyTorch's kernel as a dense matrix, since sums with its low-rank form need a root of the other term."""
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """Products v x₁ᵀx₂ [..., N, M], or its diagonal [..., N]."""
@@ -92,7 +92,7 @@ class Linear(LinearKernel):
 
 
 class OfEach(Kernel):
-    """A kernel for each of several functions, under its name; matrices [C, ..., N, M]."""
+    """A kernel for each of C named functions; matrices [C, ..., N, M]."""
 
     def __init__(self, kernels: Mapping[str, Kernel]) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class OfEach(Kernel):
             self.add_module(name, kernel)
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, **params: Any) -> Any:
-        """Covariances, or the diagonal [C, ..., N]; GPyTorch takes a batch of diagonals for matrices if sizes agree."""
+        """Covariances, or the diagonal [C, ..., N], which GPyTorch would take for matrices if sizes agree."""
         found = [kernel(x1, x2, diag=diag, **params) for kernel in self.each]
         return torch.stack(found) if diag else to_linear_operator(torch.stack([part.to_dense() for part in found]))
 
 
 def log_positive() -> Positive:
-    """The constraint θ = exp(raw): GPyTorch's raw parameter *is* log θ."""
+    """The constraint θ = exp(raw), so that GPyTorch's raw parameter is log θ."""
     return Positive(transform=torch.exp, inv_transform=torch.log)
 
 
@@ -123,7 +123,7 @@ def build_kernel(model: ModelSection, num_inputs: int) -> Kernel:
 
 
 def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = True) -> Kernel:
-    """Terms of a sum have a scale each, a product has one, and its factors have none."""
+    """Build a node; each term of a sum has a scale, a product has one, and its factors have none."""
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _joined(AdditiveKernel, [_build(side, model, num_inputs) for side in (left, right)])
@@ -136,7 +136,7 @@ def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = 
 
 
 def _joined(kind: type[AdditiveKernel] | type[ProductKernel], parts: list[Kernel]) -> Kernel:
-    """A sum of sums is one sum, a product of products one product."""
+    """Join parts, with nested sums or products flattened."""
     return kind(*(kernel for part in parts for kernel in (part.kernels if type(part) is kind else [part])))
 
 
@@ -159,14 +159,14 @@ def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
 
 
 def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
-    """The same kernel with log θ as raw parameters; a parameter that is bounded in another way is refused."""
+    """Make log θ the raw parameters; raise ConfigError for a parameter with other bounds than θ > 0."""
     kernel = kernel.double()  # before the logarithm, which float32 would round
     for path, constraint in list(kernel.named_constraints()):
         *owner, raw = path.removesuffix("_constraint").split(".")
         module = kernel.get_submodule(".".join(owner))
         if float(constraint.lower_bound) != 0 or not math.isinf(float(constraint.upper_bound)):
             raise ConfigError(
-                f"kernel {name!r}: parameter `{raw}` lies in {constraint}; expected one that is positive, or free. "
+                f"kernel {name!r}: parameter `{raw}` has constraint {constraint}; expected a positive or free one. "
                 "Give its GPyTorch kernel a Positive constraint"
             )
         parameter = module.get_parameter(raw)
@@ -177,16 +177,16 @@ def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
 
 @cache
 def wire_name(parameter: str) -> str:
-    """The name a GPyTorch parameter has in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
+    """The name of a GPyTorch parameter in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
     *path, leaf = [part for part in parameter.split(".") if part != "base_kernel"]
     return ".".join([*path, leaf.replace("raw_", "log_", 1)])
 
 
 @cache
 def amplitude_names(model: ModelSection, num_inputs: int) -> tuple[str, ...]:
-    """Wire names of what scales a kernel as a whole: the amplitudes of the terms of a sum, or the one in front."""
-    front, named = re.compile(r"(kernels\.\d+\.)?raw_(outputscale|variance)"), build_kernel(model, num_inputs)
-    return tuple(f"kernel.{wire_name(name)}" for name, _ in named.named_parameters() if front.fullmatch(name))
+    """Names in messages of the amplitudes of all terms of a kernel."""
+    outer, named = re.compile(r"(kernels\.\d+\.)?raw_(outputscale|variance)"), build_kernel(model, num_inputs)
+    return tuple(f"kernel.{wire_name(name)}" for name, _ in named.named_parameters() if outer.fullmatch(name))
 
 
 def is_amplitude(name: str) -> bool:
@@ -195,12 +195,12 @@ def is_amplitude(name: str) -> bool:
 
 
 def prior_variance(kernel: Kernel, point: Tensor) -> Tensor:
-    """The prior variance k(x, x) averaged over ``point`` [..., M, D], shape [...]: the unit jitter is measured in."""
+    """The prior variance k(x, x) averaged over ``point`` [..., M, D], shape [...], the unit of jitter."""
     return kernel(point, diag=True).mean(-1)
 
 
 class BatchedKernel:
-    """k_β(x, x') for a batch of samples β: logarithms, of a for an outputscale a², so that LN(0, 1) is N(0, I)."""
+    """k_β(x, x') for samples β, the logarithms of lengthscales and of standard deviations a (outputscale a²)."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel, parameters = kernel, dict(kernel.named_parameters())
@@ -211,13 +211,13 @@ class BatchedKernel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each entry of β is the logarithm of; variances enter as standard deviations."""
-        found: list[str] = []
+        """Names of the entries of β, which are logarithms; variances enter as standard deviations."""
+        names: list[str] = []
         for raw, shape in zip(self._powers, self._shapes, strict=True):
             path = [part for part in raw.split(".") if part not in {"kernels", "base_kernel"}]
             name, size = " ".join(path).replace("raw_", "").replace("outputscale", "amplitude"), shape.numel()
-            found += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
-        return tuple(found)
+            names += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
+        return tuple(names)
 
     def initial(self) -> Float[Tensor, " P"]:
         """β at the parameters of the kernel."""
@@ -234,13 +234,13 @@ class BatchedKernel:
         return self._call(hyper, inputs, inputs, diagonal=True)
 
     def raw(self, hyper: Float[Tensor, "S P"]) -> dict[str, Tensor]:
-        """The kernel's raw parameters for every sample, batched in front."""
+        """The kernel's raw parameters, with the samples as first axis."""
         pieces = hyper.split([shape.numel() for shape in self._shapes], 1)
         named = zip(self._powers.items(), pieces, self._shapes, strict=True)
         return {name: power * piece.reshape(-1, *shape) for (name, power), piece, shape in named}
 
     def at(self, hyper: Float[Tensor, " P"]) -> Kernel:
-        """The kernel of one sample, as an ordinary one of GPyTorch."""
+        """The GPyTorch kernel of one sample."""
         kernel = deepcopy(self._kernel)
         for name, value in self.raw(hyper[None]).items():
             kernel.get_parameter(name).data.copy_(value[0])
@@ -248,6 +248,6 @@ class BatchedKernel:
 
     def _call(self, hyper: Tensor, *inputs: Tensor, diagonal: bool) -> Tensor:
         batches = (rows.expand(len(hyper), *rows.shape[-2:]) for rows in inputs)
-        with settings.lazily_evaluate_kernels(False):  # nothing is left for when the parameters are back
+        with settings.lazily_evaluate_kernels(False):  # evaluate before the parameters are restored
             values = torch.func.functional_call(self._kernel, self.raw(hyper), tuple(batches), {"diag": diagonal})
         return cast(Tensor, values if diagonal else values.to_dense())

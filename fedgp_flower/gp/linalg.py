@@ -1,6 +1,6 @@
-"""Cholesky factors with the one jitter policy of the project, and what had to be repaired.
+"""Cholesky factors with one jitter policy, and a count of repairs.
 
-A kernel matrix gets ``jitter`` times its prior variance on the diagonal, and more only if that fails, which is counted.
+A kernel matrix gets ``jitter`` times its prior variance on the diagonal. If that fails, a counted repair adds more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.typing import Array
 
 LOG_RANGE = 14.0
-"""Optimisers keep logarithms of hyperparameters within ± this, where kernel matrices have a factor in float64."""
+"""Optimisers keep log hyperparameters within ± this, so that kernel matrices have a factor in float64."""
 
 _repairs: ContextVar[Counter[str] | None] = ContextVar("repairs", default=None)
 
@@ -39,7 +39,7 @@ def counting_repairs() -> Iterator[Counter[str]]:
 
 
 def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
-    """Lower Cholesky factor of a matrix [..., M, M]; one that is not positive definite is an error with a ``hint``."""
+    """Lower Cholesky factor of a matrix [..., M, M]; raise NumericsError with ``hint`` if not positive definite."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
         raise NumericsError(_indefinite(matrix, of, hint))
@@ -75,11 +75,11 @@ def _indefinite(matrix: Tensor, of: str, hint: str) -> str:
 
 
 def symmetric(matrix: Tensor) -> Tensor:
-    """½ (A + Aᵀ): removes the rounding that makes a product of factors slightly unsymmetric."""
+    """½ (A + Aᵀ), which removes asymmetry by rounding."""
     return (matrix + matrix.mT) / 2
 
 
 def laplace_deviations(curvature: Array, *, prior: float) -> Array:
     """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter."""
-    values, vectors = np.linalg.eigh(curvature)  # where H is negative only the prior counts
+    values, vectors = np.linalg.eigh(curvature)  # negative curvature counts as zero
     return np.asarray(np.sqrt((vectors**2 / (np.maximum(values, 0.0) + prior)).sum(1)))

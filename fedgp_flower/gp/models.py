@@ -1,4 +1,4 @@
-"""The GPs of every site: sparse ones with any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter, and exact ones."""
+"""Exact and sparse GPs; sparse ones have any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 G = TypeVar("G", bound="WhitenedGP")
 S = TypeVar("S", bound="SparseGP")
 CHUNK, ENTRIES = 4096, 2**22
-"""Rows handled at once: no array grows with N beyond M × CHUNK. A prediction takes rows until K_zx has that many
-entries, which is 32 MiB: the allocator returns blocks of that size to the system, so memory stays that of a block."""
+"""Rows in a block of training, so that arrays have at most M × CHUNK entries; and entries of K_zx in a block of a
+prediction, 32 MiB, which the allocator returns to the system afterwards."""
 PANEL = 512
-"""Columns of a triangular matrix that are multiplied at once."""
+"""Columns of a triangular matrix in a block of a product."""
 FLOAT32_JITTER = 1e-6
-"""Least relative jitter of a kernel matrix in float32, where 1e-8 is below rounding."""
+"""Smallest relative jitter of a kernel matrix in float32, where 1e-8 is below rounding."""
 LOCATIONS, CONSTANT, HYPER = "inducing.locations", "mean.constant", "likelihood.log_parameters"
-AMPLITUDE, REACH = 2.0, 1.35
-"""Where ``model.outputscale`` and ``model.lengthscale`` keep their default: k(x, x), and ℓ in units of √D."""
+OUTPUTSCALE, LENGTHSCALE = 2.0, 1.35
+"""Initial k(x, x), and ℓ in units of √D, unless ``model.outputscale`` and ``model.lengthscale`` are set."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WhitenedPosterior:
 
     mean: Float[Tensor, "*C M"]
     covariance: Float[Tensor, "*C M M"]
-    """Of each of C functions, where there are several."""
+    """One for each of C functions if there are several."""
 
     @cached_property
     def root(self) -> Float[Tensor, "*C M M"]:
@@ -58,7 +58,7 @@ class WhitenedPosterior:
         return (self.mean.to(cross)[..., None, :] @ cross)[..., 0, :]
 
     def variances(self, cross: Float[Tensor, "*K M N"]) -> Float[Tensor, "*C N"]:
-        """aᵀSa = |Rᵀa|² for every column a; of R only the blocks from the diagonal down are multiplied."""
+        """aᵀSa = |Rᵀa|² for every column a, from the lower blocks of R."""
         root, total = self.root.to(cross), cross.new_zeros(cross.shape[-1])
         for start in range(0, cross.shape[-2], PANEL):
             total = total + (root[..., start:, start : start + PANEL].mT @ cross[..., start:, :]).square().sum(-2)
@@ -66,9 +66,9 @@ class WhitenedPosterior:
 
 
 def shared_divergence(q: WhitenedPosterior, precisions: Float[Tensor, "C M M"]) -> Tensor:
-    """By how much KL(q ‖ prior) of C functions exceeds that of their differences, in nats.
+    """KL(q ‖ prior) of C functions minus that of their differences, in nats.
 
-    It is ½ [tr Σ S_c / C + log|Σ S_c⁻¹ / C| + C |μ̄|² − M], since |Aᵀ S A| = |S| |Σ S_c⁻¹ / C|, A an orthonormal basis
+    This is ½ [tr Σ S_c / C + log|Σ S_c⁻¹ / C| + C |μ̄|² − M], since |Aᵀ S A| = |S| |Σ S_c⁻¹ / C|, A an orthonormal basis
     of differences and S = diag(S_1, …, S_C).
     """
     count, size = q.mean.shape
@@ -80,13 +80,13 @@ def shared_divergence(q: WhitenedPosterior, precisions: Float[Tensor, "C M M"]) 
 def whitened(
     kzz: Float[Tensor, "*S M M"], kzx: Float[Tensor, "*S M N"], *, variance: Tensor, jitter: float, of: str = "K_zz"
 ) -> Float[Tensor, "*S M N"]:
-    """W = L⁻¹ K_zx, L Lᵀ = K_zz + jitter · variance · I: the weights f(x) has on v ~ N(0, I)."""
+    """W = L⁻¹ K_zx, L Lᵀ = K_zz + jitter · variance · I, the weights of f(x) on v ~ N(0, I)."""
     factor = kernel_cholesky(kzz, variance=variance, jitter=jitter, of=of)
     return torch.linalg.solve_triangular(factor, kzx, upper=False)
 
 
 class WhitenedGP(ApproximateGP):
-    """A zero-mean GP with inducing points; ``model(x)`` is f under the q(v) it holds, at first N(0, I)."""
+    """A zero-mean GP with inducing points; ``model(x)`` is f under its q(v), initially N(0, I)."""
 
     def __init__(self, kernel: Kernel, inducing_points: Rows, jitter: float) -> None:
         super(ApproximateGP, self).__init__()  # without a variational strategy
@@ -102,19 +102,20 @@ class WhitenedGP(ApproximateGP):
         return max(self.requested_jitter, FLOAT32_JITTER) if single else self.requested_jitter
 
     def hold(self: G, posterior: WhitenedPosterior) -> G:
-        """Predict by this q(v)."""
+        """Set q(v), for predictions in evaluation mode."""
         self.posterior = posterior
         return self.eval()
 
     def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: object) -> MultivariateNormal:
         """The function f with moments Wᵀm and K_xx + Wᵀ(S − I)W, or its prior."""
         inputs = inputs if inputs.ndim > 1 else inputs[:, None]
-        known: MultivariateNormal = self.forward(inputs, **kwargs)
+        unconditional: MultivariateNormal = self.forward(inputs, **kwargs)
         if prior or self.posterior is None:
-            return known
+            return unconditional
         cross = self.project(inputs)
         excess = MatmulLinearOperator(cross.mT, self.posterior.covariance.to(cross) @ cross - cross)
-        return MultivariateNormal(known.mean + self.posterior.means(cross), known.lazy_covariance_matrix + excess)
+        covariance = unconditional.lazy_covariance_matrix + excess
+        return MultivariateNormal(unconditional.mean + self.posterior.means(cross), covariance)
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """The prior."""
@@ -128,7 +129,7 @@ class WhitenedGP(ApproximateGP):
 
 
 class WiredModel(gpytorch.Module):
-    """A kernel and a Gaussian likelihood whose parameters, in log coordinates, travel under their wire names."""
+    """A kernel and a Gaussian likelihood, with log parameters under their names in messages."""
 
     covar_module: Kernel
     likelihood: GaussianLikelihood
@@ -150,19 +151,19 @@ class WiredModel(gpytorch.Module):
         return float(self.likelihood.noise_covar.raw_noise.detach())
 
     def wire_parameters(self) -> dict[str, Parameter]:
-        """Every parameter by its wire name, in a fixed order."""
+        """Parameters by their names in messages, in a fixed order."""
         return {**self.wired_kernel(), "likelihood.log_noise": self.likelihood.noise_covar.raw_noise}
 
     def wired_kernel(self) -> dict[str, Parameter]:
-        """Those of the kernel."""
+        """Kernel parameters by their names in messages."""
         return {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
 
     def to_arrays(self) -> NamedArrays:
-        """Current parameters under their wire names, as float64 arrays."""
+        """Current parameters by their names in messages, as float64 arrays."""
         return {n: p.detach().cpu().double().numpy().copy() for n, p in self.wire_parameters().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters; one without axes may also come as an array of one number."""
+        """Set all parameters; a scalar may be an array of one number. Raise ProtocolError for other shapes."""
         for name, parameter in self.wire_parameters().items():
             shape = tuple(parameter.shape)
             if name not in arrays or arrays[name].shape not in (shape, shape or (1,)):
@@ -180,13 +181,13 @@ class SparseGP(WiredModel, WhitenedGP):
 
     @classmethod
     def from_arrays(cls: type[S], model: ModelSection, arrays: Mapping[str, Array]) -> S:
-        """The model that ``arrays`` describe; the inverse of :meth:`to_arrays`."""
+        """The model with the parameters ``arrays``; the inverse of :meth:`to_arrays`."""
         sparse = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         sparse.load(arrays)
         return sparse
 
     def wire_parameters(self) -> dict[str, Parameter]:
-        """The inducing points before kernel and noise."""
+        """Inducing points, then kernel and noise."""
         return {LOCATIONS: self.inducing_points, **super().wire_parameters()}
 
     def factor(self) -> Tensor:
@@ -195,7 +196,7 @@ class SparseGP(WiredModel, WhitenedGP):
         return kernel_cholesky(kzz, variance=variance, jitter=self.jitter)
 
     def inducing_covariance(self) -> tuple[Tensor, Tensor]:
-        """K_zz [M, M], and the variance that jitter is relative to."""
+        """K_zz [M, M], and the mean prior variance, the unit of jitter."""
         return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
 
     def covariances(self, inputs: Rows) -> tuple[Tensor, Tensor]:
@@ -211,7 +212,7 @@ class SparseGP(WiredModel, WhitenedGP):
         return mean, variance
 
     def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [*C, N], a = L⁻¹k_zx, some rows at a time with one factor L."""
+        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [*C, N], a = L⁻¹k_zx, in blocks of rows."""
         factor, size = self.factor(), (*posterior.mean.shape[:-1], len(inputs))
         mean, variance = factor.new_empty(size), factor.new_empty(size)
         for rows in torch.arange(len(inputs)).split(math.ceil(ENTRIES / factor[..., 0].numel())):
@@ -223,7 +224,7 @@ class SparseGP(WiredModel, WhitenedGP):
 
     @torch.no_grad()
     def means(self, inputs: Rows, posterior: WhitenedPosterior) -> Tensor:
-        """The mean k_xz L⁻ᵀm alone [N]: N M operations after one solve."""
+        """Means k_xz L⁻ᵀm [N], in N M operations after one solve."""
         weights = torch.linalg.solve_triangular(
             self.factor().mT, posterior.mean.to(self.inducing_points)[:, None], upper=True
         )
@@ -234,8 +235,8 @@ class SparseGP(WiredModel, WhitenedGP):
 class LatentGP(SparseGP):
     """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R].
 
-    Where p(y | f) is of C functions, these share inducing points and, unless it names them, the kernel: c is [C, 1],
-    q(v) = ∏ N(μ_c, S_c), and moments are [C, N].
+    If p(y | f) has C functions, these share inducing points and, unless the likelihood names them, the kernel; c is
+    [C, 1], q(v) = ∏ N(μ_c, S_c), and moments are [C, N].
     """
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
@@ -246,16 +247,16 @@ class LatentGP(SparseGP):
         self.observed = observed
         self.constant = Parameter(torch.zeros(1, dtype=torch.float64))
         self.hyper = Parameter(self.observed.initial.clone())
-        usual, reach = ModelSection(), REACH * math.sqrt(num_inputs)
+        default, lengthscale = ModelSection(), LENGTHSCALE * math.sqrt(num_inputs)
         for name, parameter in self.kernel.named_parameters():
-            if "lengthscale" in name and model.lengthscale == usual.lengthscale:
-                parameter.data.fill_(math.log(reach))
-            elif is_amplitude(name) and model.outputscale == usual.outputscale:
-                parameter.data.fill_(math.log(AMPLITUDE))
+            if "lengthscale" in name and model.lengthscale == default.lengthscale:
+                parameter.data.fill_(math.log(lengthscale))
+            elif is_amplitude(name) and model.outputscale == default.outputscale:
+                parameter.data.fill_(math.log(OUTPUTSCALE))
 
     @classmethod
     def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
-        """As usual, with as many functions and parameters of the likelihood as there are."""
+        """The model with the functions and likelihood parameters of ``arrays``."""
         latent = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
         latent.constant = Parameter(torch.zeros(arrays[CONSTANT].shape, dtype=torch.float64))
@@ -263,32 +264,32 @@ class LatentGP(SparseGP):
         return latent
 
     def begin(self, target: Mapping[str, float], beside: float) -> LatentGP:
-        """With a constant and parameters of the likelihood that suit what is known of all targets."""
+        """Set the constant and the likelihood's parameters to initial values from statistics of the target."""
         start = torch.as_tensor(self.observed.start(target, beside), dtype=torch.float64)
         self.constant = Parameter(torch.atleast_1d(start))
         self.hyper = Parameter(self.observed.start_parameters(target).clone())
         return self
 
     def wire_parameters(self) -> dict[str, Parameter]:
-        """Inducing points, kernel, constant, and what the likelihood has."""
+        """Inducing points, kernel, constant, and parameters of the likelihood if any."""
         hyper = {HYPER: self.hyper} if self.hyper.numel() else {}
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²): classes may drive the amplitude a to infinity without.
+        """Log ℓ ~ N(½ log D + ½, 1); log a ~ N(log 4, τ²), which keeps amplitudes a of separable classes finite.
 
-        Of ``linear`` a is the variance of a weight, and k(x, x) = a |x|². τ is that of the likelihood, mostly 1.
+        For ``linear`` a is the variance of a weight, so that k(x, x) = a |x|². The likelihood sets τ, usually 1.
         """
-        total, reach = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
+        total, length = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         amplitude = math.log(4.0), self.observed.amplitude_spread
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name or is_amplitude(name):
-                centre, spread = (reach, 1.0) if "lengthscale" in name else amplitude
+                centre, spread = (length, 1.0) if "lengthscale" in name else amplitude
                 total = total - 0.5 * ((parameter - centre) / spread).square().sum()
         return total
 
     def nugget(self) -> Float[Tensor, "*C 1"]:
-        """The variance that jitter adds to f: at Z in L Lᵀ, and so at every input."""
+        """The variance that jitter adds to f at every input, as it does at Z in L Lᵀ."""
         return self.jitter * prior_variance(self.kernel, self.inducing_points)[..., None]
 
     def moments(
@@ -300,12 +301,12 @@ class LatentGP(SparseGP):
 
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of f, both [N], or [C, N] of each."""
+        """Mean and variance of f, [N], or [C, N] for C functions."""
         mean, variance = self.marginals(inputs, posterior)
         return (self.constant + mean).double(), (variance + self.nugget()).double()
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of an observation, both [N]: of a label its probability p and p (1 − p)."""
+        """Mean and variance of an observation, both [N]; for a label p and p (1 − p)."""
         return self.observed.moments(*self.latent(inputs, posterior), self.hyper.detach())
 
     def forward(self, inputs: Rows) -> MultivariateNormal:
@@ -316,17 +317,17 @@ class LatentGP(SparseGP):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood at the parameters, as one of GPyTorch in evaluation mode."""
+        """The likelihood in GPyTorch, in evaluation mode."""
         return self.observed.to_gpytorch(self.hyper.detach()).requires_grad_(False).eval()
 
 
 def sparse_gp(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
-    """The model that ``arrays`` describe, of the configured likelihood."""
+    """The sparse GP of the configured likelihood with the parameters ``arrays``."""
     return (SparseGP if model.likelihood == "gaussian" else LatentGP).from_arrays(model, arrays)
 
 
 class ExactGP(WiredModel):
-    """Zero mean, kernel and Gaussian noise, conditioned on a site's rows."""
+    """A zero-mean GP with Gaussian noise, conditioned on a site's rows."""
 
     inputs: Tensor
     targets: Tensor
@@ -344,13 +345,13 @@ class ExactGP(WiredModel):
 
     def factor(self, covariance: Tensor | None = None) -> Tensor:
         """L with L Lᵀ = K_xx + σ²I, without jitter; O(N³)."""
-        whole = self.covariance() if covariance is None else covariance
-        return cholesky(whole, of="K_xx + σ²I", hint="Raise `model.noise`.")
+        covariance = self.covariance() if covariance is None else covariance
+        return cholesky(covariance, of="K_xx + σ²I", hint="Raise `model.noise`.")
 
     def log_evidence(self) -> Tensor:
         """Log N(y | 0, C) per row, C = K_xx + σ²I, in nats (Guo et al. Eq. 3).
 
-        Its gradient is by formula, ∂/∂C = ½ (ααᵀ − C⁻¹) with α = C⁻¹y, in less than half of autograd's time.
+        Its gradient is ∂/∂C = ½ (ααᵀ − C⁻¹) with α = C⁻¹y, in less than half the time of autograd.
         """
         covariance, count = self.covariance(), len(self.targets)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Every optimiser: of torch parameters, in place; of arrays whose moments travel; and L-BFGS by exchanges."""
+"""Optimisers: of torch parameters in place, Adam with explicit state, and parts of a federated L-BFGS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FREE: Bound = (None, None)
 LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
 """Bounds of the logarithm of a hyperparameter."""
 PAIRS = 20
-"""Steps and gradient changes that L-BFGS keeps."""
+"""Steps and gradient changes in the memory of L-BFGS."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,28 @@ class AdamState(Generic[V]):
     second: Mapping[str, V] = field(default_factory=dict)
 
     def update(self, gradient: Mapping[str, V], rate: float) -> tuple[dict[str, V], AdamState[V]]:
-        """The step uphill, rate · (first / (1 − β₁ᵗ)) / (√(second / (1 − β₂ᵗ)) + 1e-8), and the next state."""
+        """Return the ascent step, rate · (first / (1 − β₁ᵗ)) / (√(second / (1 − β₂ᵗ)) + 1e-8), and the next state."""
 
-        def kept(value: Any) -> Any:  # NumPy makes scalars of arrays without axes
+        def as_array(value: Any) -> Any:  # NumPy makes scalars of arrays without axes
             return value if isinstance(value, Tensor) else np.asarray(value)
 
         step = self.step + 1
         first, second, moves = dict(self.first), dict(self.second), {}
         for name, slope in gradient.items():
             one, two = (moment.get(name, 0.0 * slope) for moment in (self.first, self.second))
-            first[name], second[name] = kept(one + 0.1 * (slope - one)), kept(two + 0.001 * (slope**2 - two))
+            first[name] = as_array(one + 0.1 * (slope - one))
+            second[name] = as_array(two + 0.001 * (slope**2 - two))
             scale = second[name] ** 0.5 / (1 - 0.999**step) ** 0.5 + 1e-8
-            moves[name] = kept(rate * (first[name] / ((1 - 0.9**step) * scale)))
+            moves[name] = as_array(rate * (first[name] / ((1 - 0.9**step) * scale)))
         return moves, AdamState(step, first, second)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What an optimiser did."""
+    """Record of an optimisation."""
 
     values: tuple[float, ...]
-    """Objective at every admissible point; after L-BFGS the last one is that of the point returned."""
+    """Objective at every admissible point; for L-BFGS the last one is that of the result."""
     evaluations: int
 
     @property
@@ -76,17 +77,17 @@ def ascend(
     steps: int,
     learning_rate: float,
 ) -> float:
-    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one."""
+    """Take ascent steps; return the objective before the last step, or the final one of L-BFGS."""
     if name == "lbfgs":
         return maximise(objective, parameters, max_evaluations=steps).value
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
-    stepper = kind([*parameters], lr=learning_rate, maximize=True)
+    optimiser = kind([*parameters], lr=learning_rate, maximize=True)
     value = torch.zeros(())
     for _ in range(steps):
-        stepper.zero_grad()
+        optimiser.zero_grad()
         value = objective()
         torch.autograd.backward(value)
-        stepper.step()
+        optimiser.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         raise NumericsError("local steps diverged: a parameter is not finite. Lower `optimizer.learning-rate`.")
     return float(value.detach())
@@ -94,19 +95,19 @@ def ascend(
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """Adam with one drop of the learning rate and a stop when window means no longer rise."""
+    """Adam with one drop of the learning rate, and a stop once window means stop rising."""
 
     steps: int = 150
     learning_rate: float = 0.03
     final_fraction: float = 0.25
-    """Share of the steps taken at a fifth of the learning rate."""
+    """Fraction of the steps with a fifth of the learning rate."""
     window: int = 50
-    """Steps averaged before two windows are compared: the objective is noisy."""
+    """Steps in a window, over which the noisy objective is averaged."""
     tolerance: float = 1e-3
-    """Smallest rise between windows worth going on for, in nats per row."""
+    """Smallest increase between windows for which Adam continues, in nats per row."""
 
     def flat(self, values: Sequence[float], num_rows: int) -> bool:
-        """Whether the last window's mean is no higher than the one's before it, beyond the tolerance."""
+        """Whether the mean of the last window exceeds that of the one before by less than the tolerance."""
         window = self.window
         if len(values) < 2 * window or len(values) % window:
             return False
@@ -115,7 +116,7 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows."""
+    """Maximise in place a Monte Carlo objective, a sum over ``num_rows`` rows."""
     optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate, maximize=True)
     values: list[float] = []
     remaining, cooling = settings.steps, round(settings.final_fraction * settings.steps)
@@ -145,8 +146,8 @@ def maximise(
     tolerance: float = 1e-7,
     gradient_tolerance: float = 1e-6,
 ) -> Trace:
-    """L-BFGS-B on torch parameters, in place; a trial point without a finite value counts as very bad."""
-    from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
+    """L-BFGS-B on torch parameters, in place; trial points without a finite value are rejected."""
+    from scipy.optimize import minimize  # noqa: PLC0415  slow to import, and rarely needed
 
     values: list[float] = []
 
@@ -185,7 +186,7 @@ def scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
 
 
 def outlook(gains: Array, rounds: int) -> float | None:
-    """What more rounds add to gains gᵢ as a geometric series of r = Σ gᵢ₊₁/Σ gᵢ ≤ 1; None for fewer than three."""
+    """Expected gain of more rounds by a geometric series with r = Σ gᵢ₊₁/Σ gᵢ ≤ 1; None for fewer than three gains."""
     if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
         return None if len(gains) < 3 else 0.0
     ratio = _ratio(gains)
@@ -197,27 +198,27 @@ def _ratio(gains: Array) -> float:
     return min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
 
 
-def rounds_to_come(gains: Array, few: int, little: float) -> int | None:
-    """Rounds until ``few`` more add less than ``little`` by that series; None where the gains do not tell."""
-    more = outlook(gains, few)
-    if more is None or little <= 0:
+def rounds_to_come(gains: Array, rounds: int, threshold: float) -> int | None:
+    """Rounds until the expected gain of ``rounds`` more is below ``threshold``; None if it cannot be determined."""
+    gain = outlook(gains, rounds)
+    if gain is None or threshold <= 0:
         return None
-    if more < little:
+    if gain < threshold:
         return 0
     ratio = _ratio(gains)
-    return None if ratio == 1 else math.ceil(math.log(little / more) / math.log(ratio))
+    return None if ratio == 1 else math.ceil(math.log(threshold / gain) / math.log(ratio))
 
 
 def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:
-    """H times the gradient (Nocedal and Wright, Algorithm 7.4), the diagonal of the first inverse Hessian ``scale``."""
-    moved, weights = gradient.copy(), []
+    """H times the gradient (Nocedal and Wright, Algorithm 7.4); ``scale`` is the diagonal of the initial H."""
+    direction, weights = gradient.copy(), []
     for step, change in reversed(pairs):
-        weights.append(step @ moved / (step @ change))
-        moved = moved - weights[-1] * change
-    moved = scale * moved
+        weights.append(step @ direction / (step @ change))
+        direction = direction - weights[-1] * change
+    direction = scale * direction
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
-        moved = moved + (weight - change @ moved / (step @ change)) * step
-    return moved
+        direction = direction + (weight - change @ direction / (step @ change)) * step
+    return direction
 
 
 def pack(arrays: Mapping[str, ndarray]) -> Array:

@@ -1,7 +1,4 @@
-"""Where a site computes, how precisely and on how many threads: the keys ``device``, ``precision`` and ``threads``.
-
-Messages are float64 on the CPU.
-"""
+"""Device, precision and threads of a site's computations. Messages are float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -29,23 +26,23 @@ class Placement:
 
     @staticmethod
     def of(config: CoreConfig) -> Placement:
-        """The placement a configuration asks for; CUDA is refused where there is none."""
+        """The configured placement; raise ConfigError if there is no CUDA device."""
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("`device` = 'cuda', but this site has no CUDA device; allowed here: 'auto', 'cpu'")
         device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
         return Placement(torch.device(device), getattr(torch, config.precision))
 
     def tensor(self, array: Array) -> Tensor:
-        """An array as a tensor there."""
+        """An array as a tensor on the device."""
         return torch.as_tensor(array).to(self.device, self.dtype)
 
     def module(self, module: Module) -> Module:
-        """A module with its parameters there."""
+        """Move a module's parameters to the device."""
         return module.to(self.device, self.dtype)
 
 
 def to_array(tensor: Tensor) -> Array:
-    """A tensor as a float64 array on the CPU: what travels."""
+    """A tensor as a float64 array on the CPU, as in messages."""
     return tensor.detach().cpu().double().numpy()
 
 
@@ -56,6 +53,6 @@ def to_arrays(*tensors: Tensor) -> list[Array]:
 
 @lru_cache(maxsize=1)
 def limit_threads(count: int) -> None:
-    """Threads of linear algebra in this process, PyTorch's and NumPy's."""
+    """Set the threads of PyTorch and NumPy in this process."""
     torch.set_num_threads(count)
     threadpool_limits(count, user_api="blas")

@@ -1,4 +1,4 @@
-"""Weak priors of hyperparameters, which hold those that the data leave open."""
+"""Weak priors of hyperparameters, for those that the data do not determine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch import Tensor
 from fedgp_flower.gp.kernels import is_amplitude, wire_name
 
 Priors: TypeAlias = Mapping[str, tuple[float, float]]
-"""Mean and standard deviation of each logarithm, by wire name."""
+"""Mean and standard deviation of each logarithm, by name in messages."""
 NOISE = (-4.0, 2.0)
 
 
 def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
-    """Of the logarithms of a kernel of D inputs and of the noise.
+    """Priors of the log hyperparameters of a kernel of D inputs and of the noise.
 
-    Where the kernel is a function of |x − z|², which grows as D, log ℓ ~ N(½ log D + .3, 1); for ``l1``, a function of
-    Σ |x_d − z_d|, log ℓ ~ N(log D + 1, 1). Scales: log a ~ N(1, 1.5²), of ``l1`` N(−2, 1.5²):
-    what is rough is less than what is smooth.
+    For kernels of |x − z|², which grows as D, log ℓ ~ N(½ log D + .3, 1); for ``l1``, a function of Σ |x_d − z_d|,
+    log ℓ ~ N(log D + 1, 1). Scales have log a ~ N(1, 1.5²), or N(−2, 1.5²) for the rough ``l1``.
     """
-    found = {"likelihood.log_noise": NOISE}
+    priors = {"likelihood.log_noise": NOISE}
     for name, _ in kernel.named_parameters():
         owner = kernel.get_submodule(name.rpartition(".")[0])
         rough = getattr(getattr(owner, "base_kernel", owner), "rough", False)
@@ -34,10 +33,10 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
             prior = (-2.0 if rough else 1.0, 1.5)
         else:
             prior = (0.0, 1.0)
-        found[f"kernel.{wire_name(name)}"] = prior
-    return found
+        priors[f"kernel.{wire_name(name)}"] = prior
+    return priors
 
 
 def log_prior(named: Mapping[str, Tensor], priors: Priors) -> Tensor:
-    """The log density of logarithms, up to a constant."""
+    """Log density of the logarithms, up to a constant."""
     return -0.5 * torch.stack([((named[name] - m) / sd).square().sum() for name, (m, sd) in priors.items()]).sum()

@@ -1,8 +1,8 @@
-"""Additive sums of a sparse GP, and what follows from them: the collapsed bound, its gradient, the exact posterior.
+"""Additive sums of a sparse GP, with the collapsed bound, its gradient and the exact posterior.
 
-With L Lᵀ = K_zz and W = L⁻¹ K_zx, whitened inducing values v = L⁻¹u ~ N(0, I) see the data of any number of sites only
-through A = Σ W Wᵀ, b = Σ W y, s = Σ y², c = Σ k(x, x) and N. The whitening needs only parameters that everyone has, so
-a server can form bound and posterior without a kernel (Titsias 2009; Gal et al. 2014; Guo et al. 2022, Eqs. 14-15).
+With L Lᵀ = K_zz, W = L⁻¹ K_zx and v = L⁻¹u ~ N(0, I), the sufficient statistics for v of rows at any number of sites
+are A = Σ W Wᵀ, b = Σ W y, s = Σ y², c = Σ k(x, x) and N. From them a server computes bound and posterior without a
+kernel (Titsias 2009; Gal et al. 2014; Guo et al. 2022, Eqs. 14-15).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fedgp_flower.messages import add, leaves, message
 from fedgp_flower.typing import Array, NamedArrays, Square
 
 INPUT_EDGES: Array = np.linspace(-6.0, 6.0, 41)
-"""Bin edges of :func:`input_shape`, in standardised units: part of the message contract."""
+"""Bin edges of :func:`input_shape`, in standardised units, the same at all sites."""
 LOG_RATIO = (-8.0, 18.0)
-"""Where log a/σ² is searched."""
-BY_CHANCE = 1e-4
-"""A site is named where chance alone makes sums of noise so small with less than this probability."""
+"""Range of the search for log a/σ²."""
+SIGNIFICANCE = 1e-4
+"""Level of the test that a site's rows explain themselves worse than noise would."""
 LEAST_NOISE = 1e-6
-"""Of the standardised target."""
+"""Smallest noise variance of the standardised target."""
 
 
 @message()
@@ -50,11 +50,11 @@ class SparseSums:
         """The Cholesky factor of B = I + A/σ²."""
         b = torch.as_tensor(self.gram) / noise
         b.diagonal().add_(1)
-        return cholesky(b, of="B = I + A/σ²", hint="The sums are not those of real rows.")
+        return cholesky(b, of="B = I + A/σ²", hint="The sums cannot come from real rows.")
 
 
 def collapsed_bound(sums: SparseSums, noise: float) -> float:
-    """Titsias' bound on log p(y) of all rows behind the sums, in nats, at the noise variance σ².
+    """Titsias' bound on log p(y) of all rows in the sums, in nats, at noise variance σ².
 
     F = -N/2 log 2πσ² - ½ log|B| - s/2σ² + bᵀB⁻¹b/2σ⁴ - (c - tr A)/2σ²,  B = I + A/σ²  (Guo et al. Eq. 9 times N).
     """
@@ -67,7 +67,7 @@ def collapsed_bound(sums: SparseSums, noise: float) -> float:
 
 @dataclass(frozen=True)
 class Adjoints:
-    """Derivatives of the bound by the pooled sums: what sites need to finish the gradient."""
+    """Derivatives of the bound by the pooled sums, which sites need for the chain rule."""
 
     gram: Array  # ∂F/∂A  [M, M], symmetric
     projection: Array  # ∂F/∂b  [M]
@@ -87,11 +87,11 @@ def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
 
     With n = σ², d = B⁻¹b/n and c = Σ k(x, x): ∂F/∂A = (I − B⁻¹ − d dᵀ)/2n, ∂F/∂b = d/n, ∂F/∂c = −1/2n and
     ∂F/∂log n = −½ [N − M + tr B⁻¹ − (s − bᵀd + c − tr A)/n + dᵀd].
-    Sites finish the chain rule, dF/dw = Σ_k [⟨∂F/∂A, dA_k/dw⟩ + ⟨∂F/∂b, db_k/dw⟩ + ∂F/∂c dc_k/dw].
+    Sites apply the chain rule, dF/dw = Σ_k [⟨∂F/∂A, dA_k/dw⟩ + ⟨∂F/∂b, db_k/dw⟩ + ∂F/∂c dc_k/dw].
     """
     noise = math.exp(log_noise)
     factor, projection = sums.factor(noise), torch.as_tensor(sums.projection)
-    inverse = torch.cholesky_inverse(factor)  # it is part of the answer
+    inverse = torch.cholesky_inverse(factor)  # part of the answer
     direction = torch.cholesky_solve(projection[:, None], factor)[:, 0].numpy() / noise
     unexplained = sums.target_squares - sums.projection @ direction + sums.prior_variance - np.trace(sums.gram)
     left, trace = float(unexplained) / noise, float(inverse.diagonal().sum())
@@ -104,7 +104,7 @@ def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
 
 
 def exact_posterior(sums: SparseSums, noise: float) -> WhitenedPosterior:
-    """The optimal q(v) = N(B⁻¹b/σ², B⁻¹) of all rows behind the sums (Guo et al. Eqs. 14-15, whitened)."""
+    """The optimal q(v) = N(B⁻¹b/σ², B⁻¹) of all rows in the sums (Guo et al. Eqs. 14-15, whitened)."""
     factor = sums.factor(noise)
     covariance = torch.cholesky_inverse(factor)  # the inverse is the answer here
     mean = torch.cholesky_solve(torch.as_tensor(sums.projection)[:, None], factor)[:, 0] / noise
@@ -112,7 +112,7 @@ def exact_posterior(sums: SparseSums, noise: float) -> WhitenedPosterior:
 
 
 def input_shape(inputs: Array) -> NamedArrays:
-    """Where standardised inputs [N, D] lie, additively: counts per column in fixed bins [D, B], and XᵀX [D, D]."""
+    """Additive description of standardised inputs [N, D]: counts in fixed bins [D, B] and XᵀX [D, D]."""
     last = len(INPUT_EDGES) - 2
     bins = np.clip(np.digitize(inputs, INPUT_EDGES) - 1, 0, last)
     counts = [np.bincount(column, minlength=last + 1) for column in bins.T]
@@ -134,23 +134,23 @@ class Profile:
 
 
 def profiled(sums: SparseSums) -> Profile:
-    """Where the bound of the kernel a·k is highest over a and the noise σ², from the sums of k.
+    """Maximise the bound of the kernel a·k over a and the noise σ², from the sums of k.
 
     With A = UΛUᵀ, β = (Uᵀb)² and r = a/σ², F = −½ [N log 2πσ² + Σ log(1 + rλ) + (s − Σ rβ/(1 + rλ))/σ² + r (c − Σ λ)],
-    so σ²(r) = (s − Σ rβ/(1 + rλ))/N, and one number is left to search. By the envelope theorem the gradient of the
-    maximum by everything else is the gradient of F at this a and σ².
+    so σ²(r) = (s − Σ rβ/(1 + rλ))/N, and the search is over r. By the envelope theorem the gradient of the maximum in
+    other parameters is that of F at this a and σ².
     """
     gram = torch.as_tensor(sums.gram)
     spectrum, vectors = torch.linalg.eigh(symmetric(gram))
-    spectrum = spectrum.clamp(min=0)  # a Gram matrix: what is below 0 is rounding
+    spectrum = spectrum.clamp(min=0)  # negative eigenvalues are rounding
     weights = (vectors.mT @ torch.as_tensor(sums.projection)).square()
     unexplained = float(sums.prior_variance) - float(gram.diagonal().sum())
     count, squares = float(sums.count), float(sums.target_squares)
 
     def at(log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The noise, F and its slope by log r."""
+        """The noise, F and ∂F/∂log r."""
         ratio = log_ratio.exp()
-        grown = 1 + ratio[:, None] * spectrum  # [G, M]
+        grown = 1 + ratio[:, None] * spectrum  # 1 + rλ  [G, M]
         residual = squares - (ratio[:, None] * weights / grown).sum(1)
         noise = (residual / count).clamp(min=LEAST_NOISE)
         fit = count * (2 * math.pi * noise).log() + residual / noise
@@ -171,62 +171,62 @@ def profiled(sums: SparseSums) -> Profile:
 
 
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
-    """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
+    """The sums of the kernel a·k from those of k: A and c times a, b times √a."""
     gram, projection = sums.gram * amplitude, sums.projection * math.sqrt(amplitude)
     return replace(sums, gram=gram, projection=projection, prior_variance=np.asarray(sums.prior_variance * amplitude))
 
 
 Evidence: TypeAlias = Callable[[SparseSums], tuple[float, float]]
-"""The evidence of rows in nats, and λ = σ²/a."""
+"""Returns the evidence of rows in nats, and λ = σ²/a."""
 
 
 def at_best(sums: SparseSums) -> tuple[float, float]:
-    """The bound at the best amplitude and noise."""
+    """The maximal bound, and λ = σ²/a there."""
     best = profiled(sums)
     return best.value, best.noise / best.amplitude
 
 
 def at_unit_noise(sums: SparseSums) -> tuple[float, float]:
-    """What pseudo-observations with noise 1 of v ~ N(0, I) are worth: ½ bᵀ(I + A)⁻¹b − ½ log|I + A|."""
+    """Log evidence of pseudo-observations of v ~ N(0, I) with noise 1, ½ bᵀ(I + A)⁻¹b − ½ log|I + A|, and λ = 1."""
     precision = np.eye(len(sums.gram)) + sums.gram
     explained = float(sums.projection @ np.linalg.solve(precision, sums.projection))
     return (explained - float(np.linalg.slogdet(precision)[1])) / 2, 1.0
 
 
 def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> dict[str, Array]:
-    """Sites whose sums contradict those of all others, fewer than half: evidence per row with and without each [2].
+    """Sites, fewer than half, whose sums contradict those of all others, and the evidence per row with and without [2].
 
-    Of several, the one goes first whose leaving makes two models, of its rows and of the others', likeliest.
+    They are removed one at a time, first the site whose removal most increases the evidence of two separate models.
     """
-    rest, found = dict(parts), dict[str, Array]()
-    while len(found) < (len(parts) - 1) // 2:
+    rest, removed = dict(parts), dict[str, Array]()
+    while len(removed) < (len(parts) - 1) // 2:
         total = add(rest.values())
         every, ridge = evidence(total)
-        against = [site for site, part in rest.items() if contradicts(part, total, ridge, level)]
-        others = {site: add(part for name, part in rest.items() if name != site) for site in against}
+        candidates = [site for site, part in rest.items() if contradicts(part, total, ridge, level)]
+        others = {site: add(part for name, part in rest.items() if name != site) for site in candidates}
         values = {site: evidence(sums)[0] for site, sums in others.items()}
         if not values:
             break
         site = max(values, key=lambda name: values[name] + evidence(rest[name])[0])
-        found[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
+        removed[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
         del rest[site]
-    return found
+    return removed
 
 
 def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array) -> bool:
-    """Whether the rows behind ``part`` run against what the other rows predict there.
+    """Whether the rows of ``part`` contradict the prediction from the other rows.
 
-    The others predict f = Wᵀm, m = (A₋ + λI)⁻¹b₋, with λ = σ²/a. The ``level`` u has Wᵀu ≈ 1, so each site may have a
-    mean of its own: the slope of y on f, about their means, is β = (bᵀm − n ȳ f̄)/(mᵀAm − n f̄²). For the function
-    that the others follow it is 1, for an unrelated one 0, and the errors are larger than those of the site's mean
-    where β < ½. A contradiction is a mirror image, β < −½ and four standard errors below 0, or β < ½ where the site's
-    rows explain themselves worse than noise would: bᵀ(A + λI)⁻¹b n/s is then χ² of tr A(A + λI)⁻¹ degrees.
+    The others predict f = Wᵀm, m = (A₋ + λI)⁻¹b₋, with λ = σ²/a. The ``level`` u has Wᵀu ≈ 1 and allows for a
+    different mean at each site: the slope of y on f, both centred, is β = (bᵀm − n ȳ f̄)/(mᵀAm − n f̄²). It is 1 for
+    the function of the other rows and 0 for an unrelated one; if β < ½ the site's mean predicts better. A contradiction
+    is β < −½ and four standard errors below 0, or β < ½ with rows that explain themselves worse than noise would, for
+    which bᵀ(A + λI)⁻¹b n/s is χ² with tr A(A + λI)⁻¹ degrees of freedom.
     """
     gram, projection, identity = part.gram, part.projection, ridge * np.eye(len(level))
     mean = np.linalg.solve(total.gram - gram + identity, total.projection - projection)
-    reach = gram @ level
-    rows = max(float(level @ reach), np.finfo(float).tiny)
-    target, predicted = float(level @ projection) / rows, float(reach @ mean) / rows
+    gram_level = gram @ level
+    rows = max(float(level @ gram_level), np.finfo(float).tiny)
+    target, predicted = float(level @ projection) / rows, float(gram_level @ mean) / rows
     power = float(mean @ gram @ mean) - rows * predicted**2
     along = float(projection @ mean) - rows * target * predicted
     if along >= power / 2:
@@ -234,7 +234,7 @@ def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array)
     variance = max(float(part.target_squares) - rows * target**2, 0.0) / float(part.count)
     if along < -power / 2 and along < -4 * math.sqrt(variance * max(power, 0.0)):
         return True
-    alone = np.linalg.solve(gram + identity, np.column_stack([projection, gram]))
-    explained = float(projection @ alone[:, 0]) * float(part.count) / float(part.target_squares)
-    degrees = float(np.trace(alone[:, 1:]))
-    return float(torch.special.gammainc(torch.tensor(degrees / 2), torch.tensor(explained / 2))) < BY_CHANCE
+    solved = np.linalg.solve(gram + identity, np.column_stack([projection, gram]))
+    explained = float(projection @ solved[:, 0]) * float(part.count) / float(part.target_squares)
+    degrees = float(np.trace(solved[:, 1:]))
+    return float(torch.special.gammainc(torch.tensor(degrees / 2), torch.tensor(explained / 2))) < SIGNIFICANCE

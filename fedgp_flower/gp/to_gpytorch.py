@@ -1,4 +1,4 @@
-"""Posteriors as models of GPyTorch: the transforms to original units, and the moments of several draws."""
+"""Posteriors as GPyTorch models: transforms to original units, and moments of mixtures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedgp_flower.typing import Array, NamedArrays
 
 @dataclass(frozen=True, slots=True)
 class Transforms:
-    """Between original units and the standardised ones of a model."""
+    """Transforms between original and standardised units."""
 
     input_mean: Array  # [D]
     input_scale: Array  # [D]
@@ -56,12 +56,12 @@ class Exported:
 
 
 def evenly(parts: Sequence[MultivariateNormal]) -> MultivariateNormal:
-    """The Gaussian with the mean and covariance of an even mixture: mean of covariances plus covariance of means."""
+    """The Gaussian with the mean and covariance of an equally weighted mixture."""
     if len(parts) == 1:
         return parts[0]
     means, within = torch.stack([part.mean for part in parts]), parts[0].covariance_matrix
-    for part in parts[1:]:  # one covariance at a time, because there may be a hundred
+    for part in parts[1:]:  # one covariance at a time, to save memory
         within = within + part.covariance_matrix
-    apart = means - means.mean(0)
-    covariance = (within + apart.mT @ apart) / len(parts)
-    return MultivariateNormal(means.mean(0), to_linear_operator(covariance))  # may be singular: not yet factorised
+    centred = means - means.mean(0)
+    covariance = (within + centred.mT @ centred) / len(parts)
+    return MultivariateNormal(means.mean(0), to_linear_operator(covariance))  # lazy, as it may be singular

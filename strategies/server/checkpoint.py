@@ -13,7 +13,6 @@ from fedgp_flower.options import SEVERAL
 from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.algorithm import Algorithm
-from strategies.server.course import Course
 from strategies.server.network import Failure, Traffic
 from strategies.server.questions import S
 from strategies.server.scoring import Evaluation, with_skill
@@ -102,12 +101,6 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
     clock.booked = {"seconds": sum(clock.seconds.values())}
     clock.booked |= {name: before[name] for name in ("bytes_up", "bytes_down")}
     return decode(state_class, arrays_of(snapshot, STATE))
-
-
-def course_of(snapshot: Snapshot | None) -> Course | None:
-    """Return the course of a checkpoint, or None if it has none."""
-    arrays = {} if snapshot is None else arrays_of(snapshot, COURSE)
-    return decode(Course, arrays) if arrays else None
 
 
 def arrays_of(snapshot: Snapshot, part: str) -> NamedArrays:

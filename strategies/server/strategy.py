@@ -24,13 +24,14 @@ from pydantic import BaseModel
 
 from fedgp_flower.config import CoreConfig, RunConfig, parse
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
-from fedgp_flower.messages import stepped_from
+from fedgp_flower.messages import decode, stepped_from
 from fedgp_flower.options import MethodOptions, Section, Value, meanings
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server import checkpoint, enrolment
 from strategies.server.algorithm import Algorithm
+from strategies.server.course import Course
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Each, Figures, Question, S, Total
 from strategies.server.scoring import Scoring
@@ -76,7 +77,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.config, self.options, self.observer, self.snapshot = config, config.options, observer, snapshot
         self.timeout, self.planned_rounds = config.round_timeout, config.num_server_rounds
         facts: Json = {} if snapshot is None else snapshot.facts
-        self.clock, self.course = checkpoint.Clock(), checkpoint.course_of(snapshot)
+        course = {} if snapshot is None else checkpoint.arrays_of(snapshot, checkpoint.COURSE)
+        self.clock, self.course = checkpoint.Clock(), decode(Course, course) if course else None
         self.begun = int(facts.get("round", 0))
         self.merged = bool(facts.get("merged"))
         """Whether answers of sites have ever changed the state."""

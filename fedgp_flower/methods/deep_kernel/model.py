@@ -59,7 +59,7 @@ class Heads:
         "B = (I + ρ G)⁻¹ G, G = Φᵀ D⁻¹ Φ of the features Φ of its rows", symmetric=True
     )
     shift: Float[ndarray, "J C F"] = leaves("b = (I + ρ G)⁻¹ Φᵀ D⁻¹ t")
-    constant: Float[ndarray, " J"] = leaves("log density of the rows where the shared head is zero")
+    constant: Float[ndarray, " J"] = leaves("log density of the rows if the shared head is zero")
 
     def num_parameters(self) -> int:
         """Number of entries of a head."""

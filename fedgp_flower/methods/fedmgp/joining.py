@@ -52,17 +52,17 @@ def predict_joining(
         rho = refined(rho, weights.sum((1, 2)), 0.0, WIDEST)
         log_sd = refined(log_sd, weights.sum((0, 2)))
     mean, square = np.zeros(len(x)), np.zeros(len(x))
-    kept = np.where(weights > 1e-6 * weights.max(), weights, 0)
-    kept /= kept.sum()
+    pruned = np.where(weights > 1e-6 * weights.max(), weights, 0)
+    pruned /= pruned.sum()
     spread = (KV * K).sum(2) + left  # the diagonal of B
-    for r, weight in enumerate(kept):
+    for r, weight in enumerate(pruned):
         used = weight > 0
         a, sigma2 = s[r][used][:, None], np.broadcast_to(noise, weight.shape)[used][:, None]  # [H, 1]
         across, total = KV[r, N:] @ K[r, :N].T @ vectors[r], a**2 * values[r] + sigma2
         means = a * f[r, N:] + a**2 * ((rotated_y[r] - a * rotated_f[r]) / total) @ across.T  # given s, σ² and the rows
         variances = a**2 * spread[r, N:] - a**4 * (1 / total) @ np.square(across).T
         mean, square = mean + weight[used] @ means, square + weight[used] @ (variances + means**2)
-    return mean, square - mean**2, float(kept.sum((0, 2)) @ noise[:, 0])
+    return mean, square - mean**2, float(pruned.sum((0, 2)) @ noise[:, 0])
 
 
 def amplitudes(f: Array, y: Array, values: Array, noise: Array, variance: float) -> tuple[Array, Array]:

@@ -114,8 +114,8 @@ class UnitStatistics:
 
     def rotated(self, old: Array, new: Array) -> UnitStatistics:
         """The statistics in new whitened coordinates, u_old = T u_new with T = L_old⁻¹ L_new for each i."""
-        turn = block_diag(*(solve_triangular(L, L_new, lower=True) for L, L_new in zip(old, new, strict=True)))
-        return UnitStatistics(turn.T @ self.precision @ turn, turn.T @ self.shift, self.evidence, self.slack)
+        T = block_diag(*(solve_triangular(L, L_new, lower=True) for L, L_new in zip(old, new, strict=True)))
+        return UnitStatistics(T.T @ self.precision @ T, T.T @ self.shift, self.evidence, self.slack)
 
 
 # q(u) as parameters θ of Algorithm 2.
@@ -145,14 +145,14 @@ def from_parameters(
 def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
     """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ and h."""
     try:
-        turned = np.linalg.cholesky(precision[:, ::-1, ::-1])
+        reversed_factors = np.linalg.cholesky(precision[:, ::-1, ::-1])
     except np.linalg.LinAlgError:
         raise NumericsError(
             f"a precision of q(u) is not positive definite, shape {precision.shape}: set `fedmgp.aggregation` to a rule"
             " that bounds every unit"
         ) from None
     eye = np.eye(shift.shape[1])
-    factors = np.stack([solve_triangular(factor, eye, lower=True).T[::-1, ::-1] for factor in turned])
+    factors = np.stack([solve_triangular(factor, eye, lower=True).T[::-1, ::-1] for factor in reversed_factors])
     return np.einsum("iab,icb,ic->ia", factors, factors, shift), factors
 
 

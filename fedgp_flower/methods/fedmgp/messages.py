@@ -22,7 +22,7 @@ PSEUDO_INPUTS = "pseudo-inputs"
 class Known:
     """The report of a unit that the server uses, which identifies φ_m in the unit's memory."""
 
-    report: int = leaves("round of the last report that counts, 0 for none")
+    report: int = leaves("round of the report in use, 0 for none")
     move: Move = leaves("the trial move that the server took then")
 
 
@@ -68,7 +68,7 @@ class TrialMoves:
 
     view: View
     moves: tuple[Move, ...]
-    smooth: bool = leaves("false in first rounds: smoothing R stays as narrow as it can be", default=True)
+    smooth: bool = leaves("false in first rounds, which keep R at its minimum", default=True)
 
 
 @message("train.exact", summand=True, counts="L")
@@ -105,7 +105,7 @@ class Broadcast:
     inducing: Float[ndarray, "J D"] = leaves("W")
     known: Known
     learning_rate: float = leaves("of the first local step of this round")
-    share: float = leaves("p_m, the weight of a unit in the pooled bound: 1/M")
+    share: float = leaves("p_m = 1/M, the weight of a unit in the pooled bound")
 
 
 @message("train", summand=True, counts="parameters")

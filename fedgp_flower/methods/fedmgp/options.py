@@ -17,31 +17,31 @@ NATURAL_STEP = 0.03
 
 
 class FedMGPOptions(MethodOptions):
-    """How units share latent functions; the number of pseudo-inputs J is ``model.num-inducing``."""
+    """The shared latent functions; the number of pseudo-inputs J is ``model.num-inducing``."""
 
     table: ClassVar[str] = "fedmgp"
 
     latents: PositiveInt = 1
     """Number I of shared latent functions."""
     aggregation: Literal["mean", "agreement", "norm-clipped", "median", "trimmed-mean", "krum"] = "mean"
-    """``agreement`` counts units that agree with most others (Gaussian noise, one latent function); the rest are rules
-    of ``fedmgp``."""
+    """``agreement`` uses only units that agree with most others (Gaussian noise, one latent function). The other rules
+    are for ``fedmgp``."""
     local_steps: PositiveInt = 20
     """``fedmgp``: local steps E of Algorithm 2; rate and batch size are ``optimizer.*``."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
-    """``trimmed-mean``: share cut from each end of every coordinate."""
+    """``trimmed-mean``: fraction cut from each end of every coordinate."""
     malicious: Count = 0
-    """``krum``: number f of bad units to withstand among 2f + 3 or more."""
+    """``krum``: number f of malicious units among at least 2f + 3."""
     select: PositiveInt = 1
-    """``krum``: units that are averaged."""
+    """``krum``: number of units in the average."""
 
     @property
     def multiples(self) -> list[float]:
-        """Lengthscales of the latent functions at the start, in spacings of the pseudo-inputs."""
+        """Initial lengthscales of the latent functions, in spacings of the pseudo-inputs."""
         return [START_RATIO**i for i in range(self.latents)]
 
     def check(self, core: CoreConfig) -> None:
-        """Refuse what Algorithm 2 cannot do."""
+        """Raise ConfigError for keys that Algorithm 2 does not support."""
         self._check_core(core)
         if self.aggregation == "agreement" and (core.model.likelihood != "gaussian" or self.latents > 1):
             raise ConfigError(
@@ -69,10 +69,10 @@ class FedMGPOptions(MethodOptions):
 
 
 class FedMGPExactOptions(FedMGPOptions):
-    """The same table, for exact rounds."""
+    """The table ``fedmgp.*`` for exact rounds."""
 
     def check(self, core: CoreConfig) -> None:
-        """Refuse what exact rounds cannot do."""
+        """Raise ConfigError for keys that exact rounds do not support."""
         self._check_core(core)
         if core.model.likelihood != "gaussian" or core.optimizer.batch_size:
             raise ConfigError(

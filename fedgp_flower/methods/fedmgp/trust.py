@@ -38,13 +38,13 @@ def sharing(usable: Mapping[str, UnitStatistics]) -> tuple[str, ...]:
 
 
 def _gains(statistics: Mapping[str, UnitStatistics], sign: float = 1.0) -> tuple[tuple[str, ...], Array]:
-    """Sites by name, and the :func:`shared_evidence` of each pair, m and ``sign`` · k, less those alone, or NaN."""
-    alone = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
-    gains = np.full((len(alone), len(alone)), np.nan)
-    for (i, m), (j, k) in combinations(enumerate(alone), 2):
+    """Sites by name, and the :func:`shared_evidence` of each pair, m and ``sign`` · k, less the single ones, or NaN."""
+    single = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
+    gains = np.full((len(single), len(single)), np.nan)
+    for (i, m), (j, k) in combinations(enumerate(single), 2):
         other = replace(statistics[k], shift=sign * statistics[k].shift)
-        gains[i, j] = gains[j, i] = _evidence(add([statistics[m], other])) - alone[m] - alone[k]
-    return tuple(alone), gains
+        gains[i, j] = gains[j, i] = _evidence(add([statistics[m], other])) - single[m] - single[k]
+    return tuple(single), gains
 
 
 def _medians(gains: Array) -> list[float]:
@@ -72,11 +72,11 @@ def possible_start(statistics: UnitStatistics, count: int) -> bool:
         return False
     bound = count / START_NOISE * (1 + _SLACK)
     within = np.trace(statistics.precision) - 2 * statistics.slack.sum() <= bound
-    return bool(within and _length(statistics.precision, statistics.shift) <= bound)
+    return bool(within and _quadratic(statistics.precision, statistics.shift) <= bound)
 
 
 @np.errstate(over="ignore")
-def _length(G: Array, vector: Array) -> float:
+def _quadratic(G: Array, vector: Array) -> float:
     """vᵀ(G + εI)⁻¹v ≤ vᵀG⁺v for v in the range of G, and large for any other v; ε is the rounding error of G."""
     eigenvalues, vectors = np.linalg.eigh(G)
     rounding = max(_RANK * float(eigenvalues[-1]), np.finfo(float).tiny)
@@ -94,13 +94,14 @@ def consistent(answers: Sequence[UnitStatistics], moves: Sequence[Move], asked: 
     if not all(semidefinite(part, count) for part in answers):
         return False
     first, G, b = answers[0], answers[0].precision, answers[0].shift
-    misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * first.slack.sum()
+    misfit = _quadratic(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * first.slack.sum()
     power = count + 2 * b @ asked.mean - np.vdot(G, asked.second_moment()) + 2 * first.slack.sum()
     if misfit > count * (1 + _SLACK) or power < count * (1 - _SLACK):
         return False
     evidences: dict[float, float] = {}
     for part, move in zip(answers, moves, strict=True):
-        kappa, same = max(_length(part.precision, part.shift), count), evidences.setdefault(move.stretch, part.evidence)
+        kappa = max(_quadratic(part.precision, part.shift), count)
+        same = evidences.setdefault(move.stretch, part.evidence)
         most = 0.5 * count * math.log(kappa / power) - 0.5 * (kappa - power)
         if part.evidence - first.evidence > most + _SLACK * power:
             return False

@@ -183,16 +183,16 @@ def maximise(
         return math.log(solve(trial(log_r, i, d))[1])
 
     for i, d in np.ndindex(*smoothing.shape) if smooth else ():
-        here = float(np.clip(math.log(smoothing[i, d]), lower[d], upper[d]))
+        current = float(np.clip(math.log(smoothing[i, d]), lower[d], upper[d]))
         if coarse:
             grid = np.clip(np.log(latents.scales[i, d]) + _GRID, lower[d], upper[d])
-            widths = [here, *grid.tolist()]
-            here = widths[int(np.argmin([log_noise(log_r, i, d) for log_r in widths]))]
-        bounds = max(here - WINDOW, float(lower[d])), min(here + WINDOW, float(upper[d]))
+            widths = [current, *grid.tolist()]
+            current = widths[int(np.argmin([log_noise(log_r, i, d) for log_r in widths]))]
+        bounds = max(current - WINDOW, float(lower[d])), min(current + WINDOW, float(upper[d]))
         limits = {"maxiter": EVALUATIONS, "xatol": 1e-3}
         best = minimize_scalar(log_noise, args=(i, d), bounds=bounds, method="bounded", options=limits)
-        here = float(best.x) if best.fun < log_noise(here, i, d) else here
-        K, smoothing[i, d] = trial(here, i, d), math.exp(here)
+        current = float(best.x) if best.fun < log_noise(current, i, d) else current
+        K, smoothing[i, d] = trial(current, i, d), math.exp(current)
     amplitudes, noise = solve(K)
     return replace(phi, smoothing=smoothing, amplitudes=amplitudes, noise=noise)
 

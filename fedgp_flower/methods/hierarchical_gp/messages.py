@@ -24,12 +24,12 @@ class ExpansionShare:
 
     precision: Float[ndarray, "G G"] = leaves("P = Φ R⁻¹ Φᵀ", symmetric=True)
     shift: Float[ndarray, " G"] = leaves("p = Φ R⁻¹ y")
-    constant: Float[ndarray, ""] = leaves("c = log N(y | 0, R) − what inducing values leave open − ½|z|²")
+    constant: Float[ndarray, ""] = leaves("c = log N(y | 0, R) − r/2s² − ½|z|², r the variance given inducing values")
     slopes: Float[ndarray, "T Q"] = leaves("derivatives by θ of lower entries of P, of p, of c")
     curvature: Float[ndarray, "T T"] = leaves("second derivatives of c − ½ tr[(S + mmᵀ)P] + mᵀp", symmetric=True)
     count: Float[ndarray, ""] = leaves("number of rows")
     squares: Float[ndarray, " W"] = leaves("z² of each entry of the site's shape, at its mode")
-    known: Float[ndarray, " W"] = leaves("1 less the variance of each entry")
+    known: Float[ndarray, " W"] = leaves("1 − variance of each entry")
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
@@ -56,7 +56,7 @@ class HierarchicalView:
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     factors: Float[ndarray, " K"] | None = leaves(
-        "by cut, how much wider bands beyond the last row of a unit are", default=None
+        "by cut, factor of the width of bands beyond the last row of a unit", default=None
     )
 
 

@@ -73,9 +73,9 @@ def transported(
     With L Lᵀ = K_zz before and after, P becomes RᵀPR and p becomes Rᵀp, R = L_before⁻¹ L_after; linear terms stay.
     """
     size = len(before)
-    turn = torch.eye(len(shift)).to(shift)
-    turn[:size, :size] = torch.linalg.solve_triangular(before, after, upper=False)
-    return symmetric(turn.mT @ precision @ turn), turn.mT @ shift
+    rotation = torch.eye(len(shift)).to(shift)
+    rotation[:size, :size] = torch.linalg.solve_triangular(before, after, upper=False)
+    return symmetric(rotation.mT @ precision @ rotation), rotation.mT @ shift
 
 
 def expansion(total: ExpansionShare) -> BoundExpansion:

@@ -283,13 +283,13 @@ def calibration(unit: RoughDeviation, q: GlobalPosterior, precision: Square, shi
 
 def factors(total: Calibration) -> Array:
     """Width of the band over that of a normal one, by cut; 1 if no unit was predicted there."""
-    found = np.ones(len(CUTS))
+    widths = np.ones(len(CUTS))
     for c, shares in enumerate(total.shares):
         units = float(shares.sum())
         if units > 0.5:
             quantile = int(np.searchsorted(np.cumsum(shares), LEVEL * units - 1e-9))
-            found[c] = max(student.ppf(0.975, units), EDGES[min(quantile, len(EDGES) - 1)]) / NORMAL
-    return found
+            widths[c] = max(student.ppf(0.975, units), EDGES[min(quantile, len(EDGES) - 1)]) / NORMAL
+    return widths
 
 
 def widened(variance: Array, x: Array, last: float, factors: Array) -> Array:

@@ -87,8 +87,8 @@ class Dense:
     """R = s² I + K."""
 
     def __init__(self, noise: Scalar, covariance: Float[Tensor, "N N"]) -> None:
-        whole = covariance + noise * torch.eye(len(covariance)).to(covariance)
-        self.factor = cholesky(whole, of="covariance of a site's rows")
+        matrix = covariance + noise * torch.eye(len(covariance)).to(covariance)
+        self.factor = cholesky(matrix, of="covariance of a site's rows")
         self.log_det = 2 * self.factor.diagonal().log().sum()
 
     def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:

@@ -51,7 +51,7 @@ class NaturalParameters:
 
     @cached_property
     def gaussian(self) -> Gaussian:
-        """As tensors."""
+        """The factor as tensors."""
         kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
         return kind(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
 
@@ -91,7 +91,7 @@ class LatentFactor:
         return len(next(iter(encode(self).values())))
 
     def natural(self) -> NaturalParameters:
-        """As a factor of the product."""
+        """The natural parameters."""
         assert self.eta1 is not None
         assert self.eta2 is not None
         return NaturalParameters(self.eta1, self.eta2)
@@ -159,9 +159,9 @@ class Factors:
 class Visit:
     """Request to update a site's factors given those of all others."""
 
-    context: Mapping[str, NaturalParameters] = leaves("what the site's factors multiply, of every block in the product")
+    context: Mapping[str, NaturalParameters] = leaves("cavity or prior of every block of the product")
     posterior: NaturalParameters | None = leaves("q of the weights, or of v = L⁻¹u at fixed Z and β", default=None)
-    q: Marginals | None = leaves("q(Z) and q(β); none where weights are the model", default=None)
+    q: Marginals | None = leaves("q(Z) and q(β); none for models of weights", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())
     before: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
 

@@ -143,8 +143,8 @@ class WhitenedGaussian:
     ) -> tuple[Float[Tensor, "S N"], Float[Tensor, "S N"]]:
         """Mean aᵀμ and variance k(x, x) − aᵀa + aᵀB⁻¹a of f(x)."""
         mean = (projection * self.mean[..., None]).sum(-2)
-        kept = torch.linalg.solve_triangular(self.chol, projection, upper=False)
-        return mean, prior_variance - projection.square().sum(-2) + kept.square().sum(-2)
+        solved = torch.linalg.solve_triangular(self.chol, projection, upper=False)
+        return mean, prior_variance - projection.square().sum(-2) + solved.square().sum(-2)
 
     def kl(self, other: WhitenedGaussian) -> Float[Tensor, " S"]:
         """KL(self ‖ other) = ½ [tr(B'B⁻¹) − M + |L_B'ᵀ(μ − μ')|²] + ½ log|B| − ½ log|B'|."""
@@ -196,7 +196,7 @@ class PseudoObservations:
         return replace(self, inputs=free[0], targets=free[1], root=free[2].exp())
 
     def message(self) -> Factors:
-        """As it travels."""
+        """The factor as a message."""
         parts = (self.inputs, self.targets, self.root)
         return Factors(PseudoPoints(*(part.detach().numpy().copy() for part in parts)))
 
@@ -228,7 +228,7 @@ class GaussianFactor:
         return replace(self, natural=NaturalGaussian(root @ values, -0.5 * root @ root.mT))
 
     def message(self) -> Factors:
-        """As it travels."""
+        """The factor as a message."""
         natural = NaturalParameters.of(self.natural)
         return Factors(whitened=natural) if self.of_v else Factors(values=natural)
 

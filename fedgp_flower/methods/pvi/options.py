@@ -22,7 +22,7 @@ LOCAL_KEYS = ("inducing", "factor", "steps", "learning_rate")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How sites are visited and merged."""
+    """Schedule of the visits, and rule of the merge."""
 
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
     order: Literal["fixed", "random"] = "fixed"
@@ -63,14 +63,14 @@ class PVIOptions(MethodOptions):
     """A special case, which sets schedule, damping and deletion. ``global-vi``: every update is a natural gradient step
     of length ``pvi.damping``, or a plain one with ``pvi.local-update`` = ``gradient``."""
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
-    """Sites one after another, all at once, or each as soon as it has answered."""
+    """Visit sites one after another, all at once, or each as soon as it has answered."""
     order: Literal["fixed", "random"] = "fixed"
-    """``sequential``: in turn, or in turn but shuffled."""
+    """``sequential``: order of the sites in each pass."""
     concurrency: Count = 0
     """``asynchronous``: sites that work at once; 0 is all of them."""
     damping: Annotated[float, Field(ge=0, le=1)] = 0.0
     """ρ of Gaussian factors; 0: 1 when one site works at a time, else 1/K of those that do. Pseudo-observations are
-    replaced as a whole."""
+    not damped."""
     deletion: bool = True
     """Remove a site's factor before it is updated; otherwise rows count again at every visit."""
     local_update: Literal["sums", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "sums"
@@ -87,7 +87,7 @@ class PVIOptions(MethodOptions):
     """Steps of ``adam`` in a visit, twice as many in the first; 0: 150. Evaluations of ``lbfgs``; 0: 400. Most steps of
     ``pvi-bnn``; 0: 300."""
     learning_rate: NonNegative = 0.0
-    """Of ``adam``; 0: 0.03, ``pvi-bnn`` 0.01. Length of a step of ``natural-gradient`` and ``gradient``; 0: 1."""
+    """Learning rate of ``adam``; 0: 0.03, ``pvi-bnn`` 0.01. Step of ``natural-gradient`` and ``gradient``; 0: 1."""
 
     def plan(self, seed: int = 0) -> Plan:
         """Schedule, damping and deletion; a preset overrides their keys."""

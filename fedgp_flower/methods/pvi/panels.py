@@ -115,12 +115,12 @@ def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str
     """HTML table with the strength of the factors, one row per site; columns without values are left out."""
     strengths: Mapping[str, Mapping[str, float]] = details["factors"]
     shown = [name for name in STRENGTHS if any(name in each for each in strengths.values())]
-    whole, place = {"rows", "points"}, {site: index for index, site in enumerate(labels)}
+    counts, place = {"rows", "points"}, {site: index for index, site in enumerate(labels)}
     rows = [
         (
             labels.get(site, site),
             str(details["visits"].get(site, 0)),
-            *(f"{each[n]:,.0f}" if n in whole else show(number(each[n])) if n in each else "–" for n in shown),
+            *(f"{each[n]:,.0f}" if n in counts else show(number(each[n])) if n in each else "–" for n in shown),
         )
         for site, each in sorted(strengths.items(), key=lambda item: place.get(item[0], len(place)))
     ]

@@ -254,9 +254,9 @@ class LinearRows:
         """E_q log p(y | f); ∇_μ of it, the factor at a fixed point (Eq. 4); and Φᵀ diag(β) Φ."""
         fit, alpha, beta, _ = self.likelihood.slopes(self.targets, *self.marginals(q), self.hyper)
         curvature, mean = self.design.mT @ (beta[:, None] * self.design), q.mean()
-        kept = curvature if q.eta2.ndim == 2 else curvature.diagonal()
-        pull = kept @ mean if kept.ndim == 2 else kept * mean
-        return fit, type(q)(self.design.mT @ alpha + pull, -0.5 * kept), curvature
+        precision = curvature if q.eta2.ndim == 2 else curvature.diagonal()
+        shift = precision @ mean if precision.ndim == 2 else precision * mean
+        return fit, type(q)(self.design.mT @ alpha + shift, -0.5 * precision), curvature
 
 
 def whitened_rows(model: SparseModel, data: Data, q: Marginals) -> LinearRows:

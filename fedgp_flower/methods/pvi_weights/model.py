@@ -106,16 +106,16 @@ def glm_rows(section: ModelSection, inputs: Array, targets: Array) -> LinearRows
 
 def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonStep, int]:
     """Maximise the local free energy by Newton steps with step halving; return the last step and their number."""
-    here, length, steps = NewtonStep.at(rows, q, context), 1.0, 0
-    while steps < NEWTON_STEPS and here.decrement > TOLERANCE:
-        there = NewtonStep.at(rows, here.taken(length), context)
-        if there.free_energy >= here.free_energy - SLACK * abs(here.free_energy):
-            here, length, steps = there, min(1.0, 2.0 * length), steps + 1
+    current, length, steps = NewtonStep.at(rows, q, context), 1.0, 0
+    while steps < NEWTON_STEPS and current.decrement > TOLERANCE:
+        trial = NewtonStep.at(rows, current.taken(length), context)
+        if trial.free_energy >= current.free_energy - SLACK * abs(current.free_energy):
+            current, length, steps = trial, min(1.0, 2.0 * length), steps + 1
             continue
         length *= 0.5
         if length < 1e-10:
             raise NumericsError("no Newton step raises the local free energy; are the inputs finite and standardised?")
-    return here, steps
+    return current, steps
 
 
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
@@ -256,8 +256,8 @@ class NetworkPosterior:
         generator = torch.Generator().manual_seed(PREDICTION_SEED)
         x = torch.from_numpy(inputs)
         each = [self.network.logits(x, self.q, generator).softmax(-1) for _ in range(self.draws)]
-        found = torch.stack(each).mean(0).numpy()
-        return found[:, 1] if self.binary else found
+        mean = torch.stack(each).mean(0).numpy()
+        return mean[:, 1] if self.binary else mean
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation of the indicators of classes."""

@@ -43,7 +43,7 @@ class GLMOptions(WeightsOptions):
     table: ClassVar[str] = "glm"
 
     covariance: Literal["full", "diagonal"] = "full"
-    """Of q(θ); ``diagonal`` is the paper's mean-field form."""
+    """Covariance of q(θ); ``diagonal`` is the paper's mean-field form."""
 
     def num_weights(self, num_inputs: int) -> int:
         """Number of slopes and the intercept."""
@@ -69,7 +69,7 @@ class BNNOptions(WeightsOptions):
     table: ClassVar[str] = "bnn"
 
     hidden: PositiveInt = 50
-    """Units of the one hidden layer, rectified."""
+    """Rectified units of the hidden layer."""
     likelihoods: ClassVar[frozenset[str]] = frozenset({"bernoulli", "categorical"})
     usual_likelihood: ClassVar[str] = "categorical"
 

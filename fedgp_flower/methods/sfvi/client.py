@@ -84,8 +84,8 @@ class SFVIClient(SiteClient):
         """Held-out rows with their predictions, trend and deviation; for classes the probability of the second."""
         learner, q_global, q_local = self.posterior(request.values)
         rows = rows_of(self.preparation, self.rows.x_test, self.options)
-        trend, whole = (learner.predict(q_global, q, rows, link=True).mean for q in (None, q_local))
-        return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
+        trend, total = (learner.predict(q_global, q, rows, link=True).mean for q in (None, q_local))
+        return super().shown(request) | trend_and_deviation(self.preparation, trend, total)
 
     # Helpers of the handlers.
 
@@ -182,9 +182,9 @@ class SFVIClient(SiteClient):
         return self.scores(learner, q_global, q_local, data)
 
 
-def trend_and_deviation(agreed: Preparation, trend: Array, whole: Array) -> NamedArrays:
+def trend_and_deviation(preparation: Preparation, trend: Array, total: Array) -> NamedArrays:
     """Trend and deviation in original units; for a transformed target the medians and their difference."""
-    trend, whole = (part * agreed.target_scale + agreed.target_mean for part in (trend, whole))
-    if agreed.transform is not None:
-        trend, whole = agreed.transform.inverse(trend), agreed.transform.inverse(whole)
-    return {"prediction.trend": trend, "prediction.deviation": whole - trend}
+    trend, total = (part * preparation.target_scale + preparation.target_mean for part in (trend, total))
+    if preparation.transform is not None:
+        trend, total = preparation.transform.inverse(trend), preparation.transform.inverse(total)
+    return {"prediction.trend": trend, "prediction.deviation": total - trend}

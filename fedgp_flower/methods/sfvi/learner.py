@@ -249,7 +249,7 @@ def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> Mo
         return ModelInputs(features, torch.zeros(len(inputs), dtype=torch.int64))
     index = names.index(options.unit_column)
     values = inputs[:, index] * preparation.input_scale[index] + preparation.input_mean[index]
-    whole = np.rint(values)
-    if np.abs(values - whole).max(initial=0.0) > 1e-6:
+    units = np.rint(values)
+    if np.abs(values - units).max(initial=0.0) > 1e-6:
         raise DataError(f"column `{options.unit_column}` must hold whole numbers, which name units")
-    return ModelInputs(features, torch.from_numpy(whole.astype(np.int64)))
+    return ModelInputs(features, torch.from_numpy(units.astype(np.int64)))

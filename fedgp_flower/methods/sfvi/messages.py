@@ -1,6 +1,6 @@
 """Messages of SFVI and SFVI-Avg; none contains q(Z_Lk | Z_G).
 
-θ and η_G travel as arrays under names: ``theta.*``, and ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal,
+θ and η_G are arrays under names: ``theta.*``, and ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal,
 ``q.lower``, with Z_G = μ + σ ⊙ (L ε) and L's strictly lower entries row by row.
 """
 
@@ -36,7 +36,7 @@ class GradientRequest:
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     learning_rate: float = leaves("of the site's step on its latents")
-    noise: Float[ndarray, "S G"] | None = leaves("ε_G, where expectations are not known", default=None)
+    noise: Float[ndarray, "S G"] | None = leaves("ε_G, for Monte Carlo expectations", default=None)
 
 
 @message("train.gradient", summand=True)
@@ -47,7 +47,7 @@ class GradientShare(_Values):
         "∂/∂θ and ∂/∂η_G of E log p(y, Z_L | Z_G) − E log q(Z_L | Z_G)", as_sent=True
     )
     objective: float = leaves("the term itself")
-    fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
+    fresh: int = leaves("1 if the site had no memory and caught up")
 
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
@@ -61,8 +61,8 @@ class LocalStepsRequest:
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     learning_rate: float = leaves("of the steps")
-    total_rows: float = leaves("N, the rows of all sites that the site stands in for")
-    reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
+    total_rows: float = leaves("N, the rows of all sites")
+    reach: float = leaves("largest plausible change by local steps", default=MOVE)
 
 
 @message("train.average")
@@ -70,8 +70,8 @@ class LocalEnd(_Values):
     """θ and η_G after a site's local steps; a barycentre needs them of each site."""
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True, within="reach")
-    objective: float = leaves("what the site takes for the bound of all rows, mean over its steps")
-    fresh: bool = leaves("whether the site had no memory of earlier rounds and caught up")
+    objective: float = leaves("the site's estimate of the bound of all rows, mean over its steps")
+    fresh: bool = leaves("whether the site had no memory and caught up")
 
 
 @message("train.average_sum", summand=True)
@@ -80,8 +80,8 @@ class LocalEndSum(_Values):
 
     values: Mapping[str, AnyShape] = leaves("w θ and w μ_G, and under `q.log_scale` w σ_G", as_sent=True)
     weight: Float[ndarray, ""] = leaves("w, the rows of the site")
-    objective: Float[ndarray, ""] = leaves("w times what the site takes for the bound of all rows")
-    fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
+    objective: Float[ndarray, ""] = leaves("w times the site's estimate of the bound of all rows")
+    fresh: int = leaves("1 if the site had no memory and caught up")
 
     @staticmethod
     def of(end: LocalEnd, weight: float) -> LocalEndSum:

@@ -33,26 +33,26 @@ class SFVIOptions(MethodOptions):
     variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
 
     model: str = "gp"
-    """By name, as in Hassan et al. (2023) where a section is given."""
+    """The model; sections are those of Hassan et al. (2023)."""
     structure: Literal["diagonal", "full"] = "diagonal"
-    """L_G of q(Z_G). ``full`` sends M²/2 numbers more."""
+    """Covariance of q(Z_G); ``full`` sends M²/2 more numbers."""
     initial_scale: NonNegative = 0.0
-    """Initial standard deviation of all latents under q; 0: 0.3, of networks 0.1."""
+    """Initial standard deviation of all latents under q; 0: 0.3, networks 0.1."""
     samples: PositiveInt = 4
     """S, draws of Z_G in a gradient; none for ``gp``."""
     importance_samples: PositiveInt = 20
-    """R, weighted draws of each unit's latents; 1 is the paper's bound, and that of networks. None for ``gp``."""
+    """R, weighted draws of each unit's latents; 1 is the bound of the paper and of networks. None for ``gp``."""
     learning_rate: NonNegative = 0.0
-    """Of Adam, at the server and at the sites; 0: 0.05, of networks 0.02."""
+    """Learning rate of Adam, at server and sites; 0: 0.05, networks 0.02."""
     warm_start_rounds: Count = 0
-    """``sfvi``: rounds of ``sfvi-avg`` that come first."""
+    """``sfvi``: initial rounds of ``sfvi-avg``."""
     local_steps: PositiveInt = 20
     """``sfvi-avg``: m, steps of a site in a round."""
 
     unit_column: str = ""
     """``glmm``: numeric feature whose value names the unit that shares random effects."""
     random_slopes: str = ""
-    """``glmm``: features with a slope for every unit, with commas between them."""
+    """``glmm``: comma-separated features with a random slope."""
     hidden: PositiveInt = 50
     """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
     latents: PositiveInt = 2

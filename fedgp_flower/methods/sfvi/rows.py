@@ -54,14 +54,14 @@ class ModelRow:
 _HERE, _FAMILY = "fedgp_flower.methods.sfvi", ("gaussian", "bernoulli", "poisson")
 _CLASSES = ModelRow(
     f"{_HERE}.classes:Multinomial",
-    "logistic regression of several classes, Section S3.2",
+    "multinomial logistic regression, Section S3.2",
     likelihoods=("categorical", "bernoulli"),
     classes=True,
 )
 _NETWORK = replace(
     _CLASSES,
     model=f"{_HERE}.classes:PersonalNetwork",
-    summary="a Bayesian neural network with other weights at every site, Section 4.1",
+    summary="a Bayesian neural network with different weights at every site, Section 4.1",
     reads=("hidden",),
     mean_field=True,
     personal=True,
@@ -92,9 +92,9 @@ BUILT_IN: dict[str, ModelRow] = {
     ),
     "multinomial": _CLASSES,
     "hierarchical-bnn": _NETWORK,
-    "fedpop": replace(_NETWORK, summary="a Bayesian neural network with another last layer at every site, Section 4.1"),
+    "fedpop": replace(_NETWORK, summary="a Bayesian neural network with a last layer for each site, Section 4.1"),
     "vae": _AMORTISED,
-    "prodlda": replace(_AMORTISED, summary="topics of counts of words, likewise"),
+    "prodlda": replace(_AMORTISED, summary="a topic model of word counts, one encoder for all sites"),
 }
 
 

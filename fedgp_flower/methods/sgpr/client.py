@@ -84,7 +84,7 @@ class SparseClient(SiteClient):
             entries = values[LOCATIONS].shape[0] ** 2
             while _whiteners and (len(_whiteners) == LATEST or (len(_whiteners) + 1) * entries > LARGEST):
                 del _whiteners[next(iter(_whiteners))]
-            _whiteners[key] = Whitener(model, kept=0)
+            _whiteners[key] = Whitener(model, cached=0)
         return _whiteners[key]
 
     def statistics(self, request: Parameters) -> SparseStatistics:
