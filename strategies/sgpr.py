@@ -2,7 +2,7 @@
 
 Each row keeps the variance that the inducing points leave of it as noise of its own (:mod:`fedgp_flower.gp.fitc`), so
 that few points are enough to learn hyperparameters, rough ones too. The points stay where they were drawn: from the
-sums of small cells of rows, with the values of each input that many rows have.
+sums of small cells of rows, with the values of each input, and the pairs of values of two inputs, that many rows have.
 
 A round is a gradient and a step, two exchanges. The steps are those of BFGS. Its first curvature is the sum of what
 sites know of their own rows, and the server alone scales kernel and noise. Rounds go on while a step promises a gain.
@@ -25,7 +25,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.cells import VALUES, drawn, weight_of, with_values
+from fedgp_flower.gp.cells import VALUES, common_values, drawn, weight_of, with_pairs, with_values
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
@@ -36,7 +36,16 @@ from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import special
 from fedgp_flower.messages import encode, leaves, message
-from fedgp_flower.methods.sgpr.messages import Anchors, EvidenceGradient, PooledPosterior, Sketch, TrialSums, numbered
+from fedgp_flower.methods.sgpr.messages import (
+    Anchors,
+    CommonValues,
+    EvidenceGradient,
+    PairCounts,
+    PooledPosterior,
+    Sketch,
+    TrialSums,
+    numbered,
+)
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
@@ -59,8 +68,8 @@ NEWTON = 8
 """Steps towards the best scale, which begin close to it."""
 SHORTER, SHORTEST = (0.1, 0.5), 1e-2
 """Limits of the factor of a step that did not raise the objective, and where shorter ones are given up."""
-BEFORE, A_ROUND = 3, 2
-"""Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
+BEFORE, A_ROUND = 4, 2
+"""Exchanges before training (descriptions, where inputs lie, the sketch, pairs of common values) and in a round."""
 USUAL = 60
 """Exchanges where the configuration leaves them to the method, those at more inducing points among them."""
 TOO_LITTLE = 0.001
@@ -220,9 +229,14 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     wanted = pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites)
     most = largest(problem, roster)
     draws = drawn(sketch.rows, sketch.first, sketch.second, DRAWS * max(wanted, most), rng)
-    draws = with_values(draws, sketch.value_rows, sketch.value_sums)
-    _, first = np.unique(draws, axis=0, return_index=True)
-    places = draws[np.sort(first)][: max(wanted, most)]
+    moved = with_values(draws, sketch.value_rows, sketch.value_sums)
+    common = common_values(sketch.value_rows, sketch.value_sums)
+    sizes = {"P": num_inputs * (num_inputs - 1) // 2, "V": common.shape[1]}
+    pairs: Summed[PairCounts] = yield Total(PairCounts, CommonValues(common), sizes=sizes)
+    if pairs.total is not None:
+        moved = with_pairs(draws, moved, common, pairs.total.counts, float(sketch.rows.sum()))
+    _, first = np.unique(moved, axis=0, return_index=True)
+    places = moved[np.sort(first)][: max(wanted, most)]
     values, curvature = agreed(sketch, model, priors_of(section, num_inputs), len(summed.sites))
     values = {**values, LOCATIONS: places[:wanted]}
     logger.info("%d inducing points in training, %d after it at most", len(values[LOCATIONS]), len(places))

@@ -15,7 +15,7 @@ from fedgp_flower.errors import FedGPError
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
 _CLASSES |= {"sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
-    "sgpr": {"method": "sgpr", "sgpr__exchanges": 8},
+    "sgpr": {"method": "sgpr", "sgpr__exchanges": 9},
     "fsgp": {"method": "fsgp"},
     "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"features": "mean radius,mean texture", "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__local_steps": 3},
-    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
+    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 9, "privacy__secure_aggregation": True},
     "sgpr-private": {
         "method": "sgpr-private",
         "privacy__epsilon": 1.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from scipy.sparse.csgraph import breadth_first_order, connected_components, minimum_spanning_tree
 
 from fedgp_flower.typing import Array, Indices
 
@@ -18,6 +19,12 @@ LEAST_ALIKE, VALUES = 3, 128
 """Fewest rows of a cell of values of one input, and number of slots for such cells."""
 MOST_CELLS = 512
 """Most cells of a site."""
+COMMON, COMMON_OF_ALL = 32, 360
+"""Most common values of an input, and of all inputs together, of whose pairs rows are counted."""
+EXACTLY = 1e-6
+"""Standardised units within which a value is a common one: totals under masks are rounded."""
+COVERED = 0.9
+"""Share of the rows with a common value whose values of another input must be known for points to follow them."""
 CHUNK = 4096
 """Rows in a block."""
 MIN_COPIES, MARGIN = 2.0, 1.2
@@ -125,15 +132,86 @@ def with_values(points: Array, rows: Array, sums: Array) -> Array:
     They keep the dependence of the inputs, and match values with many rows exactly.
     """
     moved = points.copy()
-    shares = (np.arange(len(points)) + 0.5) / len(points)
     for column, (count, total) in enumerate(zip(rows, sums, strict=True)):
         filled = count > 0
         if filled.any():
-            values = total[filled] / count[filled]
-            order = np.argsort(values)
-            up_to = np.cumsum(count[filled][order]) / count.sum()
-            place = np.argsort(np.argsort(points[:, column], kind="stable"), kind="stable")
-            moved[:, column] = values[order][np.minimum(np.searchsorted(up_to, shares), len(values) - 1)][place]
+            moved[:, column] = _by_rank(points[:, column], total[filled] / count[filled], count[filled])
+    return moved
+
+
+def _by_rank(column: Array, values: Array, counts: Array) -> Array:
+    """Return the values in the order of ``column``, each as often as its share of the counts."""
+    order, size = np.argsort(values), len(column)
+    up_to = np.cumsum(counts[order]) / counts.sum()
+    place = np.argsort(np.argsort(column, kind="stable"), kind="stable")
+    return np.asarray(values[order][np.minimum(np.searchsorted(up_to, (place + 0.5) / size), len(values) - 1)])
+
+
+def common_values(rows: Array, sums: Array) -> Array:
+    """Return the values [D, V] of each input in the slots of :func:`values_of` with most rows; the first fills up."""
+    most = max(1, min(COMMON, rows.shape[1], COMMON_OF_ALL // len(rows)))
+    slots = np.argsort(-rows, axis=1, kind="stable")[:, :most]
+    count, total = (np.take_along_axis(part, slots, axis=1) for part in (rows, sums))
+    values = total / np.maximum(count, 1)
+    return np.where(count > 0, values, values[:, :1])
+
+
+def pair_counts(inputs: Array, values: Array, least: int = LEAST_ALIKE) -> Array:
+    """Return how many rows have each two of the common values [D, V], as [P, V, V]; fewer than ``least`` count as none.
+
+    The P = D (D − 1)/2 pairs of inputs are in the order of ``np.triu_indices``.
+    """
+    num_inputs, most = values.shape
+    has = np.zeros((len(inputs), num_inputs, most))
+    for column, (given, known) in enumerate(zip(inputs.T, values, strict=True)):
+        slot = nearest(given[:, None], known[:, None])
+        has[np.arange(len(given)), column, slot] = np.abs(given - known[slot]) < EXACTLY
+    flat = has.reshape(len(inputs), -1)
+    counts = (flat.T @ flat).reshape(*values.shape, *values.shape).transpose(0, 2, 1, 3)[np.triu_indices(num_inputs, 1)]
+    return np.where(counts < least, 0.0, counts)
+
+
+def dependence_tree(pairs: Array, rows: float) -> list[tuple[int, int]]:
+    """Return (parent, child) of the tree of inputs that keeps most information (Chow and Liu 1968), parents first.
+
+    ``pairs`` [D, D, V, V] are counts. An edge has the mutual information Σ p log p/(q r) of the counted rows.
+    """
+    shares = pairs / rows
+    apart = (
+        shares.sum(3, keepdims=True)
+        * shares.sum(2, keepdims=True)
+        / np.maximum(shares.sum((2, 3), keepdims=True), np.finfo(float).tiny)
+    )
+    ratio = np.divide(shares, apart, out=np.ones_like(shares), where=shares > 0)
+    tree = minimum_spanning_tree(np.triu(-(shares * np.log(ratio)).sum((2, 3)), 1))
+    edges = []
+    for root in np.unique(connected_components(tree, directed=False)[1], return_index=True)[1]:
+        order, parents = breadth_first_order(tree, root, directed=False)
+        edges += [(int(parents[child]), int(child)) for child in order[1:]]
+    return edges
+
+
+def with_pairs(points: Array, moved: Array, values: Array, counts: Array, rows: float) -> Array:
+    """Return the points with pairs of common values as rows have them, input by input along a tree.
+
+    Where a point has a common value of the parent, the child's values follow their counts beside it, by the ranks of
+    ``points``, provided that these counts cover nearly all rows with that value.
+
+    Args:
+        points: Draws [S, D] before :func:`with_values`.
+        moved: The same after it.
+        values: Common values [D, V].
+        counts: Total of :func:`pair_counts`, [P, V, V].
+        rows: Number of all rows.
+    """
+    (num_inputs, most), moved = values.shape, moved.copy()
+    pairs, (above, below) = np.zeros((num_inputs, num_inputs, most, most)), np.triu_indices(num_inputs, 1)
+    pairs[above, below], pairs[below, above] = counts, counts.transpose(0, 2, 1)
+    for parent, child in dependence_tree(pairs, rows):
+        for value, beside in zip(values[parent], pairs[parent, child], strict=True):
+            chosen = np.flatnonzero(np.abs(moved[:, parent] - value) < EXACTLY)
+            if len(chosen) and beside.sum() >= COVERED * rows * len(chosen) / len(points):
+                moved[chosen, child] = _by_rank(points[chosen, child], values[child], beside)
     return moved
 
 

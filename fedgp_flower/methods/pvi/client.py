@@ -129,7 +129,7 @@ class PVIClient(SiteClient):
         return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 
     sketch, trials = shared_handler(SGPRClient, SGPRClient.sketch), shared_handler(SGPRClient, SGPRClient.trials)
-    gradients = shared_handler(SGPRClient, SGPRClient.gradients)
+    gradients, pairs = shared_handler(SGPRClient, SGPRClient.gradients), shared_handler(SGPRClient, SGPRClient.pairs)
     expectations = shared_handler(SVGPClient, SVGPClient.expectations)
 
     # Requests at the global posterior.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, repeats, values_of
+from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
 from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack, scatter
@@ -24,8 +24,10 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
+    CommonValues,
     EvidenceGradient,
     Expectations,
+    PairCounts,
     PooledPosterior,
     PrivateRequest,
     PrivateSums,
@@ -114,6 +116,10 @@ class SGPRClient(SparseClient):
         values = values_of(self.rows.x, request.points, max(LEAST_ALIKE, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *values, repeats(self.rows.x, self.rows.y), *mode)
+
+    def pairs(self, request: CommonValues) -> PairCounts:
+        """How many of this site's rows have each two of the common values."""
+        return PairCounts(pair_counts(self.rows.x, request.values, max(LEAST_ALIKE, self.least_cell)))
 
     def trials(self, request: Parameters) -> TrialSums:
         """The additive sums of this site's rows at each of several parameters."""

@@ -86,6 +86,29 @@ class Sketch:
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
 
 
+@message()
+class CommonValues:
+    """Values of each input that many rows have."""
+
+    values: Float[ndarray, "D V"] = leaves("from the sums of all sites' cells of values, standardised")
+
+
+@message("query.pairs", summand=True)
+class PairCounts:
+    """How many rows have each two of the common values."""
+
+    counts: Float[ndarray, "P V V"] = leaves("of each two inputs, rows with each two values; fewer than three as 0")
+
+    def num_parameters(self) -> int:
+        """Return the largest number of cells into which two inputs divide the rows."""
+        return int(np.count_nonzero(self.counts, axis=(1, 2)).max(initial=0))
+
+    def refusal(self, described: Described) -> str | None:
+        """Return why this cannot come from so many rows, or None."""
+        possible = (self.counts >= 0).all() and (self.counts.sum((1, 2)) <= described.rows).all()
+        return None if possible else f"`counts` are not of {described.rows} rows"
+
+
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
     """:class:`WeightedSums` at each of several parameters."""
