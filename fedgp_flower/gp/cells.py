@@ -19,8 +19,8 @@ LEAST_ALIKE, VALUES = 3, 128
 """Fewest rows of a cell of values of one input, and number of slots for such cells."""
 MOST_CELLS = 512
 """Most cells of a site."""
-COMMON, COMMON_OF_ALL = 32, 360
-"""Most common values of an input, and of all inputs together, of whose pairs rows are counted."""
+COMMON, COUNTS = 32, 2**15
+"""Most common values of an input of whose pairs rows are counted, and about how many counts there are at most."""
 EXACTLY = 1e-6
 """Standardised units within which a value is a common one: totals under masks are rounded."""
 COVERED = 0.9
@@ -149,7 +149,8 @@ def _by_rank(column: Array, values: Array, counts: Array) -> Array:
 
 def common_values(rows: Array, sums: Array) -> Array:
     """Return the values [D, V] of each input in the slots of :func:`values_of` with most rows; the first fills up."""
-    most = max(1, min(COMMON, rows.shape[1], COMMON_OF_ALL // len(rows)))
+    num_pairs = math.comb(len(rows), 2)
+    most = max(1, min(COMMON, rows.shape[1], math.isqrt(COUNTS // max(num_pairs, 1))))
     slots = np.argsort(-rows, axis=1, kind="stable")[:, :most]
     count, total = (np.take_along_axis(part, slots, axis=1) for part in (rows, sums))
     values = total / np.maximum(count, 1)
@@ -161,13 +162,15 @@ def pair_counts(inputs: Array, values: Array, least: int = LEAST_ALIKE) -> Array
 
     The P = D (D − 1)/2 pairs of inputs are in the order of ``np.triu_indices``.
     """
-    num_inputs, most = values.shape
-    has = np.zeros((len(inputs), num_inputs, most))
-    for column, (given, known) in enumerate(zip(inputs.T, values, strict=True)):
-        slot = nearest(given[:, None], known[:, None])
-        has[np.arange(len(given)), column, slot] = np.abs(given - known[slot]) < EXACTLY
-    flat = has.reshape(len(inputs), -1)
-    counts = (flat.T @ flat).reshape(*values.shape, *values.shape).transpose(0, 2, 1, 3)[np.triu_indices(num_inputs, 1)]
+    total = np.zeros((values.size, values.size))
+    for block in np.split(inputs, range(CHUNK, len(inputs), CHUNK)):
+        has = np.zeros((len(block), *values.shape))
+        for column, (given, known) in enumerate(zip(block.T, values, strict=True)):
+            slot = nearest(given[:, None], known[:, None])
+            has[np.arange(len(given)), column, slot] = np.abs(given - known[slot]) < EXACTLY
+        flat = has.reshape(len(block), -1)
+        total += flat.T @ flat
+    counts = total.reshape(*values.shape, *values.shape).transpose(0, 2, 1, 3)[np.triu_indices(len(values), 1)]
     return np.where(counts < least, 0.0, counts)
 
 
