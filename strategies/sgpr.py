@@ -400,7 +400,7 @@ def sizes_from(first: int, most: int) -> list[int]:
 
 
 def exchanges_left(problem: Problem, state: SGPRState) -> int:
-    """At this number of points."""
+    """Return how many exchanges remain at the current number of inducing points."""
     if state.training:
         return problem.exchanges + A_SIZE * bool(state.asked) - state.exchanges
     return A_ROUND * (ROUNDS - state.rounds)

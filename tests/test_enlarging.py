@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
@@ -80,6 +81,17 @@ def test_training_goes_on_at_the_first_size_where_twice_as_many_may_follow():
 
 def nodes(tmp_path):
     return csv_nodes(tmp_path, {name: waves(60, seed) for seed, name in enumerate("abc")})
+
+
+def test_points_of_a_run_have_the_pairs_of_values_that_rows_have(tmp_path):
+    draw, tables = np.random.default_rng(5), {}
+    for site in "abc":
+        shape = draw.integers(0, 4, 80)
+        height = np.array([7.0, 3.5, 3.5, 7.0])[shape]
+        tables[site] = pd.DataFrame({"shape": shape, "height": height, "y": shape + height + draw.standard_normal(80)})
+    strategy = run(FaultyGrid(configured(**KEYS | {"sgpr__exchanges": 6}), csv_nodes(tmp_path, tables)))
+    points = strategy.current.places
+    assert len(np.unique(points.round(6), axis=0)) == len(points) == 4
 
 
 def test_a_run_ends_with_more_points_and_predicts_better(tmp_path, monkeypatch):

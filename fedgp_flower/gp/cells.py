@@ -180,12 +180,8 @@ def dependence_tree(pairs: Array, rows: float) -> list[tuple[int, int]]:
     ``pairs`` [D, D, V, V] are counts. An edge has the mutual information Σ p log p/(q r) of the counted rows.
     """
     shares = pairs / rows
-    apart = (
-        shares.sum(3, keepdims=True)
-        * shares.sum(2, keepdims=True)
-        / np.maximum(shares.sum((2, 3), keepdims=True), np.finfo(float).tiny)
-    )
-    ratio = np.divide(shares, apart, out=np.ones_like(shares), where=shares > 0)
+    whole, independent = shares.sum((2, 3), keepdims=True), shares.sum(3, keepdims=True) * shares.sum(2, keepdims=True)
+    ratio = np.divide(shares * whole, independent, out=np.ones_like(shares), where=shares > 0)
     tree = minimum_spanning_tree(np.triu(-(shares * np.log(ratio)).sum((2, 3)), 1))
     edges = []
     for root in np.unique(connected_components(tree, directed=False)[1], return_index=True)[1]:
@@ -211,10 +207,10 @@ def with_pairs(points: Array, moved: Array, values: Array, counts: Array, rows: 
     pairs, (above, below) = np.zeros((num_inputs, num_inputs, most, most)), np.triu_indices(num_inputs, 1)
     pairs[above, below], pairs[below, above] = counts, counts.transpose(0, 2, 1)
     for parent, child in dependence_tree(pairs, rows):
-        for value, beside in zip(values[parent], pairs[parent, child], strict=True):
+        for value, counted in zip(values[parent], pairs[parent, child], strict=True):
             chosen = np.flatnonzero(np.abs(moved[:, parent] - value) < EXACTLY)
-            if len(chosen) and beside.sum() >= COVERED * rows * len(chosen) / len(points):
-                moved[chosen, child] = _by_rank(points[chosen, child], values[child], beside)
+            if len(chosen) and counted.sum() >= COVERED * rows * len(chosen) / len(points):
+                moved[chosen, child] = _by_rank(points[chosen, child], values[child], counted)
     return moved
 
 

@@ -140,13 +140,6 @@ class Terms:
             [torch.eye(q)[tuple(torch.tril_indices(q, q))] for q in self.widths] or [torch.zeros(0)]
         ).double()
 
-    def diagonal(self) -> list[int]:
-        """Positions in θ of the diagonals of the factors."""
-        ends = np.cumsum([0, *(q * (q + 1) // 2 for q in self.widths)])
-        return [
-            int(start) + row * (row + 3) // 2 for start, q in zip(ends, self.widths, strict=False) for row in range(q)
-        ]
-
 
 class Arrow:
     """The Cholesky factor of H."""
