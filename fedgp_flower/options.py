@@ -66,18 +66,25 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """Parse a sum or product of :func:`kernel_names`; ``auto`` means ``rbf``. Raise ValueError for anything else."""
+    """Parse a sum or product of :func:`kernel_names`, or ``warp`` of one; ``auto`` means ``rbf``.
+
+    Raise ValueError for anything else.
+    """
     try:
         expression = SMOOTH if expression == USUAL_KERNEL else expression
         tree = ast.parse(expression.strip(), mode="eval").body
-        nodes = list(ast.walk(tree))
+        match tree:
+            case ast.Call(func=ast.Name("warp"), args=[inner], keywords=[]):
+                nodes = list(ast.walk(inner))
+            case _:
+                nodes = list(ast.walk(tree))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         known = names <= {*KERNELS} or names <= {*kernel_names()}
         if known and all(isinstance(node, ast.BinOp | ast.Add | ast.Mult | ast.Name | ast.Load) for node in nodes):
             return tree
     except SyntaxError:
         pass
-    raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
+    raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'warp(rbf + l1)'")
 
 
 SECOND_COLUMN = {
@@ -102,8 +109,8 @@ class ModelSection(Section):
 
     kernel: Annotated[str, BASIC] = USUAL_KERNEL
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
-    ``linear``, ``periodic`` and those of installed packages. ``auto``: ``rbf``; of ``sgpr`` ``rbf + l1``, smooth and
-    rough; for several classes ``rbf + linear``."""
+    ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` learns a scale of each input on top. ``auto``:
+    ``rbf``; of ``sgpr`` ``warp(rbf + l1)``, smooth and rough; for several classes ``rbf + linear``."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0

@@ -43,6 +43,7 @@ MEANINGS = {
     "inducing.mean": "m, mean of v = L⁻¹ f(Z)",
     "inducing.covariance": "S, covariance of v = L⁻¹ f(Z)",
     "kernel.lengthscale": "lengthscale per input",
+    "kernel.warp": "e^ω of each input in `warp(k)`, k(g(x), g(z)), g of Yeo and Johnson (2000) with power 1 + ω",
     "kernel.outputscale": "prior variance of f",
     "likelihood.noise": "σ², noise variance of an observation",
     CONSTANT: "c, mean of f",

@@ -9,11 +9,12 @@ import torch
 from gpytorch.kernels import MaternKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import yeojohnson
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
-from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, warped
 from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -84,7 +85,20 @@ def test_l1_is_the_product_of_matern_half_over_inputs():
         torch.testing.assert_close(kernel(left, right).to_dense(), expected, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic", "rbf + l1"])
+@pytest.mark.parametrize("power", [-1.0, 0.0, 5e-4, 0.5, 1.0, 1.9995, 2.0, 3.5])
+def test_warped_inputs_are_those_of_yeo_and_johnson(power):
+    """SciPy's transformation at this power, with its slopes; at 1 the inputs, and at e − 1 the slope that is saved."""
+    log_slopes = torch.full((1, 1), power - 1, dtype=torch.float64).requires_grad_()
+    inputs = torch.tensor([-3.0, -0.2, 0.0, 0.5, 7.0, math.e - 1], dtype=torch.float64)[:, None].requires_grad_()
+    found = warped(inputs, log_slopes)
+    np.testing.assert_allclose(found.detach()[:, 0], yeojohnson(inputs.detach().numpy()[:, 0], power), rtol=1e-10)
+    [slopes] = torch.autograd.grad(found.sum(), inputs, retain_graph=True)
+    assert float(slopes[-1]) == pytest.approx(math.exp(power - 1))
+    assert float(slopes[2]) == 1.0
+    torch.autograd.gradcheck(lambda by: warped(inputs.detach(), by), log_slopes, atol=1e-6)
+
+
+@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic", "warp(rbf + l1)"])
 def test_batched_kernel_is_the_gpytorch_kernel_of_every_sample(expression):
     kernel = build_kernel(ModelSection(kernel=expression), 2)
     batched = BatchedKernel(kernel)

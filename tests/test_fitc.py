@@ -12,7 +12,7 @@ from fedgp_flower.gp.fitc import evidence, posterior, weighted_gradient, weighte
 from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.options import ModelSection
 
-KERNELS = ("rbf", "rbf + l1", "matern52 + linear")
+KERNELS = ("rbf", "rbf + l1", "matern52 + linear", "warp(rbf + l1)")
 
 
 def model_of(kernel: str, shift: float = 0.0) -> SparseGP:

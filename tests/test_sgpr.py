@@ -73,8 +73,8 @@ def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray
     names = amplitude_names(ModelSection(kernel=kernel), D)
     for name in names:
         values[name] = values[name] - np.log(len(names))
-    return {n: a + shift + 0.1 * np.arange(a.size).reshape(a.shape) if "scale" in n and "output" not in n else a
-            for n, a in values.items()}  # fmt: skip
+    moved = {n for n in values if ("scale" in n and "output" not in n) or "warp" in n}
+    return {n: a + shift + 0.1 * np.arange(a.size).reshape(a.shape) if n in moved else a for n, a in values.items()}
 
 
 def test_the_profile_is_the_highest_of_a_fine_grid():
@@ -137,7 +137,7 @@ def height(kernel: str, values: dict[str, np.ndarray]) -> float:
     return at_unit_scale(weighted_sums(model, *rows())) + float(log_prior(named, hyperpriors(model.kernel, D)))
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "rbf + l1"])
+@pytest.mark.parametrize("kernel", ["rbf", "warp(rbf + l1)"])
 def test_the_gradient_is_that_of_the_objective_whatever_the_partition(kernel):
     """Finite differences of the evidence and the prior at the parameters with their best scale."""
     whole = differentiated(kernel, [60])
@@ -373,8 +373,8 @@ def test_a_finished_run_may_go_on(monkeypatch):
     longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
     assert longer.digest() == parse_config(flat).digest()
     more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
-    assert end.details()["exchanges"] < more.details()["exchanges"] <= 3 + 1 + 5 * 2
-    assert more.details()["evidence"] >= end.details()["evidence"]
+    assert end.details()["exchanges"] < more.details()["exchanges"] <= 4 + 1 + 5 * 2
+    assert more.current.height >= end.current.height
 
 
 def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):

@@ -21,7 +21,7 @@ from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, ex
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 
-KERNELS = ("rbf", "matern52", "rbf + linear", "matern32 * periodic", "l1", "rbf + l1")
+KERNELS = ("rbf", "matern52", "rbf + linear", "matern32 * periodic", "l1", "rbf + l1", "warp(rbf + l1)")
 
 
 def problem(kernel: str = "rbf", n: int = 60, m: int = 9, jitter: float = 0.0):

@@ -2,6 +2,7 @@
 
 ``rbf``, ``matern32``, ``matern52``, ``l1``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``rbf + l1``, or
 ``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have a scale each; a product has one.
+``warp(rbf + l1)`` learns a scale of each input on which the function is equally smooth everywhere.
 
 Installed packages add kernels by entry points of the group ``fedgp_flower.kernels``: functions of ``(num_inputs, ard)``
 that return a GPyTorch kernel. Every site of a run needs the package.
@@ -91,6 +92,39 @@ class Linear(LinearKernel):
         return variance * ((x1 * x2).sum(-1) if diag else x1 @ x2.mT)
 
 
+WARP = (0.0, 0.5)
+"""Mean and standard deviation of the prior of each ω of :func:`warped`."""
+FLAT = 1e-3
+"""Below this exponent of :func:`warped`, a series is more accurate."""
+
+
+def warped(inputs: Float[Tensor, "*B N D"], log_slopes: Float[Tensor, "... 1 D"]) -> Float[Tensor, "*B N D"]:
+    """Return g(x) of standardised inputs, the transformation of Yeo and Johnson (2000) with power λ = 1 + ω.
+
+    g(0) = 0 and g'(x) = (1 + |x|)^(±ω), + above zero: e^ω is the slope at x = e − 1, relative to that at the mean. With
+    ω = 0, g(x) = x.
+    """
+    side = 1.0 - 2.0 * (inputs < 0)
+    power, size = 1.0 + side * log_slopes, torch.log1p(side * inputs)  # g = ±expm1(power · size)/power
+    flat = power.abs() < FLAT
+    safe = torch.where(flat, 1.0, power)
+    series = size * (1 + power * size / 2 * (1 + power * size / 3 * (1 + power * size / 4)))
+    return side * torch.where(flat, series, torch.expm1(safe * size) / safe)
+
+
+class Warped(Kernel):
+    """k(g(x), g(z)) with :func:`warped` inputs, whose slopes are learned (Snoek et al. 2014)."""
+
+    def __init__(self, inner: Kernel, num_inputs: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_parameter("raw_warp", torch.nn.Parameter(torch.zeros(1, num_inputs)))
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Any:
+        """Covariances [..., N, M], or the diagonal [..., N]."""
+        return self.inner(warped(x1, self.raw_warp), warped(x2, self.raw_warp), diag=diag, **params)
+
+
 class OfEach(Kernel):
     """A kernel for each of C named functions; matrices [C, ..., N, M]."""
 
@@ -129,6 +163,8 @@ def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = 
             return _joined(AdditiveKernel, [_build(side, model, num_inputs) for side in (left, right)])
         case ast.BinOp(left=left, right=right):
             kernel = _joined(ProductKernel, [_build(side, model, num_inputs, False) for side in (left, right)])
+        case ast.Call(args=[inner]):
+            return Warped(_build(inner, model, num_inputs, scaled), num_inputs)
         case _:
             name = cast(ast.Name, node).id
             kernel, scaled = _atom(name, model, num_inputs), scaled and name != "linear"  # its variance is its scale
@@ -178,14 +214,14 @@ def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
 @cache
 def wire_name(parameter: str) -> str:
     """The name of a GPyTorch parameter in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
-    *path, leaf = [part for part in parameter.split(".") if part != "base_kernel"]
+    *path, leaf = [part for part in parameter.split(".") if part not in {"base_kernel", "inner"}]
     return ".".join([*path, leaf.replace("raw_", "log_", 1)])
 
 
 @cache
 def amplitude_names(model: ModelSection, num_inputs: int) -> tuple[str, ...]:
     """Names in messages of the amplitudes of all terms of a kernel."""
-    outer, named = re.compile(r"(kernels\.\d+\.)?raw_(outputscale|variance)"), build_kernel(model, num_inputs)
+    outer, named = re.compile(r"(inner\.)?(kernels\.\d+\.)?raw_(outputscale|variance)"), build_kernel(model, num_inputs)
     return tuple(f"kernel.{wire_name(name)}" for name, _ in named.named_parameters() if outer.fullmatch(name))
 
 
@@ -214,7 +250,7 @@ class BatchedKernel:
         """Names of the entries of β, which are logarithms; variances enter as standard deviations."""
         names: list[str] = []
         for raw, shape in zip(self._powers, self._shapes, strict=True):
-            path = [part for part in raw.split(".") if part not in {"kernels", "base_kernel"}]
+            path = [part for part in raw.split(".") if part not in {"kernels", "base_kernel", "inner"}]
             name, size = " ".join(path).replace("raw_", "").replace("outputscale", "amplitude"), shape.numel()
             names += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
         return tuple(names)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.gp.kernels import OfEach, build_kernel, is_amplitude, prior_variance, wire_name
+from fedgp_flower.gp.kernels import WARP, OfEach, build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
@@ -278,14 +278,16 @@ class LatentGP(SparseGP):
     def log_prior(self) -> Tensor:
         """Log ℓ ~ N(½ log D + ½, 1); log a ~ N(log 4, τ²), which keeps amplitudes a of separable classes finite.
 
-        For ``linear`` a is the variance of a weight, so that k(x, x) = a |x|². The likelihood sets τ, usually 1.
+        For ``linear`` a is the variance of a weight, so that k(x, x) = a |x|². The likelihood sets τ, usually 1. A warp
+        has ω ~ N(0, ½²).
         """
-        total, length = torch.zeros((), dtype=torch.float64), 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
-        amplitude = math.log(4.0), self.observed.amplitude_spread
+        length = 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
+        priors = {"lengthscale": (length, 1.0), "warp": WARP}
+        total, amplitude = torch.zeros((), dtype=torch.float64), (math.log(4.0), self.observed.amplitude_spread)
         for name, parameter in self.kernel.named_parameters():
-            if "lengthscale" in name or is_amplitude(name):
-                centre, spread = (length, 1.0) if "lengthscale" in name else amplitude
-                total = total - 0.5 * ((parameter - centre) / spread).square().sum()
+            prior = amplitude if is_amplitude(name) else priors.get(name.rpartition("raw_")[2])
+            if prior is not None:
+                total = total - 0.5 * ((parameter - prior[0]) / prior[1]).square().sum()
         return total
 
     def nugget(self) -> Float[Tensor, "*C 1"]:

@@ -10,7 +10,7 @@ import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
-from fedgp_flower.gp.kernels import is_amplitude, wire_name
+from fedgp_flower.gp.kernels import WARP, is_amplitude, wire_name
 
 Priors: TypeAlias = Mapping[str, tuple[float, float]]
 """Mean and standard deviation of each logarithm, by name in messages."""
@@ -21,7 +21,7 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
     """Priors of the log hyperparameters of a kernel of D inputs and of the noise.
 
     For kernels of |x − z|², which grows as D, log ℓ ~ N(½ log D + .3, 1); for ``l1``, a function of Σ |x_d − z_d|,
-    log ℓ ~ N(log D + 1, 1). Scales have log a ~ N(1, 1.5²), or N(−2, 1.5²) for the rough ``l1``.
+    log ℓ ~ N(log D + 1, 1). Scales have log a ~ N(1, 1.5²), or N(−2, 1.5²) for the rough ``l1``. A warp ω ~ N(0, ½²).
     """
     priors = {"likelihood.log_noise": NOISE}
     for name, _ in kernel.named_parameters():
@@ -31,6 +31,8 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
             prior = (math.log(num_inputs) + 1.0 if rough else 0.5 * math.log(num_inputs) + 0.3, 1.0)
         elif is_amplitude(name):
             prior = (-2.0 if rough else 1.0, 1.5)
+        elif name.endswith("raw_warp"):
+            prior = WARP
         else:
             prior = (0.0, 1.0)
         priors[f"kernel.{wire_name(name)}"] = prior

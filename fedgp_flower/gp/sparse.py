@@ -13,13 +13,15 @@ from gpytorch.kernels import AdditiveKernel, RBFKernel, ScaleKernel
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.gp.kernels import L1
+from fedgp_flower.gp.kernels import L1, Warped, warped
 from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP
 from fedgp_flower.gp.placement import to_arrays
 from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
 from fedgp_flower.typing import NamedArrays, Rows, Targets
 
+ROWS = "rows"
+"""Name of a derivative by the rows X."""
 CACHED_CHUNKS = 8
 """Chunks of projected rows that are cached between the sums and the gradient."""
 
@@ -57,7 +59,7 @@ class _Smooth:
         """Derivatives through k(Z, X) from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
 
         With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H, ∂F/∂Z = G/ℓ², doubled for X = Z (``at_points``),
-        and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
+        and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ². For X ≠ Z also ∂F/∂X = (Hᵀ Z − q ⊙ X)/ℓ².
         """
         count, products = len(self.points), (moments.T @ adjoint).astype(np.float64, copy=False)  # [2D + 1, M]
         first, second = products[:count], products[count:-1]  # H X, Σ_n q x²
@@ -65,8 +67,11 @@ class _Smooth:
         by_input = (second - self.points * (first + centred)).sum(1) * self.inverse[:, 0]
         by_points = (centred * self.inverse).T
         by_length = by_input[None] if len(self.inverse) > 1 else by_input.sum().reshape(1, 1)
-        by_points = 2 * by_points if at_points else by_points
-        return {LOCATIONS: by_points, "log_outputscale": products[-1].sum(), "log_lengthscale": by_length}
+        named = {LOCATIONS: by_points, "log_outputscale": products[-1].sum(), "log_lengthscale": by_length}
+        if at_points:
+            return {**named, LOCATIONS: 2 * by_points}
+        by_rows = (adjoint @ self.points.T - adjoint.sum(1, keepdims=True) * moments[:, :count]) * self.inverse.T
+        return {**named, ROWS: by_rows}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class _Rough:
         by_length = (by_length if self.lengths.numel() > 1 else by_length.sum()).reshape(self.lengths.shape)
         by_points = (by_points + by_rows if at_points else by_points) / self.lengths
         named = {LOCATIONS: by_points, "log_outputscale": adjoint.sum(), "log_lengthscale": by_length}
+        named |= {} if at_points else {ROWS: by_rows / self.lengths}
         return {name: np.asarray(share, dtype=np.float64) for name, share in named.items()}
 
 
@@ -108,11 +114,18 @@ class _Closed:
 
     terms: Mapping[str, _Smooth | _Rough]
     """Terms by the prefix of their parameters in messages."""
+    inducing: Tensor  # Z before it is warped  [M, D]
+    log_slopes: Tensor | None
+    """ω of warped inputs [1, D]; None where they are not."""
 
     @staticmethod
     def of(model: SparseGP) -> _Closed | None:
         """The kernel of a model on the CPU; None if a term has no formula."""
-        kernel, inducing = model.kernel, model.inducing_points.detach()
+        kernel, inducing, log_slopes = model.kernel, model.inducing_points.detach().clone(), None
+        points = inducing
+        if isinstance(kernel, Warped):
+            log_slopes, kernel = kernel.raw_warp.detach().clone(), kernel.inner
+            points = warped(inducing, log_slopes)
         named = {"kernel": kernel}
         if isinstance(kernel, AdditiveKernel):
             named = {f"kernel.kernels.{number}": term for number, term in enumerate(kernel.kernels)}
@@ -121,29 +134,44 @@ class _Closed:
             kind = FORMULAS.get(type(term.base_kernel)) if isinstance(term, ScaleKernel) else None
             if kind is None or inducing.is_cuda:
                 return None
-            terms[name] = kind.of(term, inducing)
-        return _Closed(terms)
+            terms[name] = kind.of(term, points)
+        return _Closed(terms, inducing, log_slopes)
 
     @property
     def variance(self) -> float:
         """k(x, x), which is constant."""
         return sum(math.exp(term.log_scale) for term in self.terms.values())
 
-    def covariances(self, rows: ndarray) -> list[tuple[ndarray, Any]]:
+    def covariances(self, rows: Tensor) -> list[tuple[ndarray, Any]]:
         """K_zx [N, M] of every term, with a cache for its derivatives."""
-        return [term.covariance(rows) for term in self.terms.values()]
+        rows = rows if self.log_slopes is None else warped(rows, self.log_slopes)
+        return [term.covariance(rows.numpy()) for term in self.terms.values()]
 
     def pulled_back(
-        self, terms: Sequence[tuple[ndarray, Any]], incoming: ndarray, by_variance: float, *, at_points: bool = False
+        self, terms: Sequence[tuple[ndarray, Any]], incoming: ndarray, by_variance: float, rows: Tensor | None = None
     ) -> NamedArrays:
-        """Derivatives by name in messages, from the adjoints of k(Z, X) [N, M] and of k(x, x)."""
-        by_points, shares = np.zeros(()), {"likelihood.log_noise": np.zeros(1)}
+        """Derivatives by name in messages, from the adjoints of k(Z, X) [N, M] and of k(x, x); X is Z without rows."""
+        by_points, by_rows, shares = np.zeros(()), np.zeros(()), {"likelihood.log_noise": np.zeros(1)}
         for (name, term), (covariance, cache) in zip(self.terms.items(), terms, strict=True):
-            by_term = term.pulled_back(cache, incoming * covariance, at_points=at_points)
+            by_term = term.pulled_back(cache, incoming * covariance, at_points=rows is None)
             by_points = by_points + by_term.pop(LOCATIONS)
+            by_rows = np.asarray(by_rows + by_term.pop(ROWS, 0.0))
             by_term["log_outputscale"] = by_term["log_outputscale"] + by_variance * math.exp(term.log_scale)
             shares |= {f"{name}.{leaf}": np.asarray(share) for leaf, share in by_term.items()}
+        if self.log_slopes is not None:
+            by_points, shares["kernel.log_warp"] = self._through_warp(by_points, rows, by_rows)
         return {LOCATIONS: np.asarray(by_points), **shares}
+
+    @torch.enable_grad()
+    def _through_warp(self, by_points: ndarray, rows: Tensor | None, by_rows: ndarray) -> tuple[ndarray, ndarray]:
+        """Derivatives by Z [M, D] and by ω [1, D], from those by g(Z) [M, D] and, with rows, by g(X) [N, D]."""
+        assert self.log_slopes is not None
+        points, log_slopes = self.inducing.detach().requires_grad_(), self.log_slopes.detach().requires_grad_()
+        ends, slopes = [warped(points, log_slopes)], [torch.as_tensor(by_points).to(points)]
+        if rows is not None:
+            ends, slopes = [*ends, warped(rows, log_slopes)], [*slopes, torch.as_tensor(by_rows).to(points)]
+        found = torch.autograd.grad(ends, (points, log_slopes), slopes)
+        return found[0].double().numpy(), found[1].double().numpy()
 
 
 FORMULAS: Mapping[type, type[_Smooth] | type[_Rough]] = {RBFKernel: _Smooth, L1: _Rough}
@@ -181,7 +209,7 @@ class Whitener:
         if self.closed is None:
             self.covariance, self.variance = model.inducing_covariance()
         else:
-            self.terms = self.closed.covariances(model.inducing_points.numpy())
+            self.terms = self.closed.covariances(model.inducing_points)
             self.covariance = torch.from_numpy(_sum_of(self.terms))
             self.variance = self.covariance.new_tensor(self.closed.variance)
         self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
@@ -203,14 +231,14 @@ class Whitener:
                 cross, variances = model.covariances(inputs)
             cross = torch.linalg.solve_triangular(self.factor, cross, upper=False)
             return Projected(inputs, cross, variances)
-        terms = self.closed.covariances(inputs.numpy())
+        terms = self.closed.covariances(inputs)
         cross = torch.linalg.solve_triangular(self.factor, torch.from_numpy(_sum_of(terms)).mT, upper=False)
         return Projected(inputs, cross, inputs.new_full((len(inputs),), self.closed.variance), terms)
 
     def pulled_back(self, model: SparseGP, rows: Projected, incoming: Tensor, by_variances: Tensor) -> NamedArrays:
         """Derivatives through k(Z, X) and k(x, x), from their adjoints [N, M] and [N]."""
         if self.closed is not None and rows.closed is not None:
-            return self.closed.pulled_back(rows.closed, incoming.numpy(), float(by_variances.sum()))
+            return self.closed.pulled_back(rows.closed, incoming.numpy(), float(by_variances.sum()), rows.inputs)
         return _by_autograd(model, model.covariances(rows.inputs), (incoming.mT, by_variances))
 
     def pulled_back_at_points(self, model: SparseGP, incoming: Tensor) -> NamedArrays:
@@ -218,7 +246,7 @@ class Whitener:
         by_variance = model.jitter * incoming.diagonal().sum()
         if self.closed is None:
             return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
-        return self.closed.pulled_back(self.terms, incoming.numpy(), float(by_variance), at_points=True)
+        return self.closed.pulled_back(self.terms, incoming.numpy(), float(by_variance))
 
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:

@@ -30,8 +30,8 @@ class SGPROptions(MethodOptions):
     """Weak priors hold what the data leave open."""
     usual_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
-    usual_kernel: ClassVar[str] = "rbf + l1"
-    """Smooth and rough; what the data do not need gets a small scale."""
+    usual_kernel: ClassVar[str] = "warp(rbf + l1)"
+    """Smooth and rough, on a learned scale of each input; what the data do not need gets a small scale."""
     usual_megabytes: ClassVar[int] = 64
     """Of sums at 4000 inducing points."""
 
