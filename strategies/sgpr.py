@@ -425,8 +425,8 @@ def request_of(values: Mapping[str, ndarray], totals: WeightedSums) -> PooledPos
 def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, WeightedSums]]:
     """The exact posterior of all rows at the fewest points that explain as much, and the totals it comes from."""
     values, totals = state.values, state.totals
-    if totals is None or set(state.sites) != set(roster.everyone):
-        found, _ = yield from sums_at(problem, [dict(values)], roster.everyone, state.weight)
+    if totals is None or set(state.sites) != set(roster.all_sites):
+        found, _ = yield from sums_at(problem, [dict(values)], roster.all_sites, state.weight)
         if found is None:
             raise RunError("no site sent usable sums; see the failures above")
         values, totals, _ = found
