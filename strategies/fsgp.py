@@ -10,7 +10,7 @@ from __future__ import annotations
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
-from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
+from strategies.pooled_bound import LOCATIONS, bound_details, noise_of, posterior_at, saved, total_statistics
 from strategies.server.course import log_units
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
@@ -44,9 +44,9 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """Return the exact posterior at the parameters from one total; name sites that contradict the others."""
-        totals = yield from pooled(state.parameters, self.config.model, roster.everyone)
+        totals = yield from total_statistics(state.parameters, self.config.model, roster.everyone)
         found = posterior_at(state.parameters, totals)
-        return Predicted(found, saved(found, self.config.model), facts(state.parameters, totals))
+        return Predicted(found, saved(found, self.config.model), bound_details(state.parameters, totals))
 
 
 class FGPR(FederatedStrategy[AveragingState]):
