@@ -20,9 +20,9 @@ from fedgp_flower.formula import SITE, Formula
 from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
+    AUTO,
     BASIC,
     SECOND_COLUMN,
-    USUAL_KERNEL,
     AveragingSection,
     Count,
     FlatConfig,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from fedgp_flower.typing import Facts, Json
 
 S = TypeVar("S", bound=BaseModel)
-AUTO = "auto"
-"""Value of ``method`` that chooses the method from the likelihood."""
 
 
 class PartitionSection(Section):
@@ -453,14 +451,14 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
-    likelihood = core.model.likelihood if core.model.likelihood != "gaussian" else chosen.usual_likelihood
+    likelihood = core.model.likelihood if core.model.likelihood != "gaussian" else chosen.default_likelihood
     from_method: dict[str, Value] = {"likelihood": likelihood}
-    if core.model.kernel == USUAL_KERNEL:
+    if core.model.kernel == AUTO:
         from_method["kernel"] = chosen.kernel_for(likelihood)
     if not core.model.num_inducing:
-        megabytes = core.model.max_megabytes or chosen.usual_megabytes
-        from_method |= {"num_inducing": chosen.usual_inducing, "max_megabytes": megabytes}
-    rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.usual_rounds
+        megabytes = core.model.max_megabytes or chosen.default_megabytes
+        from_method |= {"num_inducing": chosen.default_inducing, "max_megabytes": megabytes}
+    rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.default_rounds
     model = core.model.model_copy(update=from_method)
     core = core.model_copy(update={"model": model, "num_server_rounds": rounds})
     if core.formula and not chosen.reads_formula:

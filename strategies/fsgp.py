@@ -44,7 +44,7 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """Return the exact posterior at the parameters from one total; name sites that contradict the others."""
-        totals = yield from total_statistics(state.parameters, self.config.model, roster.everyone)
+        totals = yield from total_statistics(state.parameters, self.config.model, roster.all_sites)
         found = posterior_at(state.parameters, totals)
         return Predicted(found, saved(found, self.config.model), bound_details(state.parameters, totals))
 

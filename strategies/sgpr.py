@@ -427,8 +427,8 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     Raise RunError if the totals lack a site's rows and no site sends new sums.
     """
     values, totals = state.values, state.totals
-    if totals is None or set(state.sites) != set(roster.everyone):
-        found, _ = yield from sums_at(problem, [dict(values)], roster.everyone, state.weight)
+    if totals is None or set(state.sites) != set(roster.all_sites):
+        found, _ = yield from sums_at(problem, [dict(values)], roster.all_sites, state.weight)
         if found is None:
             raise RunError("no site sent usable sums; see the failures above")
         values, totals, _ = found

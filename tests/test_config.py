@@ -23,8 +23,8 @@ def test_pyproject_lists_every_key_with_its_default():
 
 def test_defaults_are_a_valid_configuration():
     options = parse_config({}).options  # 0 leaves it to the method
-    chosen = {"model.num-inducing": options.usual_inducing, "model.max-megabytes": options.usual_megabytes}
-    chosen |= {"model.kernel": options.usual_kernel, "num-server-rounds": options.usual_rounds, "method": "sgpr"}
+    chosen = {"model.num-inducing": options.default_inducing, "model.max-megabytes": options.default_megabytes}
+    chosen |= {"model.kernel": options.default_kernel, "num-server-rounds": options.default_rounds, "method": "sgpr"}
     assert parse_config({}).flat().items() <= (default_config() | chosen).items()
     assert parse_config(default_config()) == parse_config({})
     assert parse_config({"model.noise": 1}).model.noise == 1.0  # an integer stands for a float

@@ -168,7 +168,7 @@ def test_tables_of_sites_are_read_alike_in_simulation_and_by_a_node(tmp_path):
     keys = config(dataset=",".join(map(str, paths)))
     for path, site in zip(paths, load_all_sites(keys, count_sites(keys)), strict=True):
         node = load_site(keys, {"data-path": str(path)})  # what lies beside the table is found
-        assert (site.label, site.simulated, site.dealt, node.simulated) == (path.stem, True, False, False)
+        assert (site.label, site.simulated, site.shared_table, node.simulated) == (path.stem, True, False, False)
         assert node.train.equals(site.train)
         assert node.test.equals(site.test)
         assert len(site.test) == (20 if path != paths[4] else 8)

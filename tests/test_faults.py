@@ -116,8 +116,6 @@ def scaled(**factors: float) -> Any:
 
 LIES = {
     "crash": (crashed, "MemoryError"),
-    "nan": (each(lambda array: array * np.nan), "not finite"),
-    "size": (arrays(lambda own: own | {"gram": np.zeros(10)}), "expected 'M M' with M = 5"),
     "bytes": (arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; the requested answer has"),
     "rows": (scaled(count=2.0), "introduced itself with"),
     "no-targets": (scaled(target_squares=-1.0), "rows it described"),
@@ -192,20 +190,13 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (each(lambda array: array * np.inf), "not finite"),
-        (each(lambda array: array.ravel()[:0]), "shape (0,)"),
-        (arrays(lambda own: dict(list(own.items())[1:])), "is missing"),
-    ],
-)
-def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goes_on(change: Any, words: str) -> None:
+def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goes_on() -> None:
     """Sums and gradients must be of the same rows; usable sums do not forgive the gradients that never come."""
-    grid = FaultyGrid(configured(num_server_rounds=5), 3, Fault("1", change, ("train.gradients",)))
+    fault = Fault("1", each(lambda array: array * np.inf), ("train.gradients",))
+    grid = FaultyGrid(configured(num_server_rounds=5), 3, fault)
     with np.errstate(all="ignore"):
         strategy = run(grid)
-    assert all(words in reason for reason in blamed(strategy)["1"])
+    assert all("not finite" in reason for reason in blamed(strategy)["1"])
     assert [(failure.round, failure.site) for failure in strategy.network.failures] == [(1, "1"), (2, "1"), (3, "1")]
     assert strategy.current.sites == ("0", "2")
     assert strategy.current.rows == sum(strategy.preparation.rows[site] for site in "02")
@@ -230,19 +221,11 @@ def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
     assert [failure.round for failure in strategy.network.failures] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "happens",
-    [
-        lambda grid: grid.restart("1"),
-        lambda grid: grid.restart("1", ghost=True),
-        lambda grid: grid.contexts[grid.node_of("1")].state.clear(),
-    ],
-    ids=["restart", "ghost", "memory"],
-)
-def test_a_site_that_restarts_or_forgets_goes_on_as_if_nothing_had_happened(happens: Any) -> None:
+@pytest.mark.parametrize("ghost", [False, True])
+def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(ghost: bool) -> None:
     flat = configured(method="fsgp", evaluate_every=1)
     grid, calm = FaultyGrid(flat, 3), FaultyGrid(flat, 3)
-    strategy = run(grid, Recorder(at={2: lambda: happens(grid)}))
+    strategy = run(grid, Recorder(at={2: lambda: grid.restart("1", ghost=ghost)}))
     assert strategy.outcome.metrics["test"] == run(calm).outcome.metrics["test"]
     assert strategy.network.failures == []
     assert len(grid.visits) > len(calm.visits)

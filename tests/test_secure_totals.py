@@ -218,29 +218,18 @@ def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
 
 
 class Aside(FaultyGrid):
-    """Tells one site alone something else beside a question that all are asked."""
-
-    aside: Any = None
+    """Tells one site alone of other rows, beside a question that all are asked."""
 
     def arrival(self, message: Message) -> Message | None:
         told = message.content.config_records["config"]
         if message.metadata.message_type == "query.trials" and message.metadata.dst_node_id == self.node_of("1"):
-            self.aside(told)
+            told.update(configuration='{"method": "sgpr", "test-fraction": 0.9}')
         return super().arrival(message)
 
 
-@pytest.mark.parametrize(
-    "aside",
-    [
-        lambda told: told.update(configuration='{"method": "sgpr", "model.kernel": "linear"}'),
-        lambda told: told.update(configuration='{"method": "sgpr", "test-fraction": 0.9}'),
-    ],
-    ids=["another kernel", "other rows"],
-)
-def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total(aside):
+def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total():
     """The masks are bound to the context: words beside it could make one site add nothing, or something else."""
     grid = Aside(configured(**MASKED, num_server_rounds=2, sgpr__exchanges=6), 5)
-    grid.aside = aside
     strategy = run(grid)
     assert any("the context that all sites share, and by nothing beside it" in own for own in blamed(strategy)["1"])
     assert strategy.details()["privacy"]["empty_summands"] == 0
