@@ -15,16 +15,7 @@ from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import CONSTANT, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
-from fedgp_flower.gp.sums import (
-    Evidence,
-    SparseSums,
-    at_best,
-    collapsed_bound,
-    contradicting,
-    exact_posterior,
-    profiled,
-    scaled,
-)
+from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting, exact_posterior, profiled, scaled
 from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -175,12 +166,6 @@ def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> Poole
     """Return the parameters with the optimal q(v) of all rows in the totals (Guo et al. 2022, Eqs. 14-15)."""
     whitened = exact_posterior(totals, noise_of(parameters))
     return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
-
-
-def bound_details(parameters: Mapping[str, ndarray], totals: SparseSums) -> dict[str, float]:
-    """Return the collapsed bound of all rows in nats, and the noise standard deviation."""
-    noise = noise_of(parameters)
-    return {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": math.sqrt(noise)}
 
 
 def progress(exchanges: int, gains: Array, per_round: int, rows: float) -> dict[str, float | None]:

@@ -297,11 +297,10 @@ def sums_at(
     totals = [sums.weighted(weight) for sums in summed.total.each()]
     found = [at_best_scale(*pair, problem.model) for pair in zip(candidates, totals, strict=True)]
     best = max(range(len(found)), key=lambda number: found[number][2])
-    parts = {site: answer.each()[best] for site, answer in summed.parts.items()}
-    unit_noise = {  # rows y/√λ have noise 1
-        site: SparseSums(sums.gram, sums.projection, sums.weighted_squares, np.zeros(()), sums.count)
-        for site, sums in parts.items()
-    }
+    unit_noise = {}  # sums of y/√λ, which has noise 1
+    for site, answer in summed.parts.items():
+        own = answer.each()[best]
+        unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
     unit_function = pooled_bound.unit_function(SparseGP.from_arrays(problem.model, candidates[best]))
     yield from pooled_bound.report_contradictions(unit_noise, unit_function, at_unit_noise)
     return found[best], summed.sites
@@ -468,14 +467,9 @@ class SGPR(FederatedStrategy[SGPRState]):
         section, options = self.config.model, self.options
         most = enlarging.points_per_message(section.max_megabytes)
         enlargements = EXCHANGES_PER_SIZE * len(sizes_from(min(FIRST_SIZE, most), most))
-        return Problem(
-            section,
-            self.config.seed,
-            options.exchanges or DEFAULT_EXCHANGES - enlargements,
-            small_sites=options.small_sites,
-            minimum_gain=0.0 if options.exchanges else MINIMUM_GAIN,
-            megabytes=section.max_megabytes,
-        )
+        exchanges = options.exchanges or DEFAULT_EXCHANGES - enlargements
+        minimum_gain, megabytes = 0.0 if options.exchanges else MINIMUM_GAIN, section.max_megabytes
+        return Problem(section, self.config.seed, exchanges, {}, options.small_sites, minimum_gain, megabytes)
 
     def initialise(self, roster: Roster) -> Asking[SGPRState]:
         """Return the first inducing points and hyperparameters."""
