@@ -209,7 +209,7 @@ class AgreedParameters:
     def progress(self, state: PVIState) -> dict[str, float | None]:
         """Return facts on the gain of the exchanges so far and of more exchanges."""
         point = state.sgpr
-        return {} if point is None else progress(point.exchanges, point.gains, sgpr.A_ROUND, point.rows)
+        return {} if point is None else progress(point.exchanges, point.gains, sgpr.EXCHANGES_PER_ROUND, point.rows)
 
     def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
         """Return the posterior of all rows, from totals."""

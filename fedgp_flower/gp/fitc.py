@@ -35,8 +35,8 @@ LOG_NOISE = "likelihood.log_noise"
 class WeightedSums:
     """What rows say under fixed hyperparameters and inducing points; ``+`` pools them."""
 
-    gram: Float[ndarray, "M M"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), λ = σ² + k(x, x) − |w|²", symmetric=True)
-    projection: Float[ndarray, " M"] = leaves("b = Σ w y/λ")
+    gram: Float[ndarray, "Q Q"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), λ = σ² + k(x, x) − |w|²", symmetric=True)
+    projection: Float[ndarray, " Q"] = leaves("b = Σ w y/λ")
     weighted_squares: Float[ndarray, ""] = leaves("s = Σ y²/λ")
     log_variances: Float[ndarray, ""] = leaves("ℓ = Σ log λ")
     target_squares: Float[ndarray, ""] = leaves("Σ y²")
