@@ -20,7 +20,6 @@ import numpy as np
 
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
@@ -36,7 +35,7 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
 from strategies import svgp
-from strategies.pooled_bound import ROWS_PER_POINT, Problem, disclosure_by_total, saved
+from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, Problem, disclosure_by_total, saved
 from strategies.pvi_state import (
     EQUATION,
     PVIState,
