@@ -174,9 +174,9 @@ def _checked_arrays(
     arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
     """Return the arrays as floats after checks of names, shapes, finiteness and the sign of counts and squares."""
-    odd = sorted(set(arrays) ^ set(shapes))
-    if odd:
-        raise ProtocolError(f"the description's arrays do not match its schema: missing or unknown: {', '.join(odd)}")
+    if differing := sorted(set(arrays) ^ set(shapes)):
+        names = ", ".join(differing)
+        raise ProtocolError(f"the description's arrays do not match its schema: missing or unknown: {names}")
     found = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items()}
     for name, value in found.items():
         if value.shape != shapes[name]:

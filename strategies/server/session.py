@@ -106,11 +106,10 @@ class Contract(Expected):
             answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
-        if rows != described.rows:
-            reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
-        elif mismatch := misfit(self.requests[site], answer):
-            return mismatch
-        else:
+        reason = described.rows_mismatch("num-examples", rows)
+        if reason is None:
+            if mismatch := misfit(self.requests[site], answer):
+                return mismatch
             reason = refusal_of(answer, replace(described, added=self.added))
         if reason and self.enrolling:
             self.contradicted[site] = reason

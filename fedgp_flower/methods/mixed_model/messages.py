@@ -23,7 +23,7 @@ class Outline:
 
     def refusal(self, described: Described) -> str | None:
         """Why the described rows cannot give this sum, or None."""
-        return other_rows(self.count, described) or indefinite("gram", self.gram)
+        return described.rows_mismatch("count", self.count) or indefinite("gram", self.gram)
 
 
 @message()
@@ -57,7 +57,7 @@ class Restricted:
 
     def refusal(self, described: Described) -> str | None:
         """Why the described rows cannot give this sum, or None."""
-        return other_rows(self.count, described) or next(
+        return described.rows_mismatch("count", self.count) or next(
             filter(None, (indefinite("values", lower(row[1:])) for row in self.values)), None
         )
 
@@ -80,7 +80,7 @@ class MarginalSums:
             if (self.values > 1e-6).any()
             else None
         )
-        return other_rows(self.count, described) or above
+        return described.rows_mismatch("count", self.count) or above
 
 
 @message()
@@ -110,12 +110,6 @@ class SiteEffect:
         """Why no rows can give this variance, or None."""
         del described
         return None if self.variance > 0 else "`variance` is not above 0"
-
-
-def other_rows(count: Float[ndarray, ""], described: Described) -> str | None:
-    """Why a sum does not cover the described number of rows, or None."""
-    rows = described.rows
-    return None if float(count) == rows else f"sums of {float(count):g} rows, introduced itself with {rows}"
 
 
 def indefinite(name: str, matrix: Float[ndarray, "E E"]) -> str | None:
