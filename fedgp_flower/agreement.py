@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.options import MOST_CLASSES, NUMBERS, SEVERAL
+from fedgp_flower.options import MOST_CLASSES, MULTICLASS, REAL_VALUED
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -174,9 +174,9 @@ def _checked_arrays(
     arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
     """Return the arrays as floats after checks of names, shapes, finiteness and the sign of counts and squares."""
-    odd = sorted(set(arrays) ^ set(shapes))
-    if odd:
-        raise ProtocolError(f"the description's arrays do not match its schema: missing or unknown: {', '.join(odd)}")
+    if differing := sorted(set(arrays) ^ set(shapes)):
+        names = ", ".join(differing)
+        raise ProtocolError(f"the description's arrays do not match its schema: missing or unknown: {names}")
     found = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items()}
     for name, value in found.items():
         if value.shape != shapes[name]:
@@ -289,7 +289,7 @@ def agree(
     ``order``; without one, they are sorted, numerically if they are numbers. Raise DataError if no site is left, a
     column has too many levels or no filled cell, or the target is constant.
     """
-    sites, refused = _matching_sites(descriptions, max_levels, two=likelihood not in SEVERAL)
+    sites, refused = _matching_sites(descriptions, max_levels, two=likelihood not in MULTICLASS)
     *features, target = next(iter(sites.values()))
     pooled_features = [_pooled(sites, name, missing) for name in features]
     columns = [pooled.column for pooled in pooled_features]
@@ -308,7 +308,7 @@ def agree(
         raise DataError(
             f"target `{target}` has {len(classes)} classes over all sites; at most {MOST_CLASSES} are allowed"
         )
-    raw_target = classes or likelihood not in NUMBERS or not standardise
+    raw_target = classes or likelihood not in REAL_VALUED or not standardise
     arrays = {
         "input.mean": mean if standardise else np.zeros_like(mean),
         "input.scale": scale if standardise else np.ones_like(scale),

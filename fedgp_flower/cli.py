@@ -302,12 +302,12 @@ def verify_audit(
     seen: Annotated[str, typer.Option(help="a hash that was noted earlier; the log must still have it")] = "",
 ) -> None:
     """Print the messages that left a site, and verify that its log was not changed."""
-    log = audit.read(file, seen)
+    lines, problems, head = audit.read(file, seen)
     titles = ["", "time", "run", "round", "message", "bytes", "masked", "arrays", "rules"]
-    terminal.show(terminal.table(titles, [audit.cells(line) for line in log.lines]))
-    if log.problems:
-        raise RunError(f"{file} was changed: {'; '.join(log.problems)}")
-    print(f"{len(log.lines)} lines, unchanged; the last has the hash {log.head}")
+    terminal.show(terminal.table(titles, [audit.cells(line) for line in lines]))
+    if problems:
+        raise RunError(f"{file} was changed: {'; '.join(problems)}")
+    print(f"{len(lines)} lines, unchanged; the last has the hash {head}")
 
 
 @app.command("compare")

@@ -20,9 +20,9 @@ from fedgp_flower.formula import SITE, Formula
 from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.moved import moved
 from fedgp_flower.options import (
+    AUTO,
     BASIC,
     SECOND_COLUMN,
-    USUAL_KERNEL,
     AveragingSection,
     Count,
     FlatConfig,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from fedgp_flower.typing import Facts, Json
 
 S = TypeVar("S", bound=BaseModel)
-AUTO = "auto"
-"""Value of ``method`` that chooses the method from the likelihood."""
 
 
 class PartitionSection(Section):
@@ -67,7 +65,7 @@ class TransformSection(Section):
 
 
 class BaselineSection(Section):
-    """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
+    """Comparisons computed with each run, shown in ``metrics.json`` and the report."""
 
     linear: bool = True
     """Mean of the target, and linear or logistic regression, from sums."""
@@ -103,7 +101,7 @@ class PrivacySection(Section):
     """Differential privacy: ε of training for each row, by noise in the sums (``sgpr-private``); 0: none.
     See ``docs/privacy.md``."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """δ beside ``epsilon``."""
+    """δ of the guarantee."""
     ranges: str = ""
     """With ``epsilon``: public range of every column, as JSON, ``{"age": [0, 110], "y": [-3, 3]}``. Targets are clipped
     to theirs."""
@@ -115,10 +113,10 @@ class PrivacySection(Section):
 
     @field_validator("ranges")
     @classmethod
-    def _known_ranges(cls, text: str) -> str:
-        found = _RANGES.validate_json(text or "{}")
-        if odd := [name for name, (low, high) in found.items() if not -math.inf < low < high < math.inf]:
-            raise ValueError(f"the range of `{odd[0]}` should be [low, high] with low < high, both finite")
+    def _finite_ranges(cls, text: str) -> str:
+        for name, (low, high) in _RANGES.validate_json(text or "{}").items():
+            if not -math.inf < low < high < math.inf:
+                raise ValueError(f"the range of `{name}` should be [low, high] with low < high, both finite")
         return text
 
 
@@ -213,11 +211,11 @@ class CoreConfig(Section):
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
             )
         if self.holdout != "random" and self.split >= 0:
-            raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split has its test rows")
+            raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split fixes the test rows")
         if self.holdout == "site" and self.partitioner != "natural":
             raise ValueError("`holdout` = 'site' holds out natural groups of one table: set `partitioner` = 'natural'")
         if self.resume and not self.name:
-            raise ValueError("`resume` needs `name`, the name of the run to go on with")
+            raise ValueError("`resume` needs `name`, the name of the run to resume")
         if self.formula and (self.target or self.features):
             raise ValueError("`formula` names the target and the features; leave out `target` and `features`")
         transform, likelihood = self.transform.target, self.model.likelihood
@@ -225,8 +223,8 @@ class CoreConfig(Section):
             raise ValueError(f"`transform.target` = '{transform}' needs `standardise` = true")
         if transform != "none" and likelihood != "gaussian":
             raise ValueError(
-                f"`transform.target` = '{transform}' makes a Gaussian model of a number; with"
-                f" `model.likelihood` = '{likelihood}' it must be 'none'"
+                f"`transform.target` = '{transform}' needs a Gaussian likelihood; with `model.likelihood` ="
+                f" '{likelihood}' set it to 'none'"
             )
         return self
 
@@ -285,7 +283,7 @@ class CoreConfig(Section):
 
     @property
     def default_exclusions(self) -> set[str]:
-        """Columns that are inputs only if `features` names them: of sites, of `holdout`, beside the target."""
+        """Columns of sites, of ``holdout`` and the second target, which are inputs only if ``features`` names them."""
         site = self.partition.column if self.partitioner == "natural" else ""
         return {site, self.holdout.partition(":")[2], self.second_target} - {""}
 
@@ -320,21 +318,22 @@ class CoreConfig(Section):
 
     def require_gaussian(self) -> None:
         """Raise ConfigError unless the likelihood is Gaussian."""
-        likelihood = f"`model.likelihood` = {self.model.likelihood!r}"
-        if self.model.likelihood != "gaussian":
-            raise ConfigError(f"{likelihood}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'")
+        if (likelihood := self.model.likelihood) != "gaussian":
+            raise ConfigError(
+                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'"
+            )
 
     def require_supported(self, options: MethodOptions) -> None:
         """Raise ConfigError if the method does not support the likelihood or a second target column."""
         likelihood = self.model.likelihood
         if likelihood not in options.likelihoods:
-            able = ", ".join(sorted(options.likelihoods))
+            supported = ", ".join(sorted(options.likelihoods))
             raise ConfigError(
-                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} has {able}; take 'svgp'"
+                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} supports {supported}; take 'svgp'"
             )
         if self.second_target and not {*SECOND_COLUMN} <= options.likelihoods:
             raise ConfigError(
-                f"`target` = {self.target!r} names the {SECOND_COLUMN[likelihood]} after the comma, which `method` ="
+                f"`target` = {self.target!r} names a second column, the {SECOND_COLUMN[likelihood]}, which `method` ="
                 f" {self.method!r} does not read; take 'svgp'"
             )
 
@@ -435,15 +434,15 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     for key in (key for key in given if key not in known):
         close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-        instead = moved()[1].get(key)
-        removed = instead and f"the configuration key `{key}` is gone: {instead}"
+        advice = moved()[1].get(key)
+        removed = advice and f"the configuration key `{key}` was removed: {advice}"
         problems.append(removed or f"unknown configuration key `{key}`; {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
-        instead = moved()[0].get(method)
-        words = f"is gone: {instead}" if instead else "is not a method"
+        advice = moved()[0].get(method)
+        words = f"was removed: {advice}" if advice else "is not a method"
         raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
     # An integer is accepted for a float; all other types are checked strictly.
     numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}
@@ -453,18 +452,18 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = read[section.table] if section.table else section()
-    likelihood = core.model.likelihood if core.model.likelihood != "gaussian" else chosen.usual_likelihood
+    likelihood = core.model.likelihood if core.model.likelihood != "gaussian" else chosen.default_likelihood
     from_method: dict[str, Value] = {"likelihood": likelihood}
-    if core.model.kernel == USUAL_KERNEL:
+    if core.model.kernel == AUTO:
         from_method["kernel"] = chosen.kernel_for(likelihood)
     if not core.model.num_inducing:
-        megabytes = core.model.max_megabytes or chosen.usual_megabytes
-        from_method |= {"num_inducing": chosen.usual_inducing, "max_megabytes": megabytes}
-    rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.usual_rounds
+        megabytes = core.model.max_megabytes or chosen.default_megabytes
+        from_method |= {"num_inducing": chosen.default_inducing, "max_megabytes": megabytes}
+    rounds = core.num_server_rounds if core.num_server_rounds >= 0 else chosen.default_rounds
     model = core.model.model_copy(update=from_method)
     core = core.model_copy(update={"model": model, "num_server_rounds": rounds})
     if core.formula and not chosen.reads_formula:
-        raise ConfigError(f"`formula`: `method` = {method!r} reads none; leave `method` out to run 'mixed-model'")
+        raise ConfigError(f"`method` = {method!r} does not read `formula`; leave `method` out to run 'mixed-model'")
     core.require_supported(chosen)
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
@@ -474,9 +473,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """Parse ``KEY=VALUE`` words; the value of a string key is taken as it is, all others are TOML scalars."""
-    if odd := [word for word in words if "=" not in word]:
-        raise ConfigError(f"`{odd[0]}` is not of the form KEY=VALUE")
+    """Parse ``KEY=VALUE`` words; the value of a string key is plain text, other values are TOML scalars."""
+    if malformed := [word for word in words if "=" not in word]:
+        raise ConfigError(f"`{malformed[0]}` is not of the form KEY=VALUE")
     pairs = (word.split("=", 1) for word in words)
     return {key: text if isinstance(known.get(key), str) else _scalar(text) for key, text in pairs}
 
@@ -501,7 +500,7 @@ def _merge_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
         ) from None
     further = assignments(words, known)
     if twice := [key for key in further if key in flat and flat[key] != known.get(key, further[key])]:
-        raise ConfigError(f"given directly and in `extra`: {', '.join(f'`{key}`' for key in twice)}; leave one out")
+        raise ConfigError(f"given both directly and in `extra`: {', '.join(f'`{key}`' for key in twice)}; remove one")
     return {**flat, "extra": "", **further}
 
 

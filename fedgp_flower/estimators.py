@@ -37,7 +37,7 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     flat = {**quiet, **flat, "sites": len(tables)}
     config = parse_config(flat)
     raw = {
-        site: replace(site_of(config, {"site": site}, (table, target)), partitions=len(tables), dealt=True)
+        site: replace(site_of(config, {"site": site}, (table, target)), partitions=len(tables), shared_table=True)
         for site, table in tables.items()
     }
 

@@ -1,7 +1,7 @@
-"""Messages are frozen dataclasses whose annotations define their encoding.
+"""Messages: frozen dataclasses whose annotations define their encoding.
 
 One declaration gives the encoding as named arrays, the decoding with checks, the checkpoint of a state, the sum over
-sites, and the table of what leaves a site::
+sites, and the table of the data that a site sends::
 
     @message("query.statistics", summand=True)
     class Statistics:
@@ -51,7 +51,7 @@ def leaves(
     within: float | str = np.inf,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """Declare a field of a message, with its meaning for the owner of a site.
+    """Declare a field of a message; the owner of a site reads its ``meaning``.
 
     ``symmetric`` matrices are sent packed. Arrays ``as_sent`` have the names and shapes of the request's field and
     differ from it by at most ``within``, a number or the name of a number in the request.
@@ -67,7 +67,7 @@ def message(
     """Declare a message. ``kind`` is the Flower message type that it answers; requests, parts and states have none.
 
     The server uses only the sum of a ``summand`` over sites. A ``public`` message may be sent without a mask.
-    ``counts`` is the number of estimates in it: a sum of letters of shapes, fields of named arrays and constants.
+    ``counts`` is its number of parameters: a sum of letters of shapes, fields of named arrays and constants.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -148,7 +148,7 @@ class _Field:
 
     @property
     def open(self) -> bool:
-        """Whether the first axis may be missing; its length is then 0."""
+        """Whether the first axis may be missing, with length 0."""
         return bool(self.inner.dim_str.startswith("*"))
 
     def lengths(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,8 +268,8 @@ class _Reader:
         values = {}
         for spec in _fields(cls):
             name = f"{prefix}{spec.name}"
-            there = name in self.arrays or any(key.startswith(f"{name}.") for key in self.arrays)
-            if there or (spec.form == "arrays" and not spec.optional):
+            is_sent = name in self.arrays or any(key.startswith(f"{name}.") for key in self.arrays)
+            if is_sent or (spec.form == "arrays" and not spec.optional):
                 values[spec.name] = self._value(spec, name)
             elif spec.optional:
                 values[spec.name] = None
@@ -434,13 +434,13 @@ def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None
 
 
 def refusal_of(answer: object, described: object) -> str | None:
-    """Return why an answer contradicts the description of the rows, or None; not every message can tell."""
+    """Return why an answer contradicts the description of the rows, or None; some messages cannot be checked."""
     judge = getattr(answer, "refusal", None)
     return None if judge is None else judge(described)
 
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the rows (name, shape, meaning) of a message for the page *what leaves a site*."""
+    """Yield (name, shape, meaning) of each field of a message, for the page *what leaves a site*."""
     for spec in _fields(cls):
         name = f"{prefix}{spec.name}"
         if spec.form in ("message", "messages", "mapping"):

@@ -38,7 +38,7 @@ class Section(BaseModel):
 
 @cache
 def meanings(section: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field, from the source; this is slow, so only documentation uses it."""
+    """Return the docstring below each field, parsed from the source; slow, so only documentation uses it."""
     found: dict[str, str] = {}
     for parent in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
@@ -54,8 +54,8 @@ BASIC = "basic"
 
 KERNELS = ("rbf", "matern32", "matern52", "l1", "periodic", "linear")
 """Names of the built-in kernels in a kernel expression."""
-USUAL_KERNEL, SMOOTH = "auto", "rbf"
-"""Value of ``kernel`` that means the method's kernel, and the kernel of most methods."""
+AUTO, DEFAULT_KERNEL = "auto", "rbf"
+"""Value of ``method`` and ``kernel`` that chooses by the likelihood, and the kernel of most methods."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages with kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
 
@@ -71,7 +71,7 @@ def kernel_tree(expression: str) -> ast.expr:
     Raise ValueError for anything else.
     """
     try:
-        expression = SMOOTH if expression == USUAL_KERNEL else expression
+        expression = DEFAULT_KERNEL if expression == AUTO else expression
         tree = ast.parse(expression.strip(), mode="eval").body
         match tree:
             case ast.Call(func=ast.Name("warp"), args=[inner], keywords=[]):
@@ -94,20 +94,20 @@ SECOND_COLUMN = {
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
 """Content of the second target column, by likelihood."""
-SEVERAL = frozenset({"categorical", "ordinal"})
-"""Likelihoods of a target with several classes 0, 1, 2, …"""
-CLASSES = SEVERAL | {"bernoulli"}
+MULTICLASS = frozenset({"categorical", "ordinal"})
+"""Likelihoods of classes 0, 1, 2, …"""
+CLASSIFICATION = MULTICLASS | {"bernoulli"}
 MOST_CLASSES = 20
-NUMBERS = frozenset({"gaussian", "student-t", "heteroscedastic"})
-"""Likelihoods of a number with units; the target is standardised."""
-COMMON = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
-"""Default of ``MethodOptions.likelihoods``."""
+REAL_VALUED = frozenset({"gaussian", "student-t", "heteroscedastic"})
+"""Likelihoods of a real number with units; the target is standardised."""
+DEFAULT_LIKELIHOODS = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
+"""Likelihoods of a method that names no others."""
 
 
 class ModelSection(Section):
     """The Gaussian process."""
 
-    kernel: Annotated[str, BASIC] = USUAL_KERNEL
+    kernel: Annotated[str, BASIC] = AUTO
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
     ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` learns a scale of each input on top. ``auto``:
     ``rbf``; of ``sgpr`` ``warp(rbf + l1)``, smooth and rough; for several classes ``rbf + linear``."""
@@ -170,10 +170,10 @@ class OptimizerSection(Section):
     """Rows of a mini-batch; 0: all rows."""
 
     def unread(self, *read: str) -> str:
-        """Return the keys outside the fields ``read`` that differ from their default, for an error."""
-        usual = OptimizerSection()
+        """Return the keys that differ from their default although the method reads only the fields ``read``."""
+        default = OptimizerSection()
         names = [name for name in type(self).model_fields if name not in read]
-        changed = [name for name in names if getattr(self, name) != getattr(usual, name)]
+        changed = [name for name in names if getattr(self, name) != getattr(default, name)]
         return ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
 
 
@@ -203,18 +203,22 @@ class MethodOptions(BaseModel):
     foreign: ClassVar[frozenset[str]] = frozenset()
     """Fields from installed packages."""
     shared: ClassVar[type[MethodOptions] | None] = None
-    """Keys that the method shares with another method."""
-    likelihoods: ClassVar[frozenset[str]] = COMMON
+    """Class of keys that the method shares with another method."""
+    likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS
     """Supported likelihoods."""
     reads_formula: ClassVar[bool] = False
     """Whether the method reads ``formula``."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise for ``privacy.epsilon``."""
+    default_kernel: ClassVar[str] = DEFAULT_KERNEL
+    """The method's default of ``model.kernel``."""
+    default_megabytes: ClassVar[int] = 0
+    """The method's default of ``model.max-megabytes``; 0 adds no inducing points after training."""
     classes: Annotated[int, Field(exclude=True)] = 0
     """Number of agreed classes; 0 for a number."""
 
     @property
-    def usual_likelihood(self) -> str:
+    def default_likelihood(self) -> str:
         """The method's default likelihood."""
         return "gaussian"
 
@@ -224,29 +228,19 @@ class MethodOptions(BaseModel):
         return "none"
 
     @property
-    def usual_rounds(self) -> int:
+    def default_rounds(self) -> int:
         """The method's default of ``num-server-rounds``."""
         return 100
 
     @property
-    def usual_inducing(self) -> int:
+    def default_inducing(self) -> int:
         """The method's default of ``model.num-inducing``."""
         return 50
-
-    @property
-    def usual_kernel(self) -> str:
-        """The method's default of ``model.kernel``."""
-        return SMOOTH
 
     def kernel_for(self, likelihood: str) -> str:
         """Return the default kernel for a likelihood."""
         del likelihood
-        return self.usual_kernel
-
-    @property
-    def usual_megabytes(self) -> int:
-        """The method's default of ``model.max-megabytes``; 0 adds no inducing points after training."""
-        return 0
+        return self.default_kernel
 
     def of_classes(self, count: int) -> Self:
         """Return these options with the agreed number of classes."""

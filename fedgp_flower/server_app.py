@@ -10,8 +10,8 @@ from pathlib import Path
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedgp_flower.config import AUTO, RunConfig
-from fedgp_flower.options import FlatConfig
+from fedgp_flower.config import RunConfig
+from fedgp_flower.options import AUTO, FlatConfig
 from fedgp_flower.outcome import Observer, Progress, Summary, figures_of
 from fedgp_flower.run.artefacts import RunFolder, RunMetrics, locked, saved_posterior
 from fedgp_flower.run.registry import parse_config, strategy_class

@@ -32,7 +32,7 @@ A = TypeVar("A")
 MOVE = 10.0
 """Largest change that local steps make to a log parameter or a standardised input in a round: a factor of 22 000."""
 OUTLIER = 300.0
-"""A gradient or precision per row is refused if it exceeds the median over sites by this factor."""
+"""A gradient or precision per row is refused above this multiple of the median over sites."""
 DIRECTIONS = 4
 """Number of random directions along which a matrix is checked before it is added to a total."""
 _directions = np.random.default_rng()
@@ -67,6 +67,10 @@ class Described:
     added: bool = False
     """Whether the answer is only added to a total. Checks that cost O(M³) then run on the total."""
 
+    def rows_mismatch(self, name: str, count: float | ndarray) -> str | None:
+        """Return why a number of rows contradicts the description, or None."""
+        return None if count == self.rows else f"`{name}` is {float(count):.15g} rows; the site described {self.rows}"
+
     def squares_mismatch(self, name: str, found: ndarray, expected: ndarray | float | None) -> str | None:
         """Return why sums of squares contradict the description, or None; single precision is tolerated."""
         if expected is None:
@@ -78,51 +82,50 @@ class Described:
             gap = np.abs(found[known] - expected[known]) - 1e-3 * expected[known]
             if not (gap > 1e-6 * self.rows).any():
                 return None
-        return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
+        return f"`{name}` is not the sum of squares of the {self.rows} rows that the site described"
 
 
-def dwarfing(
+def oversized(
     answers: Mapping[str, A], rows: Mapping[str, float], what: str, size: Callable[[A], float]
 ) -> dict[str, str]:
     """Return the sites whose ``size`` per row far exceeds the median, with the reason; needs three sites or more."""
     sizes = {site: size(answer) / rows[site] for site, answer in answers.items()}
-    usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
+    median = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
     return {
-        site: f"its {what} per row is {size / usual:.1e} times the median over sites"
+        site: f"its {what} per row is {size / median:.1e} times the median over sites"
         for site, size in sizes.items()
-        if not size <= OUTLIER * usual and usual > 0
+        if not size <= OUTLIER * median and median > 0
     }
 
 
-def largest(*arrays: ndarray) -> float:
+def max_abs(*arrays: ndarray) -> float:
     """Return the largest absolute entry. A norm could overflow on the huge numbers of a dishonest site."""
     return max(float(np.abs(array).max(initial=0.0)) for array in arrays)
 
 
-def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
+def outlying_variances(variances: Mapping[str, float]) -> dict[str, str]:
     """Return the sites whose Σ k(x, x) per row differs from that of most sites, with the reason.
 
-    Under a stationary kernel all sites have the same value. A linear part spreads the values, so a site is odd only
-    beyond ten times the median distance.
+    A stationary kernel has the same value at all sites. A linear part spreads the values, so only a site beyond ten
+    times the median distance is returned.
     """
     if len(variances) < 3:
         return {}
     entries = np.array(list(variances.values()))
-    usual = float(np.median(entries))
-    reach = max(1e-3 * usual, 10 * float(np.median(np.abs(entries - usual))))
-    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= reach]
-    if len(odd) > (len(variances) - 1) // 2:
+    median = float(np.median(entries))
+    reach = max(1e-3 * median, 10 * float(np.median(np.abs(entries - median))))
+    far = [site for site, entry in variances.items() if not abs(entry - median) <= reach]
+    if len(far) > (len(variances) - 1) // 2:
         return {}
     return {
-        site: f"`prior_variance` is {variances[site] / usual:.3g} times that of most sites, per row" for site in odd
+        site: f"`prior_variance` is {variances[site] / median:.3g} times that of most sites, per row" for site in far
     }
 
 
-def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
-    """Return unit vectors v [M, V], fresh random ones and the given ones, and vᵀ A v for each [V]."""
-    drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
-    every = np.vstack([drawn, *vectors])
-    units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)
+def quadratic_forms(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
+    """Return unit vectors v [M, V], random and along ``vectors``, and vᵀ A v of each [V]."""
+    directions = np.vstack([_directions.standard_normal((DIRECTIONS, len(matrix))), *vectors])
+    units = directions.T / np.maximum(np.linalg.norm(directions, axis=1), np.finfo(float).tiny)
     return units, np.einsum("mv,mv->v", units, matrix @ units)
 
 
@@ -143,15 +146,14 @@ class Shape:
     def refusal(self, described: Described) -> str | None:
         """Return why the message contradicts the description of the rows, or None."""
         if (self.histogram.sum(axis=1) != described.rows).any():
-            return f"`histogram` is not one of the {described.rows} rows it introduced itself with"
-        different = described.squares_mismatch("products", np.diag(self.products), described.input_squares)
-        different = different or described.squares_mismatch("square", self.square, described.target_square)
-        if not self.beside >= 0:
-            return "`beside` is a sum of numbers that are not negative"
-        if different or self._outside_range(described):
-            return different or f"`histogram` has rows where none of the {described.rows} rows it described can lie"
-        if (self.histogram < 0).any():
-            return f"`histogram` has negative counts of {described.rows} rows"
+            return f"`histogram` does not count the {described.rows} rows that the site described"
+        reason = described.squares_mismatch("products", np.diag(self.products), described.input_squares)
+        if reason := reason or described.squares_mismatch("square", self.square, described.target_square):
+            return reason
+        if (self.histogram < 0).any() or not self.beside >= 0:
+            return "`histogram` or `beside` has negative counts"
+        if self._outside_range(described):
+            return f"`histogram` has rows outside the range of the {described.rows} rows that the site described"
         eigenvalues = np.linalg.eigvalsh(self.products / 2 + self.products.T / 2)
         slack = 1e-6 * max(float(eigenvalues[-1]), 1e-300)
         if np.abs(self.products - self.products.T).max() > slack or eigenvalues[0] < -slack:
@@ -188,12 +190,9 @@ class TargetMoments:
 
     def refusal(self, described: Described) -> str | None:
         """Return why the message contradicts the number of rows, or None."""
-        rows = described.rows
-        if float(self.count) != rows:
-            return f"`count` is not {rows} rows"
-        if (self.second * rows < self.first**2 * (1 - 1e-9)).any():
-            return "`second` is less than the square of `first` allows"
-        return None
+        if (self.second * described.rows < self.first**2 * (1 - 1e-9)).any():
+            return "`second` is less than `first`² / N"
+        return described.rows_mismatch("count", self.count)
 
 
 @message()
@@ -216,10 +215,8 @@ class RobustMoments:
     def refusal(self, described: Described) -> str | None:
         """Return why the sums are impossible for this many rows, or None: w (1 + z²) = 2 and |z| ≤ ½ (1 + z²)."""
         rows, slack = described.rows, 1e-6 * described.rows
-        if float(self.count) != rows:
-            return f"`count` is not {rows} rows"
-        unlike = np.abs(self.weights + self.second - 2 * rows) > slack
-        return "no rows have these sums" if (unlike | (np.abs(self.first) > rows + slack)).any() else None
+        impossible = (np.abs(self.weights + self.second - 2 * rows) > slack) | (np.abs(self.first) > rows + slack)
+        return described.rows_mismatch("count", self.count) or ("no rows have these sums" if impossible.any() else None)
 
 
 @message("query.column_sums", summand=True, counts="columns levels")
@@ -350,10 +347,10 @@ class ScoreSums:
             [np.delete(self.regression, 3), np.delete(self.classification, 2), np.delete(self.times, 2)]
         )
         if not (sums >= 0).all():  # the NLL is excluded: a density above one makes it negative
-            return "a sum of scores is negative that cannot be"
+            return "a sum of scores is negative"
         counted = max(*self.regression[5:], self.classification[1], self.times[1], *self.times[6:])
         too_many = counted > self.rows + 1e-6 or self.times[4] > self.times[5]
-        return "scores count more rows or pairs than there are" if too_many else None
+        return "a score counts more rows or pairs than there are" if too_many else None
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
@@ -402,8 +399,8 @@ class TimeCounts:
     def refusal(self, described: Described) -> str | None:
         """Return why these cannot be counts of the described rows, or None."""
         rows, events = self.counts.T
-        odd = (events < 0).any() or (events > rows).any() or rows.sum() != described.rows
-        return f"`counts` are not counts of {described.rows} rows and the events among them" if odd else None
+        wrong = (events < 0).any() or (events > rows).any() or rows.sum() != described.rows
+        return f"`counts` are not counts of {described.rows} rows and the events among them" if wrong else None
 
 
 @message("query.life_table", summand=True)
@@ -473,7 +470,7 @@ class Confusion:
     def refusal(self, described: Described) -> str | None:
         """Return why these cannot be counts, or None."""
         del described
-        return "`counts` of rows cannot be negative" if (self.counts < 0).any() else None
+        return "`counts` has negative numbers of rows" if (self.counts < 0).any() else None
 
 
 @message("query.predictions")
@@ -493,9 +490,8 @@ class Moments:
 
     def refusal(self, described: Described) -> str | None:
         """Return why the message contradicts the description of the rows, or None."""
-        if round(float(self.gram[0, 0])) != described.rows:
-            return f"`gram` is not one of {described.rows} rows"
-        return described.squares_mismatch("square", self.square, described.target_square)
+        reason = described.rows_mismatch("gram[0, 0]", round(float(self.gram[0, 0])))
+        return reason or described.squares_mismatch("square", self.square, described.target_square)
 
 
 @message()

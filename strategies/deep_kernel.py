@@ -57,7 +57,7 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """Return the heads of all rows, from one total."""
         values = dict(state.parameters)
-        summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.everyone)
+        summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.all_sites)
         if summed.total is None:
             raise RunError("no site sent usable sums; see the failures above")
         head, evidence = chosen(values, SHARES, summed.total)

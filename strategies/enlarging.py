@@ -1,7 +1,8 @@
-"""More inducing points after training: in which order, how many are needed, and what twice as many would bring.
+"""More inducing points after training: their order, how many suffice, and the gain of another doubling.
 
-Hyperparameters need few points, predictions need many. Pivots of a Cholesky factor order them, so that the sums of all
-of them hold those of the first m for every m: one exchange gives the evidence as a function of m.
+Few inducing points suffice for the hyperparameters, predictions need many. A pivoted Cholesky factorisation orders the
+points. The sums at all M points then contain those at the first m for every m, so that one exchange gives the log
+evidence as a function of m.
 """
 
 from __future__ import annotations
@@ -17,59 +18,59 @@ from scipy.linalg.lapack import dpstrf
 from fedgp_flower.gp.models import LOCATIONS, sparse_gp
 from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array, Indices, NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 
-LEAST_LEFT = 1e-7
-"""Share of its prior variance that the points before must leave of a point."""
-PAYS, NEGLIGIBLE = 0.01, 0.002
-"""Nats a row that a doubling must promise, and that fewer points may cost."""
-BYTES = 2**20 / 4
-"""A triangle of M² / 2 numbers of 8 bytes is M² / ``BYTES`` megabytes."""
-
-
-def most_points(megabytes: float) -> int:
-    """M at which sums, a triangle of M numbers a side, fill a message."""
-    return math.isqrt(int(megabytes * BYTES))
+MINIMUM_VARIANCE = 1e-7
+"""A point is left out if the points before it leave a smaller share of its prior variance."""
+MINIMUM_GAIN, TOLERATED_LOSS = 0.01, 0.002
+"""Smallest gain of a doubling that pays, and largest loss by fewer points, in nats per row."""
+ENTRIES_PER_MEGABYTE = 2**20 / 4
+"""M² of a message of one megabyte, a triangle of M²/2 numbers of 8 bytes."""
 
 
-def spread_out(covariance: Array, least: float) -> Indices:
-    """Points in the order of what each adds to those before it: pivots of the Cholesky factor of K(Z, Z).
-
-    A point is left out where those before it leave less than ``least`` of its variance.
-    """
-    lower, pivots, rank, _ = dpstrf(covariance, lower=1, tol=least)
-    del lower
-    return pivots[:rank].astype(np.int64) - 1
+def points_per_message(megabytes: float) -> int:
+    """Return the number of inducing points M whose sums fill a message."""
+    return math.isqrt(int(megabytes * ENTRIES_PER_MEGABYTE))
 
 
 @torch.no_grad()
 def ordered(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
-    """Parameters with their inducing points in the order of what each adds; those that add nothing are left out."""
+    """Return the parameters with the inducing points in the pivot order of the Cholesky factor of K_zz.
+
+    Each point has the largest conditional variance given those before it. Points with nearly none are left out.
+    """
     covariance, variance = sparse_gp(section, values).inducing_covariance()
-    kept = spread_out((covariance / variance).numpy(), LEAST_LEFT)
-    return {**values, LOCATIONS: values[LOCATIONS][kept]}
+    _, pivots, rank, _ = dpstrf((covariance / variance).numpy(), lower=1, tol=MINIMUM_VARIANCE)
+    return {**values, LOCATIONS: values[LOCATIONS][pivots[:rank].astype(np.int64) - 1]}
 
 
-def fewest(curve: Array, widening: Array) -> int:
-    """The fewest points within :data:`NEGLIGIBLE` of the best, in nats a row, of a curve less its widening [M]."""
-    worth = curve - widening
-    return int(np.argmax(worth >= worth.max() - NEGLIGIBLE)) + 1
+def sufficient_points(curve: Array, loss: Array) -> int:
+    """Return the fewest points whose evidence less predictive loss is within :data:`TOLERATED_LOSS` of the best.
+
+    Both are in nats per row, for the first m points and every m [M].
+    """
+    score = curve - loss
+    return int(np.argmax(score >= score.max() - TOLERATED_LOSS)) + 1
 
 
 @torch.no_grad()
-def widening(values: Mapping[str, ndarray], section: ModelSection, spread: float) -> Array:
-    """What predictions lose where they rest on the first m points, for every m [M], in nats a row.
+def predictive_loss(values: Mapping[str, ndarray], section: ModelSection, noise: float) -> Array:
+    """Return the loss of predictive log density with the first m points, in nats per row, for every m [M].
 
-    ½ E log(1 + r/λ) over the points, which lie where rows do: r is the variance that the first m leave of a point, λ
-    the ``spread`` of an observation at all of them. The evidence does not show it, since its rows keep their λ.
+    The loss is ½ E log(1 + r/λ) over the inducing points, which are distributed like the rows: r is the variance of a
+    point given the first m, λ = ``noise`` the noise of an observation given all M. The FITC evidence does not contain
+    this loss, because the noise of the rows stays λ.
     """
     squares = Whitener(sparse_gp(section, values)).factor.square()
     left = squares.flip(1).cumsum(1).flip(1)[:, 1:]
-    return np.append((left / spread).log1p_().mean(0).numpy() / 2, 0.0)
+    return np.append((left / noise).log1p_().mean(0).numpy() / 2, 0.0)
 
 
-def promised(curve: Array) -> float:
-    """Nats a row that twice as many points would bring: as a geometric series of the latest two doublings."""
+def doubling_gain(curve: Array) -> float:
+    """Return the forecast gain of twice as many points, in nats per row, from the evidence at the first m points [M].
+
+    The gains of the latest two doublings are continued as a geometric series.
+    """
     size = len(curve)
     if size < 4:
         return 0.0

@@ -153,7 +153,7 @@ def predicted(strategy: FederatedStrategy[Any], state: SharedState, roster: Rost
     """Return each unit's view and the posterior of g, which predicts a unit only with the unit's own parameters."""
     yield from ()
     view, prepared = state.view(EVERYONE), strategy.preparation
-    request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.everyone}
+    request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.all_sites}
     mean, covariance = view.posterior.of_latents(view.latents)
     arrays = {f"latents.{name}": array for name, array in encode(view.latents).items()}
     arrays |= {f"posterior.{name}": array for name, array in encode(view.posterior).items()}

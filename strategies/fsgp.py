@@ -7,10 +7,12 @@ w (Eqs. 14-15). FGPR, after Yue and Kontar, *Federated Gaussian process* (2021),
 
 from __future__ import annotations
 
+from fedgp_flower.gp.models import LOCATIONS
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
-from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
+from strategies.pooled_bound import noise_of, posterior_at, saved, total_statistics
 from strategies.server.course import log_units
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
@@ -44,9 +46,10 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """Return the exact posterior at the parameters from one total; name sites that contradict the others."""
-        totals = yield from pooled(state.parameters, self.config.model, roster.everyone)
-        found = posterior_at(state.parameters, totals)
-        return Predicted(found, saved(found, self.config.model), facts(state.parameters, totals))
+        totals = yield from total_statistics(state.parameters, self.config.model, roster.all_sites)
+        found, noise = posterior_at(state.parameters, totals), noise_of(state.parameters)
+        details = {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": noise**0.5}
+        return Predicted(found, saved(found, self.config.model), details)
 
 
 class FGPR(FederatedStrategy[AveragingState]):

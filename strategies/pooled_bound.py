@@ -1,4 +1,4 @@
-"""The bound of all rows, from totals alone: its posterior and height."""
+"""The collapsed bound of all rows and its posterior, computed from totals over sites; shared by the sparse methods."""
 
 from __future__ import annotations
 
@@ -12,19 +12,10 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.kernels import amplitude_names
-from fedgp_flower.gp.models import CONSTANT, SparseGP
+from fedgp_flower.gp.models import CONSTANT, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
-from fedgp_flower.gp.sums import (
-    Evidence,
-    SparseSums,
-    at_best,
-    collapsed_bound,
-    contradicting,
-    exact_posterior,
-    profiled,
-    scaled,
-)
+from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting, exact_posterior, profiled, scaled
 from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -32,12 +23,11 @@ from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Doubt, Roster, Summed, Total
 
-LOG_NOISE = "likelihood.log_noise"
 LOCATIONS = "inducing.locations"
 ROWS_PER_POINT = 3
-"""With fewer rows for each inducing point, sums nearly reveal the rows."""
-SMOOTHED, MORE = 5, 20
-"""Rounds whose gains say what so many more exchanges would bring."""
+"""With fewer rows per inducing point, sums nearly reveal the rows."""
+RECENT_ROUNDS, FORECAST_EXCHANGES = 5, 20
+"""Gains of the recent rounds forecast the gain of so many more exchanges."""
 MEANINGS = {
     LOCATIONS: "Z, inducing inputs",
     "inducing.mean": "m, mean of v = L⁻¹ f(Z)",
@@ -62,24 +52,27 @@ OBSERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What stays the same during a run that maximises a bound."""
+    """The constants of a run that maximises a bound or an evidence."""
 
     model: ModelSection
     seed: int = 0
     exchanges: int = 20
-    """Most exchanges with every site, those before training among them."""
+    """Largest number of exchanges with every site, those before training included."""
     target: Mapping[str, float] = field(default_factory=dict)
     """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
     small_sites: str = "warn"
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
-    worth: float = 0.0
-    """Nats a row that a few more exchanges must promise, or training ends."""
+    minimum_gain: float = 0.0
+    """Training ends when a step promises less than this, in nats per row."""
     megabytes: int = 0
-    """Of a message of sums at more inducing points after training; 0: there are none."""
+    """Size of the largest message after training; 0 for no enlargement."""
 
 
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
-    """P: at most the number of rows, and by the policy ``sgpr.small-sites`` at most what the smallest site bears."""
+    """Return M, at most the number of all rows; the policy ``cap`` limits it to a third of the smallest site's rows.
+
+    Raise ConfigError under the policy ``masks`` if a site is smaller than that and the server sees its sums.
+    """
     most = min(wanted, sum(roster.rows.values()))
     small = [site for site, rows in roster.rows.items() if rows < ROWS_PER_POINT * most]
     if roster.totals_only or not small or small_sites == "warn":
@@ -92,125 +85,111 @@ def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
     )
 
 
-def told_by_total(points: int, rows: Mapping[str, int]) -> list[str]:
-    """A warning where even a total at so many points nearly reveals rows."""
+def disclosure_by_total(points: int, rows: Mapping[str, int]) -> list[str]:
+    """Return a warning if even the total over sites nearly reveals rows, at this number of inducing points."""
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:
         return []
     return [
-        f"with {count} rows and sums at {points} points this model can reveal whether a row was in the data;"
-        f" `model.num-inducing` = {max(1, count // ROWS_PER_POINT)} or less hides that better (docs/privacy.md)"
+        f"with {count} rows and sums at {points} inducing points, this model can reveal whether a row was in the data;"
+        f" `model.num-inducing` = {max(1, count // ROWS_PER_POINT)} or less lowers this risk (docs/privacy.md)"
     ]
 
 
-def told_by_sites(points: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
-    """A warning where the sums of single sites nearly reveal rows; ``called`` names sites for people."""
+def disclosure_by_sites(points: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
+    """Return a warning if the sums of single sites nearly reveal rows; ``called`` returns the sites' display names."""
     small = [site for site, number in rows.items() if number < ROWS_PER_POINT * points]
     if not small:
         return []
     return [
-        f"sums of {called(small)} nearly show their rows to the server, with fewer than {ROWS_PER_POINT} rows for each"
-        f" of {points} points; `privacy.secure-aggregation` = true hides them (docs/privacy.md)"
+        f"the sums of {called(small)} nearly reveal their rows to the server: these sites have fewer than"
+        f" {ROWS_PER_POINT} rows for each of {points} inducing points; `privacy.secure-aggregation` = true hides the"
+        " sums (docs/privacy.md)"
     ]
 
 
-def empty_model(section: ModelSection, num_inputs: int) -> NamedArrays:
-    """The model's hyperparameters as configured, by name in the order of the sketch."""
+def initial_hyperparameters(section: ModelSection, num_inputs: int) -> NamedArrays:
+    """Return the configured log hyperparameters by wire name, in the order of the sketch."""
     arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
     return {name: array for name, array in arrays.items() if name != LOCATIONS}
 
 
 def noise_of(parameters: Mapping[str, ndarray]) -> float:
-    """Noise variance of the standardised target."""
+    """Return the noise variance σ² of the standardised target."""
     return math.exp(float(parameters[LOG_NOISE][0]))
 
 
-def log_lengthscales(values: Mapping[str, ndarray]) -> NamedArrays:
-    """Log ℓ of every part of the kernel that has them."""
-    return {name: values[name] for name in sorted(values) if name.endswith("log_lengthscale")}
-
-
-def lengthscales(values: Mapping[str, ndarray]) -> Array:
-    """A lengthscale for each input [D]: the kernel's first, or 1 where it has none."""
-    first = next(iter(log_lengthscales(values).values()), np.zeros(1))
-    return np.broadcast_to(np.exp(first.ravel()), values[LOCATIONS].shape[1]).copy()
-
-
-def pooled(
+def total_statistics(
     parameters: Mapping[str, ndarray], section: ModelSection, sites: tuple[str, ...] | None = None
 ) -> Asking[SparseStatistics]:
-    """The sums of all rows of all sites that answer."""
+    """Return the sums of all rows of the sites that answer; raise RunError if no site answers."""
     sizes = {"M": len(parameters[LOCATIONS])}
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     if summed.total is None:
         raise RunError("no site sent usable sums; see the failures above")
-    yield from doubts(summed.parts, level_of(SparseGP.from_arrays(section, parameters)))
+    yield from report_contradictions(summed.parts, unit_function(SparseGP.from_arrays(section, parameters)))
     return summed.total
 
 
 @torch.no_grad()
-def level_of(model: SparseGP) -> Array:
-    """The whitened inducing values u [*C, M] of a function that is 1 at all inducing points."""
+def unit_function(model: SparseGP) -> Array:
+    """Return v = L⁻¹ 1 [*C, M], the whitened inducing values of a function that is 1 at all inducing points."""
     factor = Whitener(model).factor
     return torch.linalg.solve_triangular(factor, torch.ones_like(factor[..., :1]), upper=False)[..., 0].numpy()
 
 
-def doubts(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> Asking[None]:
-    """Name the sites whose sums contradict the others'; under masks there are no parts, and nobody is named."""
-    for site, (every, others) in contradicting(parts, level, evidence).items():
+def report_contradictions(
+    parts: Mapping[str, SparseSums], unit_function: Array, evidence: Evidence = at_best
+) -> Asking[None]:
+    """Report the sites whose sums contradict those of the others; under masks there are no parts to compare."""
+    for site, (every, others) in contradicting(parts, unit_function, evidence).items():
         yield Doubt(
             site,
-            "what their rows predict for it runs against its sums. These may be false, or another relation holds"
-            f" there. The evidence is {every:.3g} nats per row with it and {others:.3g} without it",
+            "its sums run against the prediction from the other sites' rows. The sums may be false, or the site's data"
+            f" follow another relation. The evidence is {every:.3g} nats per row with it and {others:.3g} without it",
         )
 
 
-def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
-    """Parameters with the best amplitude and noise for these totals, and the totals there."""
+def at_best_amplitude(
+    values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection
+) -> tuple[NamedArrays, SparseSums]:
+    """Return the parameters with the amplitude and noise that maximise the bound, and the totals there."""
     best = profiled(totals)
     names = amplitude_names(section, values[LOCATIONS].shape[1])
-    louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
+    amplitudes = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
-    return {**values, **louder, **noise}, scaled(totals, best.amplitude)
+    return {**values, **amplitudes, **noise}, scaled(totals, best.amplitude)
 
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
-    """q(v) of all rows behind the totals: the optimum at these parameters (Guo et al. 2022, Eqs. 14-15)."""
+    """Return the parameters with the optimal q(v) of all rows in the totals (Guo et al. 2022, Eqs. 14-15)."""
     whitened = exact_posterior(totals, noise_of(parameters))
     return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
 
 
-def facts(parameters: Mapping[str, ndarray], totals: SparseSums) -> dict[str, float]:
-    """The pooled bound in nats, and the noise level."""
-    noise = noise_of(parameters)
-    return {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": math.sqrt(noise)}
+def progress(exchanges: int, gains: Array, per_round: int, rows: float) -> dict[str, float | None]:
+    """Return the exchanges so far, the latest gain [nats per row], and the forecast gain of more exchanges [nats].
 
-
-def progress(exchanges: int, gains: Array, a_round: int, rows: float) -> dict[str, float | None]:
-    """Facts about how far an ascent came: exchanges, the latest gain per row, and what some more would add."""
-    more = outlook(gains, MORE // a_round)
+    ``gains`` [R] are those of the recent rounds, each of ``per_round`` exchanges.
+    """
+    forecast = outlook(gains, FORECAST_EXCHANGES // per_round)
     return {
         "exchanges": exchanges,
         "latest_gain_per_row": float(gains[-1]) if gains.size else None,
-        "forecast_exchanges": MORE,
-        "forecast_rise": None if more is None else more * rows,
+        "forecast_exchanges": FORECAST_EXCHANGES,
+        "forecast_rise": None if forecast is None else forecast * rows,
     }
 
 
 def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
-    """Arrays, meanings and the equation of prediction for a sparse GP with whitened q(v)."""
+    """Return the saved posterior of a sparse GP: its arrays, their meanings, and the equation of prediction."""
     values, q = posterior.values, {"inducing.mean": posterior.mean, "inducing.covariance": posterior.covariance}
     natural = {name.replace(".log_", ".", 1): np.exp(array) for name, array in values.items() if ".log_" in name}
     constant = {name: array for name, array in values.items() if name == CONSTANT}
     arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant}
     coordinates = dict.fromkeys(arrays, "standardised") | dict.fromkeys(q, "whitened")
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
-    described = {
-        "family": "sparse",
-        "kernel": model.kernel,
-        "ard": model.ard,
-        "jitter": model.jitter,
-    }
+    described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
     if not constant:
         return Posterior(arrays, meanings, coordinates, GAUSSIAN, described)
     described |= {"likelihood": model.likelihood}

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.gp.sums import SparseSums, profiled
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
@@ -22,7 +23,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.pooled_bound import LOCATIONS, empty_model, folded, log_lengthscales, noise_of, posterior_at, saved
+from strategies import pooled_bound
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 
@@ -61,12 +62,12 @@ def evaluated(
 ) -> Tried:
     """Clean the noisy sums and evaluate the bound; ``noise`` is the sd of the noise in the total, in its units."""
     sums, left_out = cleaned(noisy, rows, 1.0, noise)
-    return Tried(*folded(values, sums, section), profiled(sums).value, left_out)
+    return Tried(*pooled_bound.at_best_amplitude(values, sums, section), profiled(sums).value, left_out)
 
 
 def wider(values: Mapping[str, np.ndarray], by: float) -> NamedArrays:
     """Return parameters with all log lengthscales increased by ``by``."""
-    return {**values, **{name: array + by for name, array in log_lengthscales(values).items()}}
+    return {name: array + by if name.endswith("log_lengthscale") else array for name, array in values.items()}
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):
@@ -87,8 +88,9 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         yield from ()
         model, inputs = self.config.model, self.preparation.num_inputs
         draw = np.random.default_rng([self.config.seed, *b"inducing"])
-        start = empty_model(model, inputs) | {LOCATIONS: draw.uniform(-EDGE, EDGE, (model.num_inducing, inputs))}
-        return PrivateState(start | {AMPLITUDE: np.zeros_like(start[AMPLITUDE])})
+        start = pooled_bound.initial_hyperparameters(model, inputs)
+        locations = draw.uniform(-EDGE, EDGE, (model.num_inducing, inputs))
+        return PrivateState(start | {LOCATIONS: locations, AMPLITUDE: np.zeros_like(start[AMPLITUDE])})
 
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
         """Ask for noisy sums at the next lengthscale, by factors of two around the configured one."""
@@ -102,7 +104,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         rows = sum(roster.rows[site] for site in summed.sites)
         noise = self.budget.noise * math.sqrt(len(summed.sites) / sharing)
         found = evaluated(values, summed.total, rows, noise, self.config.model)
-        figures = {"objective": found.height / rows, "noise": noise_of(found.values)}
+        figures = {"objective": found.height / rows, "noise": pooled_bound.noise_of(found.values)}
         return replace(state, tried=(*state.tried, found)), figures
 
     def finished(self, state: PrivateState) -> bool:
@@ -113,7 +115,8 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         """Return the exact posterior of the cleaned sums; no site is asked."""
         del roster
         yield from ()
-        found, budget, done = posterior_at(state.best.values, state.best.totals), self.budget, len(state.tried)
+        found = pooled_bound.posterior_at(state.best.values, state.best.totals)
+        budget, done = self.budget, len(state.tried)
         spent = {
             "epsilon": budget.spent(done),
             "delta": budget.delta,
@@ -123,7 +126,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
             "noise_sd": budget.noise,
         }
         left = {"directions_left_out": state.best.left_out, "num_inducing": len(state.start[LOCATIONS])}
-        return Predicted(found, saved(found, self.config.model), {"differential_privacy": spent, **left})
+        return Predicted(found, pooled_bound.saved(found, self.config.model), {"differential_privacy": spent, **left})
 
     def public(self, state: PrivateState) -> NamedArrays:
         """Return the parameters with the best bound, or the first ones."""

@@ -35,7 +35,7 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
 from strategies import svgp
-from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, Problem, saved, told_by_total
+from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, Problem, disclosure_by_total, saved
 from strategies.pvi_state import (
     EQUATION,
     PVIState,
@@ -322,7 +322,7 @@ class PVI(FederatedStrategy[PVIState]):
                 " points: their factors, which the server keeps, nearly reveal their rows; set `model.num-inducing` ="
                 f" {max(1, min(rows.values()) // ROWS_PER_POINT)} to avoid this"
             )
-        return found + told_by_total(min(count, sum(rows.values())), rows)
+        return found + disclosure_by_total(min(count, sum(rows.values())), rows)
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
         """Return the free energy."""

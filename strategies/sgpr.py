@@ -1,14 +1,18 @@
-"""SGPR in few exchanges: a sparse GP of all rows from sums, first at few inducing points, then at as many as pay.
+"""SGPR in few exchanges: a sparse GP with Gaussian noise, trained on sums over the rows of all sites.
 
-Each row keeps the variance that the inducing points leave of it as noise of its own (:mod:`fedgp_flower.gp.fitc`), so
-that few points are enough to learn hyperparameters, rough ones too. The points stay where they were drawn: from the
-sums of small cells of rows, with the values of each input, and the pairs of values of two inputs, that many rows have.
+Training maximises J(θ) = log p(y | θ) + log p(θ) over the log hyperparameters θ. The log evidence is that of FITC
+(:mod:`fedgp_flower.gp.fitc`), the log prior that of :mod:`fedgp_flower.gp.priors`.
 
-A round is a gradient and a step, two exchanges. The steps are those of BFGS. Its first curvature is the sum of what
-sites know of their own rows, and the server alone scales kernel and noise. Rounds go on while a step promises a gain.
-Then sums at a thousand points are asked for. Training goes on there where twice as many may follow, since few points
-see little of a rough function. The number doubles while that pays, with a step where that pays as well. The server
-keeps the fewest points that explain as much.
+*Start.* The server draws inducing points from a sketch of all rows: sums over cells of rows, the common values of each
+input, and the common pairs of values of two inputs. Training does not move them. The first θ and the first curvature of
+J combine the local modes of all sites.
+
+*Training.* A round is a gradient and a BFGS step, two exchanges. The server alone optimises the common scale of kernel
+and noise. Rounds end when a step promises less than a minimum gain.
+
+*Enlarging.* The server asks for sums at 1024 inducing points and doubles their number while the evidence gains
+(:mod:`strategies.enlarging`). Training goes on at 1024 points if twice as many may follow, since few points cannot
+represent a rough function. The posterior uses the fewest points that reach nearly the best evidence.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,12 +34,12 @@ from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import special
-from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     CommonValues,
@@ -51,348 +55,342 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import enlarging, pooled_bound
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem
+from strategies.pooled_bound import Problem
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
-SLOTS, DRAWS = 2048, 4
-"""Anchors of the sketch, and points drawn from it for each that may be needed: some of them are equal."""
-START_RANGE = (-1.0, 3.5)
-"""Of log ℓ at the start."""
-CAP = 1.0
-"""Largest entry of a step; all are logarithms."""
-NEWTON = 8
-"""Steps towards the best scale, which begin close to it."""
-SHORTER, SHORTEST = (0.1, 0.5), 1e-2
-"""Limits of the factor of a step that did not raise the objective, and where shorter ones are given up."""
-BEFORE, A_ROUND = 4, 2
-"""Exchanges before training (descriptions, where inputs lie, the sketch, pairs of common values) and in a round."""
-USUAL = 60
-"""Exchanges where the configuration leaves them to the method, those at more inducing points among them."""
-TOO_LITTLE = 0.001
-"""Training ends where a step promises less than this, in nats a row, unless the number of exchanges is set."""
+ANCHORS, DRAWS_PER_POINT = 2048, 4
+"""Anchors of the sketch; draws from the sketch for each inducing point, since equal draws are merged."""
+LOG_LENGTHSCALE_RANGE = (-1.0, 3.5)
+"""Range of log ℓ at the start."""
+LARGEST_STEP = 1.0
+"""Largest change of a log hyperparameter in a step."""
+NEWTON_STEPS = 8
+"""Newton steps to the best common scale of kernel and noise."""
+SHRINK_RANGE, SMALLEST_FACTOR = (0.1, 0.5), 1e-2
+"""Range of the factor that shortens a step that lowered J; training ends when the product of factors is smaller."""
+EXCHANGES_BEFORE, EXCHANGES_PER_ROUND = 4, 2
+"""Exchanges before training (descriptions, histograms of inputs, sketch, pairs of common values), and in a round."""
+DEFAULT_EXCHANGES = 60
+"""Exchanges with those at more inducing points, unless ``sgpr.exchanges`` is set."""
+MINIMUM_GAIN = 0.001
+"""Training ends when a step promises less than this, in nats per row, unless ``sgpr.exchanges`` is set."""
 FIRST_SIZE = 1024
-"""Inducing points that are asked for after training at few; doubled twice they fill the usual message."""
-A_SIZE, ROUNDS = 3, 1
-"""Exchanges for each number of inducing points after that, and rounds among them."""
-WORK = 3
-"""Work of a round: sums, and a gradient that takes as long as two sums."""
-CHANCE, TELLING = 1e-3, 0.02
-"""Noise varies by chance with this probability; nats a row from which on it is told."""
+"""Number of inducing points at the first enlargement; two doublings fill a message of the default size."""
+EXCHANGES_PER_SIZE, ROUNDS_PER_SIZE = 3, 1
+"""Exchanges for each number of inducing points after training, and rounds among them."""
+ROUND_COST = 3
+"""Computing time of a round in evaluations of sums; the gradient takes as long as two of them."""
+NOISE_SIGNIFICANCE, MINIMUM_NOISE_GAIN = 1e-3, 0.02
+"""Level of the test for varying noise; smallest gain, in nats per row, that a warning mentions."""
 TOLERANCE = 1e-7
-"""The ascent ends where a step promises less than this per row, relative to the size of the objective."""
-CURVATURE = "the curvature that the ascent met, with that of each site's rows before (BFGS)"
+"""Training ends when a step promises less than this share of |J| per row."""
+CURVATURE = "BFGS curvature of the log posterior, begun with the curvatures at the sites' local modes"
 
-
-@message()
-class TotalSums(WeightedSums):
-    """Totals at any number of inducing points."""
-
-    gram: Float[ndarray, "Q Q"] = leaves("A", symmetric=True)
-    projection: Float[ndarray, " Q"] = leaves("b")
+Evaluated: TypeAlias = tuple[NamedArrays, WeightedSums, float]
+"""Parameters at their best scale, the sums of all rows there, and J in nats."""
 
 
 @message()
 class SGPRState:
-    """A point on its way up, its totals, and whose rows these are of."""
+    """The parameters of the latest accepted step, with the sums, J and its gradient there, and the BFGS curvature."""
 
     values: Mapping[str, AnyShape]
-    """Parameters; with totals, at the best scale of kernel and noise."""
+    """Parameters {θ, Z}; with ``totals``, at the best scale of kernel and noise."""
     places: Float[ndarray, "_ _"]
-    """Where inputs lie [C, D]: inducing points are the first of them."""
+    """Candidate inducing points [C, D]; training uses the first of them."""
     curvature: Float[ndarray, "_ _"]
-    """About −∇²J by the logarithms [H, H]; positive definite."""
-    totals: TotalSums | None = None
-    """At ``values``, weighted; None before they are asked for."""
+    """BFGS approximation of −∇²J [H, H], positive definite."""
+    totals: WeightedSums | None = None
+    """Weighted sums of all rows at ``values``; None before the first evaluation."""
     height: float = 0.0
-    """J, the log evidence and the log prior of the logarithms, in nats."""
+    """J at ``values``, in nats."""
     gradient: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
-    """Of J at ``place`` [H]; empty before it is asked for."""
+    """∇J at ``place`` [H]; empty before the first gradient."""
     place: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
+    """θ at the latest gradient [H]."""
     shrunk: float = 1.0
     """Factor of the next step."""
     sites: tuple[str, ...] = ()
-    exchanges: int = BEFORE
-    """With every site, those before training among them."""
+    """Sites whose rows are in ``totals``."""
+    exchanges: int = EXCHANGES_BEFORE
+    """Exchanges with every site so far."""
     noise: Float[ndarray, "2 _"] = field(default_factory=lambda: np.empty((2, 0)))
-    """Totals of Σ z t and Σ (z t)² at the latest gradient."""
+    """Score of varying noise at the latest gradient, Σ z t and Σ (z t)²; see :func:`varying_noise`."""
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
-    """Of J in the latest rounds, nats per row, the last one last."""
+    """Gain of J in each recent round, in nats per row, the latest last."""
     converged: bool = False
     weight: float = 1.0
-    """Of a row where rows are copies: sums of all sites count so much."""
+    """Weight of every row in J; below 1 if rows are copies of each other."""
     most: int = 0
-    """Inducing points that the posterior may have; where they are no more than in training, it has these."""
+    """Limit of the enlargements; none follows if training has as many inducing points."""
     asked: int = 0
-    """Points that sums were asked at after training."""
+    """Number of candidate points at the latest enlargement; 0 during training."""
     rounds: int = 0
-    """At this number of points after training."""
+    """Rounds since the latest enlargement."""
 
     @property
     def rows(self) -> float:
-        """N, of the totals; 0 where they are not known."""
+        """Number of rows N in ``totals``, weighted; 0 without totals."""
         return 0.0 if self.totals is None else float(self.totals.count)
 
     @property
-    def point(self) -> Array:
-        """The logarithms that are learned [H]."""
+    def theta(self) -> Array:
+        """The log hyperparameters θ [H]."""
         return pack(logarithms(self.values))
 
     @property
-    def curve(self) -> Array:
-        """The evidence in nats a row at the first m inducing points for every m [M]."""
+    def evidence_curve(self) -> Array:
+        """Log evidence per row at the first m inducing points, for every m [M]."""
         assert self.totals is not None
         return evidence(self.totals).curve / self.rows
 
     @property
     def training(self) -> bool:
-        """Whether training goes on: at few inducing points, and at the first size where twice as many may follow."""
+        """Whether rounds train without a limit per size: before enlarging, or at the first of several sizes."""
         return not self.asked or self.asked == FIRST_SIZE <= self.most // 2
 
     @property
     def next_size(self) -> int:
-        """How many inducing points are asked for next after training; 0 where no more of them pay."""
+        """Number of inducing points to ask for next; 0 if the limit is reached or another doubling gains too little."""
         if not self.asked:
             return min(FIRST_SIZE, self.most) if self.most > len(self.values[LOCATIONS]) else 0
-        room = self.most > self.asked and enlarging.promised(self.curve) >= enlarging.PAYS
-        return min(2 * self.asked, self.most) if room else 0
+        enlarges = self.most > self.asked and enlarging.doubling_gain(self.evidence_curve) >= enlarging.MINIMUM_GAIN
+        return min(2 * self.asked, self.most) if enlarges else 0
 
     def step(self) -> Array:
-        """The next step [H], by BFGS."""
+        """The next BFGS step [H], C⁻¹∇J, at most :data:`LARGEST_STEP` in any entry."""
         step = np.linalg.solve(self.curvature, self.gradient)
-        return self.shrunk * step / max(1.0, float(np.abs(step).max()) / CAP)
+        return self.shrunk * step / max(1.0, float(np.abs(step).max()) / LARGEST_STEP)
 
-    def promise(self) -> float:
-        """Nats a row that a step would bring where J is as curved as it was."""
+    def promised_gain(self) -> float:
+        """Gain of a full step in the quadratic model, ½ ∇Jᵀ C⁻¹ ∇J, in nats per row."""
         return float(self.gradient @ np.linalg.solve(self.curvature, self.gradient)) / 2 / self.rows
 
 
 def logarithms(values: Mapping[str, ndarray]) -> NamedArrays:
-    """All parameters but the inducing points."""
+    """Return all parameters except the inducing points."""
     return {name: np.asarray(array) for name, array in values.items() if name != LOCATIONS}
 
 
 def moved(values: Mapping[str, ndarray], step: Array) -> NamedArrays:
-    """Parameters after a step, within their range."""
+    """Return the parameters after a step of θ [H], clipped to ± :data:`LOG_RANGE`."""
     found = unpack(pack(logarithms(values)) + step, logarithms(values))
     return {**values, **{name: np.asarray(np.clip(a, -LOG_RANGE, LOG_RANGE)) for name, a in found.items()}}
 
 
-def at_best_scale(
-    values: Mapping[str, ndarray], totals: WeightedSums, section: ModelSection
-) -> tuple[NamedArrays, TotalSums, float]:
-    """Parameters with kernel and noise at the scale where J is highest, the totals there, and J.
+def at_best_scale(values: Mapping[str, ndarray], totals: WeightedSums, section: ModelSection) -> Evaluated:
+    """Return the parameters, sums and J at the common scale τ² of kernel and noise that maximises J.
 
-    J(τ²) = F(τ²) + log p, concave in t = log τ²: dJ/dt = ½ N (τ̂²/τ² − 1) − Σ (log θ + t − m)/sd², F highest at τ̂².
+    With t = log τ², J(t) = F(t) + log p(θ(t)) is concave, and dJ/dt = ½ N (τ̂²/τ² − 1) − Σ (θ_i + t − m_i)/s_i². The log
+    evidence F is largest at τ̂². The sum is over log amplitudes and log noise with priors N(m_i, s_i²).
     """
     num_inputs = values[LOCATIONS].shape[1]
     names, priors = (*amplitude_names(section, num_inputs), LOG_NOISE), priors_of(section, num_inputs)
-    pull = sum(float(np.sum((values[name] - priors[name][0]) / priors[name][1] ** 2)) for name in names)
-    bend = sum(values[name].size / priors[name][1] ** 2 for name in names)
-    best, half = math.log(evidence(totals).scale), float(totals.count) / 2
-    log_scale = best
-    for _ in range(NEWTON):
-        left = half * math.exp(best - log_scale)
-        log_scale += (left - half - pull - bend * log_scale) / (left + bend)
-    scaled = {name: np.asarray(values[name] + log_scale) for name in names}
-    values, sums = {**values, **scaled}, TotalSums(**vars(totals.scaled(math.exp(log_scale))))
+    prior_slope = sum(float(np.sum((values[name] - priors[name][0]) / priors[name][1] ** 2)) for name in names)
+    prior_curvature = sum(values[name].size / priors[name][1] ** 2 for name in names)
+    log_evidence_scale, half = math.log(evidence(totals).scale), float(totals.count) / 2
+    log_scale = log_evidence_scale
+    for _ in range(NEWTON_STEPS):
+        residual = half * math.exp(log_evidence_scale - log_scale)
+        slope = residual - half - prior_slope - prior_curvature * log_scale
+        log_scale += slope / (residual + prior_curvature)
+    values = {**values, **{name: np.asarray(values[name] + log_scale) for name in names}}
+    sums = totals.scaled(math.exp(log_scale))
     return values, sums, at_unit_scale(sums) + prior_of(values, section)[0]
 
 
 def prior_of(values: Mapping[str, ndarray], section: ModelSection) -> tuple[float, NamedArrays]:
-    """The log prior of the logarithms, and its slopes."""
+    """Return log p(θ) up to a constant, and its gradient by name."""
     priors = priors_of(section, values[LOCATIONS].shape[1])
-    slopes = {name: np.asarray((m - values[name]) / sd**2) for name, (m, sd) in priors.items()}
-    return float(log_prior({name: torch.as_tensor(values[name]) for name in priors}, priors)), slopes
+    gradient = {name: np.asarray((m - values[name]) / sd**2) for name, (m, sd) in priors.items()}
+    return float(log_prior({name: torch.as_tensor(values[name]) for name in priors}, priors)), gradient
 
 
 def priors_of(section: ModelSection, num_inputs: int) -> Mapping[str, tuple[float, float]]:
-    """Mean and standard deviation of each logarithm."""
+    """Return mean and standard deviation of each log hyperparameter under the prior."""
     return hyperpriors(build_kernel(section, num_inputs), num_inputs)
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
-    """Inducing points and hyperparameters from a sketch of all rows around points where inputs lie."""
+    """Return the first state: inducing points from a sketch of all rows, θ and curvature from local modes.
+
+    Raise RunError if no site sends a sketch.
+    """
     section, seed = problem.model, problem.seed
     shape = yield from shape_of_inputs(roster)
-    anchors = points_like_inputs(shape, SLOTS, np.random.default_rng([seed, *b"anchors"]))
+    anchors = points_like_inputs(shape, ANCHORS, np.random.default_rng([seed, *b"anchors"]))
     num_inputs = anchors.shape[1]
-    model = pooled_bound.empty_model(section, num_inputs)
-    sizes = {"C": SLOTS, "H": pack(model).size, "B": VALUES}
+    model = pooled_bound.initial_hyperparameters(section, num_inputs)
+    sizes = {"C": ANCHORS, "H": pack(model).size, "B": VALUES}
     summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors), sizes=sizes)
     if summed.total is None:
-        raise RunError("no site answered where its inputs lie; see the failures above")
+        raise RunError("no site sent a sketch of its rows; see the failures above")
     sketch, rng = summed.total, np.random.default_rng([seed, *b"inducing"])
     wanted = pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites)
-    most = largest(problem, roster)
-    draws = drawn(sketch.rows, sketch.first, sketch.second, DRAWS * max(wanted, most), rng)
-    moved = with_values(draws, sketch.value_rows, sketch.value_sums)
+    policy = "warn" if problem.small_sites == "warn" else "cap"
+    most = pooled_bound.inducing_points(enlarging.points_per_message(problem.megabytes), roster, policy)
+    draws = drawn(sketch.rows, sketch.first, sketch.second, DRAWS_PER_POINT * max(wanted, most), rng)
+    points = with_values(draws, sketch.value_rows, sketch.value_sums)
     common = common_values(sketch.value_rows, sketch.value_sums)
     sizes = {"P": num_inputs * (num_inputs - 1) // 2, "V": common.shape[1]}
     pairs: Summed[PairCounts] = yield Total(PairCounts, CommonValues(common), sizes=sizes)
     if pairs.total is not None:
-        moved = with_pairs(draws, moved, common, pairs.total.counts, float(sketch.rows.sum()))
-    _, first = np.unique(moved, axis=0, return_index=True)
-    places = moved[np.sort(first)][: max(wanted, most)]
-    values, curvature = agreed(sketch, model, priors_of(section, num_inputs), len(summed.sites))
-    values = {**values, LOCATIONS: places[:wanted]}
-    logger.info("%d inducing points in training, %d after it at most", len(values[LOCATIONS]), len(places))
+        points = with_pairs(draws, points, common, pairs.total.counts, float(sketch.rows.sum()))
+    _, first = np.unique(points, axis=0, return_index=True)
+    places = points[np.sort(first)][: max(wanted, most)]
+    theta, curvature = combined_modes(sketch, model, priors_of(section, num_inputs), len(summed.sites))
+    values = {**theta, LOCATIONS: places[:wanted]}
+    logger.info("%d inducing points in training, at most %d after it", len(values[LOCATIONS]), len(places))
     weight = weight_of(sketch.repeats, float(sketch.rows.sum()))
     return SGPRState(values, places, curvature, weight=weight, most=min(most, len(places)))
 
 
-def largest(problem: Problem, roster: Roster) -> int:
-    """Inducing points that a message has room for, at most the number of rows and what the smallest site bears."""
-    most = min(enlarging.most_points(problem.megabytes), sum(roster.rows.values()))
-    capped = problem.small_sites != "warn" and not roster.totals_only
-    return min(most, min(roster.rows.values()) // pooled_bound.ROWS_PER_POINT) if capped else most
-
-
-def agreed(
+def combined_modes(
     sketch: Sketch, like: Mapping[str, ndarray], priors: Mapping[str, tuple[float, float]], sites: int
 ) -> tuple[NamedArrays, Array]:
-    """The mode (Σ H)⁻¹ Σ Hθ of all sites' fits together, and the curvature Σ H less all but one of their priors.
+    """Return the mode (Σ H)⁻¹ Σ Hθ of the product of all local posteriors, and the curvature of J [H, H].
 
-    Lengthscales are within :data:`START_RANGE`. No direction is less curved than the prior.
+    The curvature is Σ H with the prior counted once instead of once per site, and in no direction below that of the
+    prior. The mode is clipped to :data:`LOG_LENGTHSCALE_RANGE`. ``like`` gives the names and shapes of θ.
     """
     pieces = unpack(np.linalg.solve(sketch.precision, sketch.shift), like)
-    found = {name: np.clip(a, *START_RANGE) if "lengthscale" in name else a for name, a in pieces.items()}
+    mode = {name: np.clip(a, *LOG_LENGTHSCALE_RANGE) if "lengthscale" in name else a for name, a in pieces.items()}
     sds = pack({name: np.full(array.shape, priors[name][1]) for name, array in like.items()})
-    bends, axes = np.linalg.eigh(sketch.precision * np.outer(sds, sds) - (sites - 1) * np.eye(len(sds)))
-    curvature = (axes * np.maximum(bends, 1.0)) @ axes.T / np.outer(sds, sds)
-    return found, curvature
+    eigenvalues, axes = np.linalg.eigh(sketch.precision * np.outer(sds, sds) - (sites - 1) * np.eye(len(sds)))
+    curvature = (axes * np.maximum(eigenvalues, 1.0)) @ axes.T / np.outer(sds, sds)
+    return mode, curvature
 
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
-    """A gradient where the point has moved, and a step; where steps promise too little, sums at more points."""
+    """Return the state after a gradient and a step, or after an enlargement if training has settled."""
     if settled(problem, state) and state.rows:
         state = yield from enlarge(problem, state, roster.sites)
     else:
         if set(state.sites) != set(roster.sites) or not state.rows:
             state = yield from evaluate(problem, state, roster.sites)
-        if state.rows and not np.array_equal(state.place, state.point):
+        if state.rows and not np.array_equal(state.place, state.theta):
             state = yield from differentiate(problem, state)
         if state.rows and not state.converged:
             state = yield from search(problem, state)
     if state.totals is None:
         return state, {}
-    height = at_unit_scale(state.totals)
-    figures = {"evidence": height, "objective": height / state.rows, "noise": pooled_bound.noise_of(state.values)}
+    value = at_unit_scale(state.totals)
+    figures = {"evidence": value, "objective": value / state.rows, "noise": pooled_bound.noise_of(state.values)}
     return state, figures | {"points": float(len(state.values[LOCATIONS]))}
 
 
 def sums_at(
-    problem: Problem, tried: list[NamedArrays], sites: tuple[str, ...], weight: float
-) -> Asking[tuple[tuple[NamedArrays, TotalSums, float] | None, tuple[str, ...]]]:
-    """The best of several parameters at its best scale, its weighted totals and J, and the sites that answered."""
-    sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
-    summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(tried)), sites, sizes=sizes)
+    problem: Problem, candidates: list[NamedArrays], sites: tuple[str, ...], weight: float
+) -> Asking[tuple[Evaluated | None, tuple[str, ...]]]:
+    """Ask for sums at several parameters; return the candidate with the largest J, and the sites that answered.
+
+    Sites whose sums contradict those of the others are reported. The result is None if no site answers.
+    """
+    sizes = {"T": len(candidates), "M": len(candidates[0][LOCATIONS])}
+    summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(candidates)), sites, sizes=sizes)
     if summed.total is None:
         return None, ()
     totals = [sums.weighted(weight) for sums in summed.total.each()]
-    found = [at_best_scale(*at, problem.model) for at in zip(tried, totals, strict=True)]
+    found = [at_best_scale(*pair, problem.model) for pair in zip(candidates, totals, strict=True)]
     best = max(range(len(found)), key=lambda number: found[number][2])
-    yield from doubts(problem.model, tried[best], {site: part.each()[best] for site, part in summed.parts.items()})
+    unit_noise = {}  # sums of y/√λ, which has noise 1
+    for site, answer in summed.parts.items():
+        own = answer.each()[best]
+        unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
+    unit_function = pooled_bound.unit_function(SparseGP.from_arrays(problem.model, candidates[best]))
+    yield from pooled_bound.report_contradictions(unit_noise, unit_function, at_unit_noise)
     return found[best], summed.sites
 
 
-def doubts(section: ModelSection, values: Mapping[str, ndarray], parts: Mapping[str, WeightedSums]) -> Asking[None]:
-    """Name the sites whose sums contradict the others': rows of noise 1 are y/√λ."""
-    each = {
-        site: SparseSums(sums.gram, sums.projection, sums.weighted_squares, np.zeros(()), sums.count)
-        for site, sums in parts.items()
-    }
-    yield from pooled_bound.doubts(each, pooled_bound.level_of(SparseGP.from_arrays(section, values)), at_unit_noise)
-
-
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
-    """Totals of these sites; before any also at the means of the prior, from where the ascent may start as well."""
-    tried: list[NamedArrays] = [dict(state.values)]
-    if state.exchanges == BEFORE:
+    """Return the state with the totals of these sites; the first evaluation also tries θ at the prior means."""
+    candidates: list[NamedArrays] = [dict(state.values)]
+    if state.exchanges == EXCHANGES_BEFORE:
         priors = priors_of(problem.model, state.places.shape[1])
-        tried.append({n: np.full_like(a, priors[n][0]) if n in priors else a for n, a in state.values.items()})
-    found, answered = yield from sums_at(problem, tried, sites, state.weight)
-    state = replace(state, exchanges=state.exchanges + 1, converged=False)
-    return state if found is None else arrived(state, found, answered)
+        candidates.append({n: np.full_like(a, priors[n][0]) if n in priors else a for n, a in state.values.items()})
+    found, answered = yield from sums_at(problem, candidates, sites, state.weight)
+    if found is None:
+        return replace(state, exchanges=state.exchanges + 1, converged=False)
+    return restarted(state, found, answered)
 
 
-def arrived(state: SGPRState, found: tuple[NamedArrays, TotalSums, float], sites: tuple[str, ...]) -> SGPRState:
-    """At other parameters, where no gradient is known."""
-    values, totals, height = found
-    none = np.empty(0)
-    return replace(
-        state, values=values, totals=totals, height=height, gradient=none, place=none, sites=sites, shrunk=1.0
-    )
+def restarted(state: SGPRState, found: Evaluated, sites: tuple[str, ...]) -> SGPRState:
+    """Return the state after an exchange at other parameters or rows, where the gradient is unknown."""
+    values, totals, objective = found
+    state = replace(state, values=values, totals=totals, height=objective, sites=sites, converged=False)
+    return replace(state, gradient=np.empty(0), place=np.empty(0), shrunk=1.0, exchanges=state.exchanges + 1)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
-    """With the gradient of J, and the curvature that it tells of along the latest step."""
+    """Return the state with ∇J at θ, the BFGS update along the latest step, and whether training has converged."""
     assert state.totals is not None
-    request = request_of(state.values, state.totals)
-    sizes = {"H": state.point.size, "V": 2 * state.places.shape[1]}
+    theta, request = state.theta, pooled_posterior(state.values, state.totals)
+    sizes = {"H": theta.size, "V": 2 * state.places.shape[1]}
     summed: Summed[EvidenceGradient] = yield Total(EvidenceGradient, request, state.sites, sizes=sizes)
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
         return without_totals(state)
     gradient = state.weight * summed.total.gradient + pack(prior_of(state.values, problem.model)[1])
-    place = state.point
-    state = replace(state, exchanges=state.exchanges + 1)
     if state.gradient.size:
-        state = replace(state, curvature=bfgs(state.curvature, place - state.place, state.gradient - gradient))
-    state = replace(state, gradient=gradient, place=place, noise=state.weight * summed.total.noise)
-    flat = TOLERANCE * max(1.0, abs(state.height) / state.rows)
-    worth = problem.worth if state.training else enlarging.PAYS
-    return replace(state, converged=state.promise() < max(worth, flat))
+        state = replace(state, curvature=bfgs(state.curvature, theta - state.place, state.gradient - gradient))
+    noise = state.weight * summed.total.noise
+    state = replace(state, gradient=gradient, place=theta, noise=noise, exchanges=state.exchanges + 1)
+    rounding = TOLERANCE * max(1.0, abs(state.height) / state.rows)
+    minimum = problem.minimum_gain if state.training else enlarging.MINIMUM_GAIN
+    return replace(state, converged=state.promised_gain() < max(minimum, rounding))
 
 
 def bfgs(curvature: Array, step: Array, change: Array) -> Array:
-    """C − C s sᵀ C/sᵀCs + y yᵀ/sᵀy, where y is the change of −∇J along s; C where J is not concave there."""
+    """Return the BFGS update C − C s sᵀ C/sᵀCs + y yᵀ/sᵀy for a step s and the change y of −∇J along it.
+
+    C is returned unchanged if J is not concave along s, that is sᵀy ≤ 0 (Nocedal and Wright, Eq. 6.19).
+    """
     along = float(step @ change)
     if along <= 1e-10 * float(np.linalg.norm(step) * np.linalg.norm(change)):
         return curvature
-    turned = curvature @ step
-    return curvature - np.outer(turned, turned) / float(step @ turned) + np.outer(change, change) / along
+    image = curvature @ step
+    return curvature - np.outer(image, image) / float(step @ image) + np.outer(change, change) / along
 
 
 def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
-    """After a step, where J is higher; else where it was, with a shorter one to come."""
-    tried = moved(state.values, state.step())
-    found, sites = yield from sums_at(problem, [tried], state.sites, state.weight)
+    """Return the state after a step if it raises J; otherwise the old state with a shorter next step."""
+    candidate = moved(state.values, state.step())
+    found, sites = yield from sums_at(problem, [candidate], state.sites, state.weight)
     if found is None or set(sites) != set(state.sites):
         return without_totals(state)
-    values, totals, height = found
-    state, gain = replace(state, exchanges=state.exchanges + 1), (height - state.height) / state.rows
-    state = replace(state, gains=np.append(state.gains, max(gain, 0.0))[-pooled_bound.SMOOTHED :])
-    state = replace(state, rounds=state.rounds + bool(state.asked))
+    values, totals, objective = found
+    gain = (objective - state.height) / state.rows
+    gains = np.append(state.gains, max(gain, 0.0))[-pooled_bound.RECENT_ROUNDS :]
+    state = replace(state, exchanges=state.exchanges + 1, rounds=state.rounds + bool(state.asked), gains=gains)
     if gain > 0:
-        return replace(state, values=values, totals=totals, height=height, shrunk=1.0)
-    slope = float(state.gradient @ state.step()) / state.rows  # the top of the parabola through both ends
-    shrunk = state.shrunk * float(np.clip(slope / (2 * (slope - gain)), *SHORTER))
-    return replace(state, shrunk=shrunk, converged=shrunk < SHORTEST)
+        return replace(state, values=values, totals=totals, height=objective, shrunk=1.0)
+    slope = float(state.gradient @ state.step()) / state.rows  # maximum of the parabola through both values
+    shrunk = state.shrunk * float(np.clip(slope / (2 * (slope - gain)), *SHRINK_RANGE))
+    return replace(state, shrunk=shrunk, converged=shrunk < SMALLEST_FACTOR)
 
 
 def enlarge(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
-    """At more inducing points and the same hyperparameters."""
+    """Return the state with more inducing points and the same θ; without an answer of every site, the old one."""
     size = state.next_size
     values = enlarging.ordered({**state.values, LOCATIONS: state.places[:size]}, problem.model)
     found, answered = yield from sums_at(problem, [values], sites, state.weight)
-    state = replace(state, exchanges=state.exchanges + 1)
     if found is None or set(answered) != set(sites):
-        logger.warning("not every site sent sums at %d inducing points; the posterior has those of before", size)
-        return replace(state, most=0)
-    return replace(arrived(state, found, answered), asked=size, rounds=0, converged=False)
+        logger.warning("some sites sent no sums at %d inducing points; the run keeps the previous points", size)
+        return replace(state, exchanges=state.exchanges + 1, most=0)
+    return replace(restarted(state, found, answered), asked=size, rounds=0)
 
 
 def without_totals(state: SGPRState) -> SGPRState:
-    """The same point, to be evaluated anew: the totals are of other rows than those that answer now."""
-    logger.warning("sites changed; the optimiser starts anew from where it is")
+    """Return the state without totals, so that the next round evaluates the rows of the present sites."""
+    logger.warning("the sites changed; training evaluates the current parameters again")
     return replace(state, totals=None, exchanges=state.exchanges + 1)
 
 
 def sizes_from(first: int, most: int) -> list[int]:
-    """Numbers of points that are asked for at most: the first one, and doublings up to ``most``."""
+    """Return the numbers of inducing points of all enlargements: ``first``, and its doublings up to ``most``."""
     found = [first] if first else []
     while found and found[-1] < most:
         found.append(min(2 * found[-1], most))
@@ -402,162 +400,170 @@ def sizes_from(first: int, most: int) -> list[int]:
 def exchanges_left(problem: Problem, state: SGPRState) -> int:
     """Return how many exchanges remain at the current number of inducing points."""
     if state.training:
-        return problem.exchanges + A_SIZE * bool(state.asked) - state.exchanges
-    return A_ROUND * (ROUNDS - state.rounds)
+        return problem.exchanges + EXCHANGES_PER_SIZE * bool(state.asked) - state.exchanges
+    return EXCHANGES_PER_ROUND * (ROUNDS_PER_SIZE - state.rounds)
 
 
 def settled(problem: Problem, state: SGPRState) -> bool:
-    """Whether the ascent rests at this number of points, or another round would take more than is allowed."""
-    return state.converged or exchanges_left(problem, state) < A_ROUND
+    """Return whether training at this number of points has converged or has no exchanges left for another round."""
+    return state.converged or exchanges_left(problem, state) < EXCHANGES_PER_ROUND
 
 
 def finished(problem: Problem, state: SGPRState) -> bool:
-    """Whether training has ended, and no more inducing points pay."""
+    """Return whether training has settled and no enlargement follows."""
     return settled(problem, state) and (not state.rows or not state.next_size)
 
 
-def request_of(values: Mapping[str, ndarray], totals: WeightedSums) -> PooledPosterior:
-    """q(v) of all rows behind the totals."""
+def pooled_posterior(values: Mapping[str, ndarray], totals: WeightedSums) -> PooledPosterior:
+    """Return the parameters with the exact q(v) of all rows in the totals."""
     whitened = exact_posterior(totals)
     return PooledPosterior(values, whitened.mean.numpy(), whitened.covariance.numpy())
 
 
 def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, WeightedSums]]:
-    """The exact posterior of all rows at the fewest points that explain as much, and the totals it comes from."""
+    """Return the exact posterior of all rows at the fewest sufficient inducing points, and the totals behind it.
+
+    Raise RunError if the totals lack a site's rows and no site sends new sums.
+    """
     values, totals = state.values, state.totals
-    if totals is None or set(state.sites) != set(roster.everyone):
-        found, _ = yield from sums_at(problem, [dict(values)], roster.everyone, state.weight)
+    if totals is None or set(state.sites) != set(roster.all_sites):
+        found, _ = yield from sums_at(problem, [dict(values)], roster.all_sites, state.weight)
         if found is None:
             raise RunError("no site sent usable sums; see the failures above")
         values, totals, _ = found
     if state.asked:
         rows = float(totals.count)
-        wider = enlarging.widening(values, problem.model, math.exp(float(totals.log_variances) / rows))
-        count = enlarging.fewest(evidence(totals).curve / rows, wider)
-        values, few = {**values, LOCATIONS: values[LOCATIONS][:count]}, totals.leading(count)
-        values, totals, _ = at_best_scale(values, few, problem.model)
-    return request_of(values, totals), totals
+        loss = enlarging.predictive_loss(values, problem.model, math.exp(float(totals.log_variances) / rows))
+        count = enlarging.sufficient_points(evidence(totals).curve / rows, loss)
+        values = {**values, LOCATIONS: values[LOCATIONS][:count]}
+        values, totals, _ = at_best_scale(values, totals.leading(count), problem.model)
+    return pooled_posterior(values, totals), totals
 
 
-def varying(noise: Array, rows: float) -> int | None:
-    """The input along which the noise clearly varies most, or None.
+def varying_noise(score: Array, rows: float) -> int | None:
+    """Return the input along which the noise variance varies most, or None if no variation is clear.
 
-    Of constant noise (Σ z t)²/Σ (z t)² is χ² of one degree; of noise that varies its half is about the nats to gain.
+    ``score`` [2, 2D] holds Σ z t and Σ (z t)² for z each input and its square. Under constant noise
+    (Σ z t)²/Σ (z t)² is χ² with one degree of freedom (White 1980); half of it estimates the gain in nats.
     """
-    found = noise[0] ** 2 / np.maximum(noise[1], np.finfo(float).tiny)
-    chance = special.ndtri(CHANCE / (2 * found.size)) ** 2
-    return int(found.argmax()) % (found.size // 2) if found.max() > max(chance, 2 * TELLING * rows) else None
+    statistic = score[0] ** 2 / np.maximum(score[1], np.finfo(float).tiny)
+    critical = special.ndtri(NOISE_SIGNIFICANCE / (2 * statistic.size)) ** 2
+    significant = statistic.max() > max(critical, 2 * MINIMUM_NOISE_GAIN * rows)
+    return int(statistic.argmax()) % (statistic.size // 2) if significant else None
 
 
 class SGPR(FederatedStrategy[SGPRState]):
-    """Maximise the evidence of all rows in few exchanges, the scale of kernel and noise at the server."""
+    """Maximise the log posterior of the hyperparameters from sums over all rows, then predict with the exact q(v)."""
 
     method = "sgpr"
     options_class = SGPROptions
     state_class = SGPRState
     options: SGPROptions
-    exchanges_a_round = A_ROUND
+    exchanges_a_round = EXCHANGES_PER_ROUND
 
     @property
     def problem(self) -> Problem:
-        """What stays the same during a run."""
-        section = self.config.model
-        most = enlarging.most_points(section.max_megabytes)
-        after = A_SIZE * len(sizes_from(min(FIRST_SIZE, most), most))
-        problem = Problem(section, self.config.seed, self.options.exchanges or USUAL - after)
-        worth = 0.0 if self.options.exchanges else TOO_LITTLE
-        small_sites = self.options.small_sites
-        return replace(problem, small_sites=small_sites, megabytes=section.max_megabytes, worth=worth)
+        """The constants of the run."""
+        section, options = self.config.model, self.options
+        most = enlarging.points_per_message(section.max_megabytes)
+        enlargements = EXCHANGES_PER_SIZE * len(sizes_from(min(FIRST_SIZE, most), most))
+        exchanges = options.exchanges or DEFAULT_EXCHANGES - enlargements
+        minimum_gain, megabytes = 0.0 if options.exchanges else MINIMUM_GAIN, section.max_megabytes
+        return Problem(section, self.config.seed, exchanges, {}, options.small_sites, minimum_gain, megabytes)
 
     def initialise(self, roster: Roster) -> Asking[SGPRState]:
-        """Where to start."""
+        """Return the first inducing points and hyperparameters."""
         return (yield from start(self.problem, roster))
 
     def one_round(self, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
-        """A gradient and a step."""
+        """Return the state after a gradient and a step, or after an enlargement."""
         return (yield from one_round(self.problem, state, roster))
 
     def finished(self, state: SGPRState) -> bool:
-        """Whether the ascent rests or the exchanges are used up."""
+        """Whether training has settled and no enlargement follows."""
         return finished(self.problem, state)
 
     def converged(self, state: SGPRState) -> bool:
-        """Whether the ascent rests."""
+        """Whether training at few inducing points has converged."""
         return state.converged or bool(state.asked)
 
     def exchanges_to_come(self, state: SGPRState) -> list[tuple[int, float]]:
-        """As many as are left, or fewer where the gains tell when the ascent rests, and those for more points."""
+        """Return exchanges and cost per exchange: of the remaining training, then of each enlargement.
+
+        Recent gains forecast when training converges.
+        """
         most = left = exchanges_left(self.problem, state)
-        rounds = None if state.asked else rounds_to_come(state.gains, 1, self.problem.worth)
+        rounds = None if state.asked else rounds_to_come(state.gains, 1, self.problem.minimum_gain)
         if settled(self.problem, state):
             left = 0
         elif rounds is not None:
-            left = min(left, A_ROUND * max(rounds, pooled_bound.SMOOTHED - len(state.gains)))
+            left = min(left, EXCHANGES_PER_ROUND * max(rounds, pooled_bound.RECENT_ROUNDS - len(state.gains)))
         sizes = sizes_from(state.next_size, state.most) if state.rows else []
-        rounds_at = [(A_SIZE, (1 + ROUNDS * WORK) / A_SIZE * size**2) for size in sizes]
+        work = (1 + ROUNDS_PER_SIZE * ROUND_COST) / EXCHANGES_PER_SIZE
+        enlargements = [(EXCHANGES_PER_SIZE, work * size**2) for size in sizes]
         if sizes and sizes[0] == FIRST_SIZE <= state.most // 2:
-            rounds_at[0] = (A_SIZE + most - left, rounds_at[0][1])
-        return [(left, self.work(state, state)), *rounds_at]
+            enlargements[0] = (EXCHANGES_PER_SIZE + most - left, work * FIRST_SIZE**2)
+        return [(left, self.work(state, state)), *enlargements]
 
     def work(self, before: SGPRState, after: SGPRState) -> float:
-        """In sums at one point, which take the square of the number of points."""
-        return (1.0 if after.asked > before.asked else WORK / A_ROUND) * len(after.values[LOCATIONS]) ** 2
+        """Return the mean cost of an exchange in a round: M² for sums, twice as much for a gradient."""
+        cost = 1.0 if after.asked > before.asked else ROUND_COST / EXCHANGES_PER_ROUND
+        return cost * len(after.values[LOCATIONS]) ** 2
 
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
-        """The exact posterior of all rows."""
+        """Return the exact posterior of all rows."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details: dict[str, Any] = pooled_bound.progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details: dict[str, Any] = pooled_bound.progress(state.exchanges, state.gains, EXCHANGES_PER_ROUND, state.rows)
         details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}
         details["noise_sd_standardised"] = math.sqrt(pooled_bound.noise_of(found.values))
         if state.asked and state.totals is not None:
-            details["doubling_promises"] = enlarging.promised(state.curve)
+            details["doubling_promises"] = enlarging.doubling_gain(state.evidence_curve)
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
-        """The parameters."""
+        """Return the parameters."""
         return encode(Parameters(state.values))
 
     def adopt(self, state: SGPRState, arrays: NamedArrays) -> SGPRState:
-        """Start from other parameters; the same ones change nothing."""
+        """Return a state that starts from other parameters; equal parameters keep the state."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         if np.array_equal(pack(given), pack(state.values)):
             return state
         return SGPRState(given, given[LOCATIONS], state.curvature, exchanges=state.exchanges + 1)
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
-        """Lengthscales, and how well all rows know them."""
+        """Return the lengthscales with standard deviations of their logarithms, from the BFGS curvature."""
         yield from ()
         logs = logarithms(state.values)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.from_numpy(state.curvature)))  # it is the answer
-        variances = unpack(inverse.diagonal().numpy(), logs)
-        spread = {name: np.sqrt(array) for name, array in variances.items()}
+        spread = unpack(inverse.diagonal().sqrt().numpy(), logs)
         return {"relevance": lengthscale_facts(logs, spread, CURVATURE)}
 
     def warnings(self) -> list[str]:
-        """Also which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points."""
+        """Return warnings on disclosure by sums, varying noise, copies of rows, and a capped number of points."""
         state, roster = self.current, self.roster()
         count = len(state.values[LOCATIONS])
         most = max(count, state.asked)
-        told = pooled_bound.told_by_total(most, roster.rows)
-        if not told and not roster.totals_only:  # what a total tells, the sums of a site tell all the more
-            told = pooled_bound.told_by_sites(most, roster.rows, self.called)
-        found = super().warnings() + told
+        disclosure = pooled_bound.disclosure_by_total(most, roster.rows)
+        if not disclosure and not roster.totals_only:  # a site's sums disclose more than the total
+            disclosure = pooled_bound.disclosure_by_sites(most, roster.rows, self.called)
+        found = super().warnings() + disclosure
         plain = self.config.standardise and self.config.transform.target == "none"
-        place = varying(state.noise, state.rows) if plain and state.noise.size else None
+        place = varying_noise(state.noise, state.rows) if plain and state.noise.size else None
         if place is not None:
             found.append(
                 f"the noise varies with `{self.preparation.names[place]}`: intervals are too wide where there is little"
-                " and too narrow where there is much; `model.likelihood` = 'heteroscedastic' learns both"
+                " noise and too narrow where there is much; `model.likelihood` = 'heteroscedastic' learns the noise"
             )
         if state.weight < 1:
             found.append(
-                f"rows are copies of each other, about {1 / state.weight:.1f} of each: all sums count"
-                f" {state.weight:.2f} times, since a copy says nothing new, not even of the noise"
+                f"rows are copies of each other, about {1 / state.weight:.1f} copies of each: every row has the weight"
+                f" {state.weight:.2f} in all sums, since a copy adds no information"
             )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
         if count < min(wanted, roster.rows[least]):
             found.append(
                 f"{count} inducing points instead of {wanted}: `sgpr.small-sites` = 'cap', and"
-                f" site {self.called([least])} has {roster.rows[least]} rows; totals under masks need no such limit"
+                f" site {self.called([least])} has {roster.rows[least]} rows; secure aggregation needs no such limit"
             )
         return found

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
@@ -27,7 +27,8 @@ from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, doubts, level_of, progress, saved, told_by_total
+from strategies import pooled_bound
+from strategies.pooled_bound import Problem
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -123,9 +124,10 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
         return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
     if state.evaluations % COMPARED == 0 and HYPER not in found.values:  # Student-t noise is not concave
         pseudo = [pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()]
-        levels = np.broadcast_to(level_of(new), asked.mean.shape).reshape(-1, asked.mean.shape[-1])
+        levels = np.broadcast_to(pooled_bound.unit_function(new), asked.mean.shape).reshape(-1, asked.mean.shape[-1])
         for level, *each in zip(levels, *pseudo, strict=True):  # of each function
-            yield from doubts(dict(zip(summed.parts, each, strict=True)), level, at_unit_noise)
+            parts = dict(zip(summed.parts, each, strict=True))
+            yield from pooled_bound.report_contradictions(parts, level, at_unit_noise)
     if summed.sites != state.sites:
         state = remembering(state, 0)
     local = gradient_at_server(duals, old, new, found)
@@ -242,10 +244,10 @@ class SVGP(FederatedStrategy[SVGPState]):
         """The posterior at the accepted parameters; no site is asked."""
         del roster
         yield from ()
-        found, gains = posterior(state), np.diff(state.objectives[-SMOOTHED - 1 :])
-        details = progress(state.exchanges, gains, 1, sum(self.preparation.rows.values()))
+        found, gains = posterior(state), np.diff(state.objectives[-pooled_bound.RECENT_ROUNDS - 1 :])
+        details = pooled_bound.progress(state.exchanges, gains, 1, sum(self.preparation.rows.values()))
         details |= {"bound": state.bound, "evaluations": state.evaluations}
-        return Predicted(found, saved(found, self.problem.model), details)
+        return Predicted(found, pooled_bound.saved(found, self.problem.model), details)
 
     def public(self, state: SVGPState) -> NamedArrays:
         """The parameters."""
@@ -263,4 +265,4 @@ class SVGP(FederatedStrategy[SVGPState]):
     def warnings(self) -> list[str]:
         """Whether the total of sums nearly reveals rows."""
         points = len(self.current.values[LOCATIONS])
-        return super().warnings() + told_by_total(points, self.roster().rows)
+        return super().warnings() + pooled_bound.disclosure_by_total(points, self.roster().rows)

@@ -38,7 +38,7 @@ def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -
     strategy, grid = finished(tmp_path, ("a", "b", "c"), keys, fault)
     [(site, [reason])] = blamed(strategy).items()
     assert site == "b"
-    assert "introduced itself with" in reason
+    assert "the site described" in reason
     assert set(strategy.preparation.rows) == set(strategy.network.sites()) == {"a", "c"}
     assert [visit.phase for visit in grid.visits if visit.site == "b" and visit.round > 0] == []
     for name, array in without.preparation.arrays.items():
@@ -52,7 +52,7 @@ def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -
 def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method: str, tmp_path: Path) -> None:
     """Between the means of two sites that are a billion apart, all squares are those of the mirror image."""
     fault = Fault("b", lambda reply: scaled(reply, 1e9), ("query.describe",))
-    with pytest.raises(RunError, match=r"1 usable.*none of the 48 rows it described can lie"):
+    with pytest.raises(RunError, match=r"1 usable.*outside the range of the 48 rows that the site described"):
         finished(tmp_path, ("a", "b"), METHODS[method], fault)
 
 

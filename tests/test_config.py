@@ -23,8 +23,8 @@ def test_pyproject_lists_every_key_with_its_default():
 
 def test_defaults_are_a_valid_configuration():
     options = parse_config({}).options  # 0 leaves it to the method
-    chosen = {"model.num-inducing": options.usual_inducing, "model.max-megabytes": options.usual_megabytes}
-    chosen |= {"model.kernel": options.usual_kernel, "num-server-rounds": options.usual_rounds, "method": "sgpr"}
+    chosen = {"model.num-inducing": options.default_inducing, "model.max-megabytes": options.default_megabytes}
+    chosen |= {"model.kernel": options.default_kernel, "num-server-rounds": options.default_rounds, "method": "sgpr"}
     assert parse_config({}).flat().items() <= (default_config() | chosen).items()
     assert parse_config(default_config()) == parse_config({})
     assert parse_config({"model.noise": 1}).model.noise == 1.0  # an integer stands for a float
@@ -38,8 +38,8 @@ def test_defaults_are_a_valid_configuration():
         ({"model.kernel": "rbf + cubic"}, ["`model.kernel` = 'rbf + cubic'", "matern52"]),
         ({"model.kernel": "rbf - linear"}, ["`model.kernel`", "sum or product"]),
         ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
-        ({"fsgp.exchanges": 9}, ["the configuration key `fsgp.exchanges` is gone", "`sgpr.exchanges` now"]),
-        ({"method": "fed-poly"}, ["`method` = 'fed-poly' is gone", "fedmgp-exact"]),
+        ({"fsgp.exchanges": 9}, ["the configuration key `fsgp.exchanges` was removed", "`sgpr.exchanges` now"]),
+        ({"method": "fed-poly"}, ["`method` = 'fed-poly' was removed", "fedmgp-exact"]),
         ({"sgpr.small-sites": "drop"}, ["`sgpr.small-sites`", "'warn', 'cap' or 'masks'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),
@@ -48,7 +48,7 @@ def test_defaults_are_a_valid_configuration():
         ({"extra": "toy.step=3"}, ["unknown configuration key `toy.step`"]),
         ({"extra": "seed=-1"}, ["`seed` = -1"]),
         ({"extra": "name='x"}, ["No closing quotation"]),
-        ({"extra": "seed=3", "seed": 4}, ["given directly and in `extra`: `seed`"]),
+        ({"extra": "seed=3", "seed": 4}, ["given both directly and in `extra`: `seed`"]),
         ({"seed": -1, "threads": 0}, ["`seed`", "`threads`"]),
     ],
 )
@@ -98,12 +98,12 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
     "pvi-bnn": [
         ({"pvi.preset": "global-vi"}, "which pvi-bnn does not have"),
         ({"optimizer.steps": 7}, "`optimizer.steps`"),
-        ({"model.likelihood": "poisson"}, "has bernoulli, categorical"),
+        ({"model.likelihood": "poisson"}, "supports bernoulli, categorical"),
     ],
     "sfvi": [
         ({"model.likelihood": "student-t"}, "`model.likelihood`"),
         ({"sfvi.model": "glmm", "model.likelihood": "bernoulli"}, "`sfvi.unit-column`"),
-        ({"sfvi.classes": 3}, "is gone: classes are those of the target"),
+        ({"sfvi.classes": 3}, "was removed: classes are those of the target"),
         ({"sfvi.hidden": 2}, "`sfvi.hidden`"),
         ({"optimizer.batch-size": 3}, "`optimizer.batch-size`"),
         ({"precision": "float32"}, "`precision`"),

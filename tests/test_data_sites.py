@@ -121,7 +121,7 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
             assert real.train.equals(other.train)
             assert real.test.equals(other.test)
         assert (real.site, real.label, real.partitions) == (path.stem, "ward", 0)
-        assert (one.label, one.simulated, one.dealt, found.simulated) == (path.stem, True, False, False)
+        assert (one.label, one.simulated, one.shared_table, found.simulated) == (path.stem, True, False, False)
     paths[4].with_suffix(".test.csv").unlink()
     assert len(load_all_sites(tables, 5)[4].test) == len(load_site(tables, {"data-path": str(paths[4])}).test) == 8
     with pytest.raises(DataError, match=r"site-00\.csv exists already"):

@@ -9,12 +9,11 @@ import torch
 from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
 from test_sgpr import rows, unit_values
 
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import enlarging, sgpr
-from strategies.enlarging import fewest, most_points, ordered, promised, spread_out, widening
-from strategies.pooled_bound import LOCATIONS
+from strategies.enlarging import doubling_gain, ordered, points_per_message, predictive_loss, sufficient_points
 
 
 def at(places: torch.Tensor, kernel: str = "rbf") -> SparseGP:
@@ -35,22 +34,21 @@ def test_points_come_in_the_order_of_what_is_left_of_them():
         s = taken[:count]
         left = covariance.diagonal() - (covariance[s] * np.linalg.solve(covariance[s][:, s], covariance[s])).sum(0)
         assert left[taken[count]] == pytest.approx(left.max(), abs=1e-9)
-    assert len(spread_out(np.ones((4, 4)), 1e-7)) == 1
 
 
 def test_a_curve_says_how_many_points_are_needed_and_what_more_would_bring():
     curve = 1 - 0.1 * 0.5 ** np.log2(np.arange(1, 65))  # each doubling brings half of the one before
-    assert promised(curve) == pytest.approx((curve[63] - curve[31]) / 2)
-    count = fewest(curve, np.zeros(64))
-    assert curve[count - 1] >= curve[-1] - enlarging.NEGLIGIBLE > curve[count - 2]
-    assert fewest(np.zeros(9), np.zeros(9)) == 1
-    assert fewest(np.zeros(9), np.linspace(0.9, 0.0, 9)) == 9  # too few would make predictions too wide
-    assert (most_points(64) >= 4000, most_points(0)) == (True, 0)
+    assert doubling_gain(curve) == pytest.approx((curve[63] - curve[31]) / 2)
+    count = sufficient_points(curve, np.zeros(64))
+    assert curve[count - 1] >= curve[-1] - enlarging.TOLERATED_LOSS > curve[count - 2]
+    assert sufficient_points(np.zeros(9), np.zeros(9)) == 1
+    assert sufficient_points(np.zeros(9), np.linspace(0.9, 0.0, 9)) == 9  # too few would make predictions too wide
+    assert (points_per_message(64) >= 4000, points_per_message(0)) == (True, 0)
 
 
 def test_few_points_widen_predictions_by_the_variance_that_they_leave():
     values = ordered(unit_values() | {LOCATIONS: rows()[0][:12].numpy()}, ModelSection())
-    found, places = widening(values, ModelSection(), 0.1), torch.as_tensor(values[LOCATIONS])
+    found, places = predictive_loss(values, ModelSection(), 0.1), torch.as_tensor(values[LOCATIONS])
     covariance = at(places).kernel(places).to_dense().detach().numpy()
     for count in (1, 5, 11, 12):
         part = covariance[:count]
@@ -98,8 +96,8 @@ def test_points_of_a_run_have_the_pairs_of_values_that_rows_have(tmp_path):
 
 def test_a_run_ends_with_more_points_and_predicts_better(tmp_path, monkeypatch):
     monkeypatch.setattr(sgpr, "FIRST_SIZE", 12)
-    monkeypatch.setattr(enlarging, "NEGLIGIBLE", 1e-6)
-    monkeypatch.setattr(enlarging, "PAYS", 1e-4)
+    monkeypatch.setattr(enlarging, "TOLERATED_LOSS", 1e-6)
+    monkeypatch.setattr(enlarging, "MINIMUM_GAIN", 1e-4)
     small = run(FaultyGrid(configured(**KEYS), nodes(tmp_path)))
     recorder = Recorder()
     large = run(FaultyGrid(configured(**LARGE), nodes(tmp_path)), recorder)

@@ -117,8 +117,8 @@ def scaled(**factors: float) -> Any:
 LIES = {
     "crash": (crashed, "MemoryError"),
     "bytes": (arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; the requested answer has"),
-    "rows": (scaled(count=2.0), "introduced itself with"),
-    "no-targets": (scaled(target_squares=-1.0), "rows it described"),
+    "rows": (scaled(count=2.0), "the site described"),
+    "no-targets": (scaled(target_squares=-1.0), "rows that the site described"),
     "huge": (scaled(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),
 }
 
@@ -145,7 +145,7 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (numbers(num_examples=10**6), "claims 1000000 rows"),
+        (numbers(num_examples=10**6), "is 1000000 rows"),
         (each(lambda array: array * 1e3), "local steps move nothing by more than"),
         (lost, "no reply"),
     ],
@@ -166,11 +166,11 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
 @pytest.mark.parametrize(
     ("phase", "change", "words"),
     [
-        ("query.shape", each(lambda array: array * 2), "rows it introduced itself with"),
-        ("query.shape", arrays(lambda own: own | {"histogram": -own["histogram"]}), "rows it introduced itself"),
+        ("query.shape", each(lambda array: array * 2), "rows that the site described"),
+        ("query.shape", arrays(lambda own: own | {"histogram": -own["histogram"]}), "rows that the site described"),
         ("query.shape", arrays(lambda own: own | {"histogram": own["histogram"] + SWAP}), "negative counts"),
-        ("query.shape", arrays(lambda own: own | {"products": -own["products"]}), "rows it described"),
-        ("query.shape", arrays(lambda own: own | {"square": own["square"] * 1.1}), "rows it described"),
+        ("query.shape", arrays(lambda own: own | {"products": -own["products"]}), "rows that the site described"),
+        ("query.shape", arrays(lambda own: own | {"square": own["square"] * 1.1}), "rows that the site described"),
         ("query.shape", arrays(lambda own: dict(list(own.items())[1:])), "Shape.histogram: is missing"),
         ("query.shape", arrays(lambda own: dict(list(own.items())[:-1])), "not those that most sites send"),
         ("query.describe", texts(schema="{"), "schema is not JSON"),
@@ -185,7 +185,7 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
     assert site == "1"
     assert all(words in reason for reason in reasons), reasons
     evaluated = [row["site"] for row in strategy.outcome.metrics["per_site"]]
-    dismissed = phase in {"evaluate", "query.describe"} or words.startswith(("rows it", "negative"))
+    dismissed = phase in {"evaluate", "query.describe"} or words.startswith(("rows that", "negative"))
     assert evaluated == (["0", "2"] if dismissed else ["0", "1", "2"])
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
 
@@ -206,7 +206,7 @@ def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None
     calm = run(FaultyGrid(configured(), 3))
     phases = ("query.describe", "query.shape", "query.trials", "train.gradients", "evaluate")
     rough = run(FaultyGrid(configured(), 3, *(Fault("1", lost, (phase,), times=1) for phase in phases)))
-    assert len(rough.network.failures) == len(phases) - 1  # before it has introduced itself it has no name
+    assert len(rough.network.failures) == len(phases) - 1  # a site without a description has no name
     assert rough.outcome.metrics["test"] == calm.outcome.metrics["test"]
     timed = {"expected_seconds": 0.0}  # of a clock
     assert rough.details() | timed == calm.details() | timed

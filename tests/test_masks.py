@@ -155,7 +155,7 @@ def replaced(*others):
 
 
 REFUSED = {
-    "too few": (replace(QUESTION, members=members(sites=("a", "b"))), "takes part from 3 on"),
+    "too few": (replace(QUESTION, members=members(sites=("a", "b"))), "requires at least 3"),
     "a site twice": (replace(QUESTION, members=(*QUESTION.members, QUESTION.members[-1])), "twice"),
     "not sorted": (replace(QUESTION, members=QUESTION.members[::-1]), "not sorted"),
     "a substituted key": (replaced(Identity(bytes(32)).member("run", "b")), "site 'b' in the roster is not signed"),
@@ -173,7 +173,7 @@ def test_a_roster_is_refused(case):
     question, reason = REFUSED[case]
     with pytest.raises(ProtocolError, match=reason):
         asked(question, limits=(1, 2))
-    with pytest.raises(ProtocolError, match="takes part from 6 on"):
+    with pytest.raises(ProtocolError, match="requires at least 6"):
         asked(limits=(6, 2))
 
 
@@ -186,8 +186,8 @@ def shrunk(*sites, number=1):
     [
         (replace(QUESTION, number=0), "is older than question 1"),
         (replace(QUESTION, number=2, round=0), "is older than question 1 of round 1"),
-        (replace(QUESTION, content="other"), "another question under number 1"),
-        (replace(QUESTION, kind="train.gradients"), "another question under number 1"),
+        (replace(QUESTION, content="other"), "question 1 differs from the question"),
+        (replace(QUESTION, kind="train.gradients"), "question 1 differs from the question"),
     ],
     ids=["replay", "older round", "other content", "other kind"],
 )
@@ -204,7 +204,7 @@ def test_within_a_question_the_roster_may_only_shrink_and_only_twice_in_a_run():
             asked(shrunk(*roster), first)
     second = asked(shrunk("a", "b", "c"), first)
     assert second.changes == 2
-    with pytest.raises(ProtocolError, match=r"for the 3\. time in this run; this site accepts 2"):
+    with pytest.raises(ProtocolError, match="3 times in this run; this site accepts 2"):
         asked(shrunk(*SITES, number=2), second)
     with pytest.raises(ProtocolError, match="accepts 1"):
         asked(shrunk("a", "b", "c"), first, limits=(3, 1))

@@ -465,7 +465,7 @@ def test_formulas_are_taken_apart_and_call_little():
             parse_config({"formula": text})
     with pytest.raises(ConfigError, match="leave out `target`"):
         parse_config({"formula": "y ~ x", "target": "y"})
-    with pytest.raises(ConfigError, match="reads none"):
+    with pytest.raises(ConfigError, match="does not read `formula`"):
         parse_config({"formula": "y ~ x", "method": "sgpr"})
 
 

@@ -22,7 +22,7 @@ from fedgp_flower.errors import ConfigError, PolicyError, ProtocolError
 from fedgp_flower.messages import is_summand
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
-from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
+from fedgp_flower.privacy.disclosure import OTHER, is_identifier, kept_levels, merged_cells
 from fedgp_flower.privacy.policy import FEW_ROWS, Decision, Policy, Rules
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run import leaves
@@ -134,9 +134,9 @@ def rules(policy: Policy, **more: Any) -> Rules:
     return Rules("train", policy=policy, file="site.toml", **more)
 
 
-def site_of(frame: pd.DataFrame, dealt: bool = False) -> RawSite:
+def site_of(frame: pd.DataFrame, shared_table: bool = False) -> RawSite:
     parts = frame, frame.iloc[:2], tuple(frame.columns[:-1]), frame.columns[-1]
-    return RawSite("a", "a", 3 * dealt, *parts, dealt=dealt)
+    return RawSite("a", "a", 3 * shared_table, *parts, shared_table=shared_table)
 
 
 def test_rare_levels_become_other_in_rows_held_out_too():
@@ -172,9 +172,9 @@ def test_a_rare_class_of_the_target_and_identifiers_are_refused():
     with pytest.raises(PolicyError, match=r"a class of `y` is too rare: `least-cell` = 3 in site\.toml"):
         rules(Policy()).site(site_of(frame))
     assert len(rules(Policy()).site(site_of(hospital(1))).test) == 0  # two held-out rows are too few to be scored
-    assert names_rows(pd.Series([3] * 40), 10)
-    assert not names_rows(pd.Series([1] * 9), 10)
-    assert not names_rows(pd.Series([10] * 20 + [1] * 19), 10)
+    assert is_identifier(pd.Series([3] * 40), 10)
+    assert not is_identifier(pd.Series([1] * 9), 10)
+    assert not is_identifier(pd.Series([10] * 20 + [1] * 19), 10)
 
 
 def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
@@ -246,7 +246,7 @@ def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refus
     else:
         assert {"schema", "label"} <= set(said)
         assert "gram" not in numpy_arrays(reply.content.array_records["arrays"])
-    [line] = audit.read(tmp_path / "audit.jsonl").lines
+    [line], _, _ = audit.read(tmp_path / "audit.jsonl")
     assert line["kind"] == kind
 
 
@@ -264,7 +264,7 @@ def test_no_handler_answers_past_the_policy(name, tmp_path):
         reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
         assert "`kinds`" in reply.content.config_records["config"]["error"]
         assert reply.content.keys() == {"config"}
-    lines = audit.read(log).lines
+    lines, _, _ = audit.read(log)
     assert [line["kind"] for line in lines] == kinds
     assert all(line["rules"][-1]["rule"] == "kinds" and line["refused"] and not line["arrays"] for line in lines)
 
@@ -276,7 +276,7 @@ def test_a_message_of_no_run_or_round_is_refused_and_written_down(settings, tmp_
     content = RecordDict({"config": ConfigRecord(settings)})
     reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type="query.describe"))
     assert "names no run, or no round" in reply.content.config_records["config"]["error"]
-    [line] = audit.read(tmp_path / "audit.jsonl").lines
+    [line], _, _ = audit.read(tmp_path / "audit.jsonl")
     assert "names no run" in line["refused"]
 
 
@@ -295,14 +295,14 @@ def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
 def test_shares_of_one_table_have_no_policy_unless_one_is_named():
     frame = hospital(0).iloc[:5]
     default = Rules("train")
-    assert default.site(site_of(frame, dealt=True)).train is frame
+    assert default.site(site_of(frame, shared_table=True)).train is frame
     real = Rules("train")
     with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy") as caught:
         real.site(site_of(frame))
     assert "5" not in str(caught.value)  # the words that leave hold no count of rows
     assert real.decisions[-1] == Decision("least-rows", 10, "refused", "5 rows")
     with pytest.raises(PolicyError, match=r"in site\.toml"):
-        rules(Policy()).site(site_of(frame, dealt=True))
+        rules(Policy()).site(site_of(frame, shared_table=True))
 
 
 @pytest.mark.parametrize(
@@ -350,10 +350,10 @@ def test_the_second_place_has_the_same_lines(written):
 
 
 def test_a_line_says_what_left(log):
-    found = audit.read(log)
-    assert found.problems == ()
-    lines = {line["kind"]: line for line in found.lines}
-    assert [line["line"] for line in found.lines] == list(range(1, len(found.lines) + 1))
+    found, problems, _ = audit.read(log)
+    assert problems == []
+    lines = {line["kind"]: line for line in found}
+    assert [line["line"] for line in found] == list(range(1, len(found) + 1))
     assert {"query.describe", "query.shape", "query.trials", "train.gradients", "evaluate"} <= lines.keys()
     statistics = lines["query.trials"]
     grams, counts = (statistics["arrays"][name] for name in ("grams", "counts"))
@@ -363,7 +363,7 @@ def test_a_line_says_what_left(log):
     assert not statistics["masked"]
     assert {rule["rule"] for rule in statistics["rules"]} >= {"methods", "least-rows", "parameters-per-row"}
     assert lines["evaluate"]["arrays"]["evaluation.pit"]["shape"] == [20]
-    assert "evaluate" in {audit.cells(line)[4] for line in found.lines}
+    assert "evaluate" in {audit.cells(line)[4] for line in found}
 
 
 @pytest.mark.parametrize(
@@ -373,15 +373,15 @@ def test_a_line_says_what_left(log):
         (lambda lines: [*lines[:2], *lines[3:]], "line 3: is numbered 4 after 2"),
         (lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "line 2: is numbered 3 after 1"),
         (lambda lines: [lines[0], lines[0], *lines[1:]], "line 2: is numbered 1 after 1"),
-        (lambda lines: lines[:-1], "the end is gone or was written anew"),
+        (lambda lines: lines[:-1], "the last ones were removed or replaced"),
         (lambda lines: [*lines[:-1], lines[-1][:40]], "cannot be read"),
-        (lambda lines: [*lines[:-1], again(lines[-1], lines[0])], "does not follow the line before"),
+        (lambda lines: [*lines[:-1], again(lines[-1], lines[0])], "does not have the hash of the previous line"),
     ],
     ids=["edited", "removed", "moved", "repeated", "cut", "cut within a line", "written anew"],
 )
 def test_a_changed_log_is_named_by_line(log, change, problem):
     log.write_text("\n".join(change(log.read_text().splitlines())) + "\n")
-    assert any(problem in found for found in audit.read(log).problems)
+    assert any(problem in found for found in audit.read(log)[1])
 
 
 def again(line: str, other: str) -> str:
@@ -392,13 +392,13 @@ def again(line: str, other: str) -> str:
 
 
 def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys, monkeypatch):
-    head = audit.read(log).head
-    assert audit.read(log, head[:8]).problems == ()
+    _, _, head = audit.read(log)
+    assert audit.read(log, head[:8])[1] == []
     lines = log.read_text().splitlines()[:-1]
     log.write_text("\n".join(lines) + "\n")
     log.with_name("audit.jsonl.head").unlink()
-    assert audit.read(log).problems == ()
-    assert "no line has the hash" in audit.read(log, head).problems[0]
+    assert audit.read(log)[1] == []
+    assert "no line has the hash" in audit.read(log, head)[1][0]
     with pytest.raises(SystemExit) as status:
         cli.main(["audit", str(log), "--seen", head])
     assert status.value.code == 1
@@ -431,6 +431,6 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     text = "\n".join(lines)
     assert "query.statistics: 1 × " in text
     assert "beside 2 sites" in text
-    assert all(line["masked"] for line in log.lines if line["kind"] == "query.statistics")
-    hidden = [entry["norm"] for line in log.lines for entry in line["arrays"].values() if line["masked"]]
+    assert all(line["masked"] for line in log if line["kind"] == "query.statistics")
+    hidden = [entry["norm"] for line in log for entry in line["arrays"].values() if line["masked"]]
     assert set(hidden) == {None}

@@ -42,7 +42,7 @@ from fedgp_flower.gp.cells import (
 )
 from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise, outlook, rounds_to_come
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.priors import hyperpriors, log_prior
@@ -52,9 +52,9 @@ from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
-from strategies.pooled_bound import LOCATIONS, Problem, inducing_points, told_by_sites, told_by_total
+from strategies.pooled_bound import Problem, disclosure_by_sites, disclosure_by_total, inducing_points
 from strategies.server.questions import Roster, drive
-from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round, varying
+from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round, varying_noise
 
 D, P = 2, 7
 
@@ -163,7 +163,7 @@ def test_one_site_is_many_sites_for_whole_rounds():
     (one, first), (many, second) = ends
     assert one.exchanges == many.exchanges == 4 + 1 + 2 * 2
     assert second["evidence"] == pytest.approx(first["evidence"], abs=1e-6)
-    assert many.point == pytest.approx(one.point, abs=1e-6)
+    assert many.theta == pytest.approx(one.theta, abs=1e-6)
 
 
 def test_with_all_pairs_of_a_quadratic_bfgs_knows_its_curvature():
@@ -185,7 +185,7 @@ def test_a_step_that_lowers_the_objective_is_taken_back_and_shortened():
     wrong = replace(state, gradient=-state.gradient)
     after = drive(sgpr.search(problem(), wrong), sites)
     assert after.height == state.height
-    assert sgpr.SHORTER[0] <= after.shrunk <= sgpr.SHORTER[1]
+    assert sgpr.SHRINK_RANGE[0] <= after.shrunk <= sgpr.SHRINK_RANGE[1]
     assert (after.step() == pytest.approx(after.shrunk * wrong.step()), after.converged) == (True, False)
 
 
@@ -385,14 +385,12 @@ def test_small_sites_are_named_capped_or_sent_under_masks():
         assert inducing_points(24, at, policy) == points
     with pytest.raises(ConfigError, match="mid, low have fewer than 3 rows"):
         inducing_points(24, there, "masks")
-    [told] = told_by_total(48, rows)
-    assert "with 141 rows and sums at 48 points this model can reveal" in told
+    [told] = disclosure_by_total(48, rows)
+    assert "with 141 rows and sums at 48 inducing points, this model can reveal" in told
     assert "`model.num-inducing` = 47 or less" in told  # 3 × 47 ≤ 141 < 3 × 48
-    assert told_by_total(47, rows) == []
-    [told] = told_by_sites(27, rows, ", ".join)
-    assert told.startswith(
-        "sums of big, mid, low nearly show their rows to the server, with fewer than 3 rows for each"
-    )
+    assert disclosure_by_total(47, rows) == []
+    [told] = disclosure_by_sites(27, rows, ", ".join)
+    assert told.startswith("the sums of big, mid, low nearly reveal their rows to the server: these sites have fewer")
 
 
 def test_a_run_says_what_limited_its_points(tmp_path):
@@ -463,9 +461,9 @@ def test_noise_that_varies_is_told(tmp_path):
 def test_chance_is_no_noise_that_varies():
     """Half the squared score is so many nats: enough of them a row, and more than chance allows."""
     squares, slopes = np.full((1, 6), 400.0), np.eye(6)[[4]]
-    assert varying(np.concatenate([3 * 20 * slopes, squares]), 100.0) is None
-    assert varying(np.concatenate([-5 * 20 * slopes, squares]), 100.0) == 1
-    assert varying(np.concatenate([5 * 20 * slopes, squares]), 1000.0) is None
+    assert varying_noise(np.concatenate([3 * 20 * slopes, squares]), 100.0) is None
+    assert varying_noise(np.concatenate([-5 * 20 * slopes, squares]), 100.0) == 1
+    assert varying_noise(np.concatenate([5 * 20 * slopes, squares]), 1000.0) is None
 
 
 def test_copies_do_not_collapse_the_noise(tmp_path):

@@ -15,7 +15,7 @@ from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
 from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server, pseudo_sums
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
-from fedgp_flower.options import NUMBERS, ModelSection
+from fedgp_flower.options import REAL_VALUED, ModelSection
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import Problem
 from strategies.server.questions import Roster, drive
@@ -301,6 +301,6 @@ def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
     for described in (Described(len(data[1])), Described(len(data[1]), added=True)):
         assert honest.refusal(described) is None
         assert [lie.refusal(described) is not None for lie in lies] == [
-            likelihood not in NUMBERS,
+            likelihood not in REAL_VALUED,
             likelihood != "student-t",
         ]

@@ -136,5 +136,5 @@ def test_a_target_that_has_no_logarithm_is_refused_by_row(tmp_path):
     table = skewed(30).assign(days=lambda d: d["days"] - d["days"].iloc[4])
     with pytest.raises(DataError, match=r"target `days`.*'log' needs numbers above zero; another.*yeo-johnson"):
         fg.run(table, target="days", sites=2, options=few("log", tmp_path))
-    with pytest.raises(ConfigError, match=r"`model.likelihood` = 'bernoulli' it must be 'none'"):
+    with pytest.raises(ConfigError, match=r"`model.likelihood` = 'bernoulli' set it to 'none'"):
         fg.run(table, target="days", sites=2, options=few("log", tmp_path) | {"model.likelihood": "bernoulli"})

@@ -13,7 +13,7 @@ from fedgp_flower.clients import baselines
 from fedgp_flower.clients.boosting import LOSSES, boosted
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.models import ExactGP
-from fedgp_flower.options import SEVERAL, ModelSection
+from fedgp_flower.options import MULTICLASS, ModelSection
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.summary import verdict
 from fedgp_flower.scores import TargetUnits
@@ -26,7 +26,7 @@ def steps(likelihood: str, rows: int = 400, seed: int = 0) -> tuple[np.ndarray, 
     draw = np.random.default_rng(seed)
     x = draw.uniform(-1, 1, (rows, 2))
     high = (x[:, 0] > 0.3) ^ (x[:, 1] > -0.2)
-    if likelihood in SEVERAL:
+    if likelihood in MULTICLASS:
         shares = np.where(high[:, None], [0.8, 0.15, 0.05], [0.1, 0.2, 0.7])
         return x, (draw.random(rows)[:, None] > shares.cumsum(axis=1)).sum(axis=1).astype(float), shares
     if likelihood == "bernoulli":
@@ -45,7 +45,7 @@ def test_boosting_comes_near_the_best_score(likelihood: str) -> None:
     x_test, y_test, known = steps(likelihood, seed=1)
     rows = SiteData(x, y, x_test, y_test, 0)
     found = boosted(x, y, likelihood).scores(rows, likelihood, UNITS).sums
-    if likelihood in SEVERAL:
+    if likelihood in MULTICLASS:
         best = -np.log(known[np.arange(len(y_test)), y_test.astype(int)]).mean()
     elif likelihood == "bernoulli":
         best = -np.log(np.where(y_test == 1, known, 1 - known)).mean()

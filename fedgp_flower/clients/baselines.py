@@ -27,7 +27,7 @@ from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.options import CLASSES
+from fedgp_flower.options import CLASSIFICATION
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, split_target
 from fedgp_flower.typing import NamedArrays
 
@@ -97,7 +97,7 @@ def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
     likelihood = config.model.likelihood
     few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES
     few |= (
-        likelihood in CLASSES and np.unique(rows.y, return_counts=True)[1].min() < 2
+        likelihood in CLASSIFICATION and np.unique(rows.y, return_counts=True)[1].min() < 2
     )  # each fold is predicted by others
     if few or rows.y.ndim > 1 or np.ptp(rows.y) == 0 or not len(rows.y_test):
         return nothing(units)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.options import CLASSES, NUMBERS, SEVERAL
+from fedgp_flower.options import CLASSIFICATION, MULTICLASS, REAL_VALUED
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     Trees: TypeAlias = HistGradientBoostingClassifier | HistGradientBoostingRegressor
 
-LOSSES = dict.fromkeys(NUMBERS, "squared_error") | dict.fromkeys(CLASSES, "log_loss") | {"poisson": "poisson"}
+LOSSES = (
+    dict.fromkeys(REAL_VALUED, "squared_error") | dict.fromkeys(CLASSIFICATION, "log_loss") | {"poisson": "poisson"}
+)
 """By likelihood; the others have no counterpart among the losses."""
 FOLDS, SCORED = 5, 2000
 """How many trees are best is judged on rows out of their folds: on all rows, or so many where a fold holds more."""
@@ -40,9 +42,9 @@ class Boosted:
 
     def scores(self, rows: SiteData, likelihood: str, units: TargetUnits) -> Scores:
         """Of the held-out rows, in original units; noise has one variance everywhere."""
-        if likelihood in CLASSES:
+        if likelihood in CLASSIFICATION:
             shares = np.asarray(self.trees.predict_proba(rows.x_test))
-            several = likelihood in SEVERAL
+            several = likelihood in MULTICLASS
             return class_scores(shares, rows.y_test) if several else bernoulli_scores(shares[:, 1], rows.y_test)
         mean = np.asarray(self.trees.predict(rows.x_test), np.float64)
         spread = np.full_like(mean, self.variance)
@@ -55,7 +57,7 @@ def grown(likelihood: str, seed: int, rate: float, leaves: int, trees: int, *, s
     """Trees to be fitted, by the loss of a likelihood."""
     from sklearn import ensemble  # noqa: PLC0415 - slow to import, and only a simulation needs it
 
-    kind = "HistGradientBoostingClassifier" if likelihood in CLASSES else "HistGradientBoostingRegressor"
+    kind = "HistGradientBoostingClassifier" if likelihood in CLASSIFICATION else "HistGradientBoostingRegressor"
     made = getattr(ensemble, kind)(
         loss=LOSSES[likelihood],
         learning_rate=rate,

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.data.tables import held_out_beside
+from fedgp_flower.data.tables import held_out_file
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
@@ -134,7 +134,8 @@ class PreparedSite(RawSite):
     def __init__(
         self, facts: Mapping[str, object], encoded: dict[bytes, SiteData], load: Callable[[], RawSite]
     ) -> None:
-        for name, value in {**facts, "partitions": 0, "dealt": False, "_encoded": encoded, "_load": load}.items():
+        fields = {**facts, "partitions": 0, "shared_table": False, "_encoded": encoded, "_load": load}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -189,6 +190,6 @@ def _key(context: Context, run: str, config: RunConfig, preparation: Preparation
     paths = [
         Path(str(context.node_config.get(name) or "")).expanduser() for name in ("data-path", "test-path", "policy")
     ]
-    for path in (*paths, held_out_beside(paths[0]) or Path()):
+    for path in (*paths, held_out_file(paths[0]) or Path()):
         digest.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"none")
     return digest.hexdigest()

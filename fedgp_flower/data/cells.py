@@ -17,7 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import CLASSES, MOST_CLASSES, SECOND_COLUMN
+from fedgp_flower.options import CLASSIFICATION, MOST_CLASSES, SECOND_COLUMN
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -221,7 +221,7 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
         )
     if likelihood == "ordinal":
         check_grades(target, order, name)
-    if likelihood in CLASSES:
+    if likelihood in CLASSIFICATION:
         return
     if kind_of(target) == "categorical":
         raise DataError(

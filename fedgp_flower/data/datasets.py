@@ -29,7 +29,7 @@ from fedgp_flower.data.holdout import keys_of
 from fedgp_flower.data.tables import listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import datasets, pd
-from fedgp_flower.options import CLASSES
+from fedgp_flower.options import CLASSIFICATION
 from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
@@ -147,7 +147,7 @@ def checked(
     read = [name for name in names if name not in dated]
     named_levels = [] if config.design is None else config.design.categories
     classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
-    classes |= {target: "categorical"} if config.model.likelihood in CLASSES else {}
+    classes |= {target: "categorical"} if config.model.likelihood in CLASSIFICATION else {}
     classes |= dict.fromkeys(second, "numeric")
     found = [*read, *second] if target in dated else [*read, *second, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)

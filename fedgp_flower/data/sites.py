@@ -20,7 +20,7 @@ from fedgp_flower.data.datasets import Table, checked, choose_columns, load_tabl
 from fedgp_flower.data.holdout import divided, keys_of, whole
 from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
-from fedgp_flower.data.tables import held_out_beside, read_table, table_stem, tables_in
+from fedgp_flower.data.tables import held_out_file, read_table, table_stem, tables_in
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.formula import SITE
 from fedgp_flower.lazy import Lazy, pd
@@ -78,9 +78,9 @@ class RawSite:
     """Groups that are excluded from a simulation, a line each. Only the first site lists them."""
     suspected: str = ""
     """Warnings on these rows, a line each. Codes for missing cells are detected in the whole of a shared table."""
-    dealt: bool = False
+    shared_table: bool = False
     """Whether the rows are part of a table that all sites share."""
-    beside: str = ""
+    second_target: str = ""
     """Second target column, such as an exposure; empty without one."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """Cache of the latest encoding."""
@@ -108,9 +108,9 @@ class RawSite:
             if self.target != (agreed := preparation.target.name):
                 raise DataError(f"the target is `{self.target}` here and `{agreed}` at the other sites")
             y, y_test = (encode_targets(part[self.target], preparation) for part in both)
-            if self.beside:
+            if self.second_target:
                 pairs = zip((y, y_test), both, strict=True)
-                y, y_test = (np.column_stack([values, part[self.beside]]) for values, part in pairs)
+                y, y_test = (np.column_stack([values, part[self.second_target]]) for values, part in pairs)
             unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
             self._encoded[key] = SiteData(x, y, x_test, y_test, unknown)
@@ -183,7 +183,7 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
 
 def _tables(path: Path, test: str = "") -> list[tuple[str, pd.DataFrame]]:
     """Read a site's table and its held-out rows, if any, each with its name for errors."""
-    held_out = Path(test) if test else held_out_beside(path.expanduser())
+    held_out = Path(test) if test else held_out_file(path.expanduser())
     paths = [part.expanduser() for part in (path, held_out) if part]
     return [(part.name, read_table(part)) for part in paths]
 
@@ -215,8 +215,8 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         dropped=table.dropped if site == 0 else 0,
         left_out="\n".join(_left_out(table, config, partition)) if site == 0 else "",
         suspected=suspicions(table.frame.iloc[site_rows], table.target, codes, _untransformed_gaussian(config)),
-        dealt=True,
-        beside=config.second_target,
+        shared_table=True,
+        second_target=config.second_target,
     )
 
 
@@ -334,4 +334,5 @@ def real_site(
     rows = pd.concat(both)
     suspected = suspicions(rows, target, codes_in(rows), _untransformed_gaussian(config))
     node, features = (site, label or site, partitions), tuple(inputs)
-    return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, beside=config.second_target)
+    second = config.second_target
+    return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, second_target=second)

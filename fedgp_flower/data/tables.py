@@ -42,7 +42,7 @@ def tables_in(dataset: str) -> list[Path]:
     return paths
 
 
-def held_out_beside(path: Path) -> Path | None:
+def held_out_file(path: Path) -> Path | None:
     """Return the file with a site's held-out rows: ``NAME.test.csv`` beside ``NAME.csv``, in any format, or None."""
     found = (path.with_name(f"{table_stem(path)}{HELD_OUT}{suffix}") for suffix in SUFFIXES)
     return next((table for table in found if table.is_file()), None)

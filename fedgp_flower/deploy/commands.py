@@ -171,7 +171,7 @@ def join(
     audit_copy: Annotated[str, typer.Option(help="second place of the audit log: `syslog`, or a file")] = "",
 ) -> None:
     """Create the keys, folder and service unit of this site, and check them."""
-    given = {"data": data, "test-path": test or tables.held_out_beside(data), "policy": policy}
+    given = {"data": data, "test-path": test or tables.held_out_file(data), "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
     place = str(Path(audit_copy).resolve()) if audit_copy not in ("", "syslog") else audit_copy

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedgp_flower.data.sites import write_partition
-from fedgp_flower.data.tables import held_out_beside
+from fedgp_flower.data.tables import held_out_file
 from fedgp_flower.deploy.machines import CONNECTION, Coordinator, SiteFolder
 from fedgp_flower.deploy.processes import free_ports
 from fedgp_flower.deploy.submission import HOST, Flower
@@ -40,7 +40,7 @@ def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) ->
         names = [f"site{i}" for i in range(1, len(files) + 1)]
     sites = []
     for name, file in zip(names, files, strict=True):
-        test = held_out_beside(file)
+        test = held_out_file(file)
         given = {"data": file, **({"test-path": test} if test else {})}
         sites.append(SiteFolder.join(coordinator.invite(name), folder / name, given))
     return sites

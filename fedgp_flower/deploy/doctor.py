@@ -122,17 +122,17 @@ def _log(path: Path) -> str:
     """Check that the log is unchanged and that no recent message was refused."""
     if not path.exists():
         return "nothing has left this site yet"
-    log = audit.read(path)
-    if log.problems:
-        raise RunError(f"{path}: {log.problems[0]}")
+    lines, problems, _ = audit.read(path)
+    if problems:
+        raise RunError(f"{path}: {problems[0]}")
     since = (datetime.datetime.now(datetime.UTC) - LATELY).isoformat()
-    refused = [line for line in log.lines if line["refused"] and line["time"] > since]
+    refused = [line for line in lines if line["refused"] and line["time"] > since]
     if refused:
         raise RunError(
             f"{len(refused)} messages of the last {LATELY.days} days were refused, the latest because"
             f" {refused[-1]['refused']}; all of them: fedgp audit {path}"
         )
-    return f"{len(log.lines)} answers have left this site; none was refused in the last {LATELY.days} days"
+    return f"{len(lines)} answers have left this site; none was refused in the last {LATELY.days} days"
 
 
 def _app(pinned: str) -> str:

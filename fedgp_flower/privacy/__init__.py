@@ -1,1 +1,1 @@
-"""What keeps a site's summands from the server: keys of sites, masks that cancel in a total, what a site refuses."""
+"""Privacy: site keys, masks that cancel in a total, differential privacy, a site's policy and its audit log."""

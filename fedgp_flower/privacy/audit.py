@@ -1,7 +1,7 @@
-"""A site's log of what has left it: JSON lines, each with the hash of the line before, so that a change shows.
+"""A site's audit log: a JSON line for each reply, with the hash of the previous line, so that edits are detected.
 
-The chain has no key: whoever may write the file can write another whole one. Its last hash, kept elsewhere
-(``fedgp audit FILE`` prints it, ``--seen HASH`` looks for it), ties the lines up to it.
+The hash chain has no key: a person with write access can forge a whole log. To detect that, keep the last hash
+elsewhere: ``fedgp audit FILE`` prints it, and ``--seen HASH`` searches for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import syslog
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -31,7 +31,7 @@ Facts: TypeAlias = Mapping[str, Any]
 
 
 def log_of(node_config: Facts) -> Path | None:
-    """The log of a node: ``audit``, else ``audit.jsonl`` in the ``state-dir`` of a real site."""
+    """Return the path of a node's log: ``audit``, else ``audit.jsonl`` in the ``state-dir`` of a real site."""
     if node_config.get("audit"):
         return Path(str(node_config["audit"])).expanduser()
     if node_config.get("state-dir") and "partition-id" not in node_config:
@@ -42,9 +42,8 @@ def log_of(node_config: Facts) -> Path | None:
 def record(
     path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool, copy: str = ""
 ) -> None:
-    """Write down a reply before it leaves; ``copy`` is a second place, ``syslog`` or a file."""
-    content, asked = reply.content, settings_of(message)
-    said = settings_of(reply)
+    """Append a reply to the log before it is sent; ``copy`` is ``syslog`` or a second file."""
+    content, asked, said = reply.content, settings_of(message), settings_of(reply)
     arrays = numpy_arrays(content.array_records.get("arrays", ArrayRecord()))
     numbers: dict[str, float] = {}
     for name, value in content.metric_records.get("metrics", MetricRecord()).items():
@@ -77,23 +76,24 @@ def record(
                     second.write(text)
     except OSError as error:
         raise RunError(f"the audit log of this site cannot be written ({error.strerror})") from error
-    except (ValueError, KeyError, FedGPError) as error:
-        why = error if isinstance(error, FedGPError) else type(error).__name__
-        raise RunError(f"the audit log of this site cannot be written ({why})") from error
+    except FedGPError as error:
+        raise RunError(f"the audit log of this site cannot be written ({error})") from error
+    except (ValueError, KeyError) as error:
+        raise RunError(f"the audit log of this site cannot be written ({type(error).__name__})") from error
 
 
 def _shape_and_norm(array: np.ndarray) -> dict[str, object]:
-    """Shape and Euclidean norm; masked words have none, nor have arrays that are not finite."""
+    """Return shape and Euclidean norm; the norm is None for masked arrays and arrays that are not finite."""
     norm = float(np.linalg.norm(array.ravel())) if array.dtype.kind in "fi" else float("nan")
     return {"shape": list(array.shape), "norm": norm if np.isfinite(norm) else None}
 
 
 def _append(file: FileIO, path: Path, line: Facts) -> str:
-    """Add a line as a whole or not at all, and return it. Half a line of a full disk or a kill stood for no reply."""
+    """Append a whole line and return it; if writing fails, remove the part that was written."""
     last = _last_line(file)
-    before: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
-    number = before["line"] + 1
-    text = json.dumps({"line": number, **line, "before": before["hash"]})
+    previous: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
+    number = previous["line"] + 1
+    text = json.dumps({"line": number, **line, "before": previous["hash"]})
     digest = hashlib.sha256(text.encode()).hexdigest()
     end = file.seek(0, os.SEEK_END)
     try:
@@ -110,38 +110,32 @@ def _append(file: FileIO, path: Path, line: Facts) -> str:
 
 
 def _last_line(file: FileIO) -> bytes:
-    """The last whole line; what follows it is cut off."""
+    """Return the last complete line; truncate an incomplete line after it, whose reply was never sent."""
     end = file.seek(0, os.SEEK_END)
     size = 4096
     while True:
         file.seek(max(0, end - size))
-        *lines, torn = file.read().split(b"\n")
+        *lines, incomplete = file.read().split(b"\n")
         if len(lines) > 1 or size >= end:
-            file.truncate(end - len(torn))
+            file.truncate(end - len(incomplete))
             return lines[-1] if lines else b""
         size *= 2
 
 
 def cells(line: Facts) -> list[str]:
-    """A line as a row of a table."""
+    """Return a line of the log as a row of a table."""
     arrays = ", ".join(f"{name} {entry['shape']}" for name, entry in line["arrays"].items())
-    odd = [f"{entry['rule']} {entry['verdict']}" for entry in line["rules"] if entry["verdict"] != "passed"]
-    rules = ", ".join(odd) or f"{len(line['rules'])} passed"
+    not_passed = [f"{entry['rule']} {entry['verdict']}" for entry in line["rules"] if entry["verdict"] != "passed"]
+    rules = ", ".join(not_passed) or f"{len(line['rules'])} passed"
     plain = (line["line"], line["time"], line["run"], line["round"], line["kind"], line["bytes"])
     return [*map(str, plain), "yes" if line["masked"] else "no", arrays or line["refused"], rules]
 
 
-@dataclass(frozen=True, slots=True)
-class AuditLog:
-    """A log as it was read, and what is wrong with it."""
+def read(path: Path, seen: str = "") -> tuple[list[Facts], list[str], str]:
+    """Return the readable lines of a log, the problems found in it, and its last hash.
 
-    lines: tuple[Facts, ...]
-    problems: tuple[str, ...]
-    head: str
-
-
-def read(path: Path, seen: str = "") -> AuditLog:
-    """Read and verify a log; ``seen`` is a hash, or its beginning, that a line must have."""
+    It is a problem if no line has a hash that starts with ``seen``.
+    """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -153,29 +147,29 @@ def read(path: Path, seen: str = "") -> AuditLog:
     if head.exists():
         count, digest = head.read_text(encoding="ascii").split()
         if int(count) > len(texts) or digest not in hashes:
-            problems.append(f"line {len(texts) + 1}: the log had {count} lines, the end is gone or was written anew")
+            problems.append(f"line {len(texts) + 1}: the log had {count} lines; the last ones were removed or replaced")
     if seen and not any(entry.startswith(seen) for entry in hashes):
-        problems.append(f"no line has the hash {seen}: the log was cut before it, or written anew")
-    return AuditLog(tuple(lines), tuple(problems), hashes[-1] if hashes else BEGINNING)
+        problems.append(f"no line has the hash {seen}: that line was removed or replaced")
+    return lines, problems, hashes[-1] if hashes else BEGINNING
 
 
 def _verified(texts: Sequence[str], lines: list[Facts]) -> Iterator[str]:
-    """Problems by line; lines that can be read are added to ``lines``."""
-    before, number = BEGINNING, 0
+    """Yield the problem of each bad line, and add the readable lines to ``lines``."""
+    previous_hash, previous_number = BEGINNING, 0
     for place, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
-            entry, named, found = line["hash"], int(line["line"]), line["before"]
+            digest, number, before = line["hash"], int(line["line"]), line["before"]
         except (ValueError, KeyError, TypeError):
             yield f"line {place}: cannot be read"
-            number += 1
+            previous_number += 1
             continue
         lines.append(line)
-        plain = text.removesuffix(f', "hash": "{entry}"}}') + "}"
-        if hashlib.sha256(plain.encode()).hexdigest() != entry:
+        plain = text.removesuffix(f', "hash": "{digest}"}}') + "}"
+        if hashlib.sha256(plain.encode()).hexdigest() != digest:
             yield f"line {place}: was edited"
-        elif named != number + 1:
-            yield f"line {place}: is numbered {named} after {number}; lines were removed or moved"
-        elif found != before:
-            yield f"line {place}: does not follow the line before, which was written anew"
-        before, number = entry, named
+        elif number != previous_number + 1:
+            yield f"line {place}: is numbered {number} after {previous_number}; lines were removed or moved"
+        elif before != previous_hash:
+            yield f"line {place}: does not have the hash of the previous line, which was replaced"
+        previous_hash, previous_number = digest, number

@@ -1,4 +1,4 @@
-"""Fewer than k rows are not told apart: rare levels become ``other``, small cells of a histogram join a neighbour."""
+"""Hide counts below k rows: rare levels become ``other``, and small cells of histograms are merged with neighbours."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FEW_LEVELS = 10
-"""Fewer levels than these are no identifier."""
+"""A column with fewer levels is no identifier."""
 
 
 def kept_levels(counts: pd.Series, least: int) -> frozenset[str]:
-    """Levels of ``least`` rows or more, less the smallest where the rare ones together would still be a small count."""
+    """Return the levels with ``least`` rows or more; the smallest join ``other`` until it has ``least`` rows too."""
     ordered = counts.sort_index().sort_values(kind="stable")
     rows = ordered.to_numpy()
     pooled = (rows < least) | (ordered.index == OTHER)
@@ -26,13 +26,13 @@ def kept_levels(counts: pd.Series, least: int) -> frozenset[str]:
     return frozenset(ordered.index[~pooled])
 
 
-def names_rows(counts: pd.Series, least: int) -> bool:
-    """Whether most levels have fewer than ``least`` rows: they are identifiers, some of which repeat."""
+def is_identifier(counts: pd.Series, least: int) -> bool:
+    """Return whether most levels have fewer than ``least`` rows, like identifiers of which some repeat."""
     return len(counts) >= FEW_LEVELS and 2 * int((counts < least).sum()) > len(counts)
 
 
 def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
-    """Rows of bins, [B] or the first column of [B, C]: bins join from the left until each cell has ``least`` rows."""
+    """Merge bins from the left until each has ``least`` rows; the rows are the table [B] or its first column [B, C]."""
     counts, groups = table if table.ndim == 1 else table[:, 0], list[list[int]]()
     for place in np.flatnonzero(counts).tolist():
         if not groups or counts[groups[-1]].sum() >= least:
@@ -47,10 +47,10 @@ def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
 
 
 def merged_tables(tables: NDArray[np.generic], least: int) -> NDArray[np.generic]:
-    """The same of several tables [T, B, C]."""
+    """Merge the cells of several tables [T, B, C]."""
     return np.stack([merged_cells(table, least) for table in tables])
 
 
 def merged_classes(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
-    """The same where the numbers of a bin are the rows of each class, [B, C]."""
+    """Merge the cells of a table [B, C] of rows by bin and class."""
     return merged_cells(np.column_stack([table.sum(axis=1), table]), least)[:, 1:]

@@ -1,13 +1,14 @@
-"""Noise of differential privacy: what Gaussian noise guarantees, and integers of the discrete normal distribution.
+"""Differential privacy: the guarantee of Gaussian noise, and draws from the discrete normal distribution.
 
-A release that moves by at most Δ, with normal noise of standard deviation ν, is N(0, 1) against N(μ, 1), μ = Δ/ν.
-Releases that build on one another compose to √Σ μ², and μ means (ε, δ) exactly where
+A release with sensitivity Δ and normal noise of standard deviation ν tells N(0, 1) from N(μ, 1), μ = Δ/ν. Adaptive
+releases compose to √Σ μ², and μ implies (ε, δ) exactly if
 
     δ(ε) = Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2)
 
-(Balle and Wang, ICML 2018; Dong, Roth and Su, *Gaussian differential privacy*, 2022). Noise is discrete, so that its
-last bits tell nothing: P(k) ∝ exp(−k² / 2σ²) (Canonne, Kamath and Steinke, NeurIPS 2020). Probabilities of a sum over K
-sites are within a factor exp(10 K exp(−π² σ²)) of those of one draw with K σ² (Kairouz, Liu and Steinke, ICML 2021).
+(Balle and Wang, ICML 2018; Dong, Roth and Su, *Gaussian differential privacy*, 2022). The noise is discrete, because
+the last bits of floating-point noise leak information: P(k) ∝ exp(−k² / 2σ²) (Canonne, Kamath and Steinke, NeurIPS
+2020). Probabilities of a sum over K sites are within a factor exp(10 K exp(−π² σ²)) of those of one draw with variance
+K σ² (Kairouz, Liu and Steinke, ICML 2021).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SMALLEST, LARGEST = 1e-6, 1e3
 
 
 def delta_of(epsilon: float, mu: float) -> float:
-    """δ(ε) of a Gaussian release.
+    """Return δ(ε) of a Gaussian release.
 
     >>> round(delta_of(1.0, 1.0), 6)
     0.126937
@@ -36,37 +37,37 @@ def delta_of(epsilon: float, mu: float) -> float:
 
 
 def mu_of(epsilon: float, delta: float) -> float:
-    """The largest μ that is (ε, δ)."""
+    """Return the largest μ that implies (ε, δ)."""
     return float(brentq(lambda mu: delta_of(epsilon, mu) - delta, SMALLEST, LARGEST, xtol=1e-14))
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """The smallest ε at which μ is (ε, δ)."""
+    """Return the smallest ε for which μ implies (ε, δ)."""
     if delta_of(0.0, mu) <= delta:
         return 0.0
     return float(brentq(lambda epsilon: delta_of(epsilon, mu) - delta, 0.0, mu * mu / 2 + 40 * mu, xtol=1e-12))
 
 
 def composed(mus: Iterable[float]) -> float:
-    """μ of several releases, each of which may have looked at those before."""
+    """Return μ of several releases, each of which may depend on the previous ones."""
     return math.hypot(*mus)
 
 
 def discrete_normal(deviation: float, count: int, rng: np.random.Generator) -> Int64[ndarray, " count"]:
-    """Independent draws with P(k) ∝ exp(−k² / 2σ²), by algorithm 3 of Canonne et al.: kept discrete Laplace proposals.
+    """Draw independently from P(k) ∝ exp(−k² / 2σ²), by rejection of discrete Laplace draws (Canonne et al., Alg. 3).
 
-    Probabilities are floats, draws are integers. Noise that protects needs an ``rng`` that nobody can foresee.
+    Noise for privacy needs an unpredictable ``rng``. Acceptance probabilities are floats.
 
     >>> discrete_normal(2.0, 5, np.random.default_rng(0)).dtype
     dtype('int64')
     """
     width = math.floor(deviation) + 1
-    kept: list[Array] = []
+    accepted: list[Array] = []
     missing = count
     while missing > 0:
-        one, other = rng.geometric(-math.expm1(-1 / width), (2, 2 * missing))
-        proposed = one - other
-        share = np.exp(-((np.abs(proposed) - deviation**2 / width) ** 2) / (2 * deviation**2))
-        kept.append(proposed[rng.random(len(proposed)) < share])
-        missing -= len(kept[-1])
-    return np.concatenate(kept)[:count]
+        first, second = rng.geometric(-math.expm1(-1 / width), (2, 2 * missing))
+        proposed = first - second
+        acceptance = np.exp(-((np.abs(proposed) - deviation**2 / width) ** 2) / (2 * deviation**2))
+        accepted.append(proposed[rng.random(len(proposed)) < acceptance])
+        missing -= len(accepted[-1])
+    return np.concatenate(accepted)[:count]

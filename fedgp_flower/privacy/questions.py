@@ -1,4 +1,4 @@
-"""A question under masks as both sides see it: its masks are bound to a hash that both compute from what they have."""
+"""Questions under masks: server and sites compute the same hash of a question, and the masks depend on the hash."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedgp_flower.privacy.keys import Identity, Member, Trust
 from fedgp_flower.typing import Array, NamedArrays
 
 LEAST_SITES = 3
-"""Of two sites each knows the other's summand from the total."""
+"""Fewest sites in a total; with two, each site could subtract its summand to find the other's."""
 MAX_CHANGES = 2
-"""Changes of the roster in a run that a site accepts unless its owner says otherwise."""
+"""Default of the most changes of the roster in a run that a site accepts."""
 
 
 def context_digest(record: Mapping[str, Any], constants: Mapping[str, NDArray[Any]]) -> str:
-    """The hash of what every message needs and is sent once: agreed columns and scales, settings, keys, constants."""
+    """Return the hash of the context: agreed columns and scales, settings, keys and constants, which are sent once."""
     content = {name: value for name, value in record.items() if name != "digest"}
     whole = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name, array in sorted(constants.items()):
@@ -34,7 +34,7 @@ def context_digest(record: Mapping[str, Any], constants: Mapping[str, NDArray[An
 
 
 def content_digest(context: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    """The hash of what a question asks: its arrays, and the agreed scales and settings it is understood by."""
+    """Return the hash of a question's arrays and its context."""
     whole = hashlib.sha256(context.encode())
     for name, array in sorted(arrays.items()):
         whole.update(f"\n{name} {array.dtype.str} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
@@ -43,17 +43,17 @@ def content_digest(context: str, arrays: Mapping[str, NDArray[Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MaskedQuestion:
-    """Everything that the masks of a question are bound to."""
+    """The parts of a question that determine its masks."""
 
     run: str
     round: int
     number: int
-    """Counts the questions of a run; a site answers no older one."""
+    """Number of the question in the run; a site answers no question with a lower number than its latest."""
     kind: str
     content: str
     """:func:`content_digest`."""
     layout: Layout | None
-    """Arrays of the answer; None where the server learns it from the replies."""
+    """Arrays of the answer; None if the server learns them from the replies."""
     members: tuple[Member, ...]
 
     @property
@@ -68,11 +68,11 @@ class MaskedQuestion:
 
     @property
     def digest(self) -> str:
-        """H."""
+        """H, the hash of the question with its roster."""
         return _hash(self.subject, [[entry.site, entry.key, entry.signature] for entry in self.members])
 
     def secrets(self, identity: Identity, site: str) -> dict[str, bytes]:
-        """What a site shares with each of the others."""
+        """Return the secret that a site shares with each other site of the roster."""
         private, keys, found = identity.run_key(self.run), {entry.site: entry.key for entry in self.members}, {}
         for other in keys.keys() - {site}:
             info = json.dumps(["fedgp pair 1", self.run, sorted([[site, keys[site]], [other, keys[other]]])]).encode()
@@ -80,7 +80,7 @@ class MaskedQuestion:
         return found
 
     def masked(self, words: masks.Words, identity: Identity, site: str) -> masks.Words:
-        """What a site sends."""
+        """Return the masked words that a site sends."""
         return masks.masked(words, self.secrets(identity, site), site, bytes.fromhex(self.digest))
 
 
@@ -89,7 +89,7 @@ def _hash(*content: object) -> str:
 
 
 def read_members(text: str) -> tuple[Member, ...]:
-    """The roster in a message."""
+    """Read the roster in a message; raise ProtocolError if it is malformed."""
     try:
         return TypeAdapter(tuple[Member, ...]).validate_json(text)
     except ValidationError:
@@ -97,22 +97,22 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 
 def written_members(members: Sequence[Member]) -> str:
-    """The inverse of :func:`read_members`."""
+    """Write a roster as JSON for :func:`read_members`."""
     return json.dumps([asdict(member) for member in members])
 
 
 def flat(arrays: NamedArrays, layout: Layout) -> Array:
-    """The arrays of a summand as one vector, in the order of the layout."""
-    have = {name: list(array.shape) for name, array in arrays.items()}
-    want = {name: list(shape) for name, shape, _ in layout}
-    if have != want:
-        odd = sorted(name for name in {**have, **want} if have.get(name) != want.get(name))[0]
-        raise ProtocolError(f"array `{odd}` of a summand: shape {have.get(odd)}, expected {want.get(odd)}")
+    """Return the arrays of a summand as one vector, in the order of the layout."""
+    found = {name: list(array.shape) for name, array in arrays.items()}
+    expected = {name: list(shape) for name, shape, _ in layout}
+    if found != expected:
+        name = min(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+        raise ProtocolError(f"array `{name}` of a summand: shape {found.get(name)}, expected {expected.get(name)}")
     return np.concatenate([np.asarray(arrays[name], np.float64).ravel() for name, _, _ in layout] or [np.empty(0)])
 
 
 def unflat(vector: Array, layout: Layout) -> NamedArrays:
-    """The inverse of :func:`flat`; whole numbers are whole again."""
+    """Return the arrays of a vector from :func:`flat`; integer arrays are rounded to integers."""
     arrays: NamedArrays = {}
     for name, shape, dtype in layout:
         size = int(np.prod(shape))
@@ -122,19 +122,18 @@ def unflat(vector: Array, layout: Layout) -> NamedArrays:
 
 
 def length(layout: Layout) -> int:
-    """Numbers in a summand."""
+    """Return the number of entries of a summand."""
     return sum(int(np.prod(shape)) for _, shape, _ in layout)
 
 
 def layout_of(arrays: NamedArrays) -> Layout:
-    """The layout of a summand at hand."""
-    kinds = {"i": "int64", "u": "int64", "b": "int64"}
-    return [[name, list(entry.shape), kinds.get(entry.dtype.kind, "float64")] for name, entry in arrays.items()]
+    """Return the layout of a summand."""
+    return [[name, list(a.shape), "int64" if a.dtype.kind in "iub" else "float64"] for name, a in arrays.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a site remembers of the questions of a run."""
+    """The latest question of a run that a site answered."""
 
     run: str
     round: int = -1
@@ -143,19 +142,22 @@ class History:
     digest: str = ""
     roster: tuple[tuple[str, str], ...] = field(default=())
     changes: int = 0
-    """How often the roster was another one than before."""
+    """Number of changes of the roster so far."""
 
 
 def admitted(
     question: MaskedQuestion, member: Member, trust: Trust, history: History, limits: tuple[int, int]
 ) -> History:
-    """What a site remembers of a question that it may answer; ``limits``: fewest sites, most changes of the roster."""
+    """Return the history after a question, or raise ProtocolError if the site may not answer it.
+
+    ``limits`` are the fewest sites of a total and the most changes of the roster.
+    """
     least, most = max(limits[0], LEAST_SITES), limits[1]
     sites, keys = question.sites, [entry.key for entry in question.members]
     if list(sites) != sorted(sites) or len(set(sites)) < len(sites) or len(set(keys)) < len(keys):
         raise ProtocolError("the roster names a site or a key twice, or is not sorted")
     if len(sites) < least:
-        raise ProtocolError(f"a total of {len(sites)} sites was asked for; this site takes part from {least} on")
+        raise ProtocolError(f"the total has {len(sites)} sites; this site requires at least {least}")
     if member not in question.members:
         raise ProtocolError("this site's key is not in the roster")
     for other in question.members:
@@ -165,8 +167,8 @@ def admitted(
     changes = history.changes + (bool(history.roster) and roster != history.roster)
     if changes > most:
         raise ProtocolError(
-            f"the roster would change for the {changes}. time in this run; this site accepts {most}"
-            " (`max-roster-changes`), because the difference of two totals is the summand of whoever left"
+            f"the roster would change {changes} times in this run; this site accepts {most} changes"
+            " (`max-roster-changes`), because the difference of two totals is the summand of the site that left"
         )
     return History(question.run, question.round, question.number, question.subject, question.digest, roster, changes)
 
@@ -180,7 +182,7 @@ def _check_order(question: MaskedQuestion, history: History) -> None:
     if question.number > history.number or question.digest == history.digest:
         return
     if question.subject != history.subject:
-        raise ProtocolError(f"another question under number {question.number}, which this site has answered")
+        raise ProtocolError(f"question {question.number} differs from the question with this number that was answered")
     roster = {(entry.site, entry.key) for entry in question.members}
     if not roster < set(history.roster):
         raise ProtocolError(f"the roster of question {question.number} does not shrink: it may only lose sites")

@@ -14,7 +14,7 @@ from scipy.special import expit, ndtr, ndtri
 from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.likelihoods.grades import OrderedGrades, values_of
+from fedgp_flower.gp.likelihoods.grades import values_of
 from fedgp_flower.options import SECOND_COLUMN
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Exportable, Predictor
@@ -95,7 +95,7 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     links = {"": posterior.units.values, "exposure": np.exp, "trials": expit, "event": np.exp}
     name = posterior.saved.likelihood
     outcome = ndtr if name == "bernoulli" else links[SECOND_COLUMN.get(name, "")]
-    if isinstance(likelihood, OrderedGrades):
+    if name == "ordinal":
         grades = values_of(agreed.target.levels)
         outcome = lambda f: likelihood(torch.from_numpy(f)).probs.numpy() @ grades  # noqa: E731
     points = model.inducing_points.detach().numpy()

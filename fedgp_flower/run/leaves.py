@@ -41,8 +41,8 @@ def answers(method: str) -> list[tuple[str, Any]]:
     return [*found, *((kind, None) for kind in WORDS)]
 
 
-def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], audit.AuditLog]:
-    """Run a few rounds over a site and copies of it. Return lines on the site's messages, and its audit log."""
+def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], list[audit.Facts]]:
+    """Run a few rounds over a site and copies of it. Return a report of the site's messages, and its audit log."""
     planned = parse_config(flat).num_server_rounds
     config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
     copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1
@@ -60,16 +60,16 @@ def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], audit
             ending = "complete"
         except FedGPError as error:
             ending = f"ended: {error}"
-        log = audit.read(path)
+        log, _, _ = audit.read(path)
     tried = f"{config.num_server_rounds} of {planned} rounds tried, beside {copies} sites with the same rows: {ending}"
     return [*_sent(log, config.method), tried], log
 
 
-def _sent(log: audit.AuditLog, method: str) -> Iterator[str]:
+def _sent(log: list[audit.Facts], method: str) -> Iterator[str]:
     """Yield lines on a site's messages by kind."""
     kinds: dict[str, list[Facts]] = {}
     declared = dict(answers(method))
-    for line in log.lines:
+    for line in log:
         kinds.setdefault(line["kind"], []).append(line)
     for kind, lines in kinds.items():
         sent = [line for line in lines if not line["refused"]]

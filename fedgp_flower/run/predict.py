@@ -32,7 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
-from fedgp_flower.options import NUMBERS, SECOND_COLUMN, Value
+from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
@@ -297,7 +297,7 @@ class Predictor:
                 found.append(likelihood(latent).sample() if noise else of_target)
         drawn = torch.cat([torch.empty(0, len(inputs)), *found])
         values = drawn[torch.randperm(count, generator=generator)].double().numpy()
-        gaussian = not noise or self.saved.likelihood in NUMBERS
+        gaussian = not noise or self.saved.likelihood in REAL_VALUED
         return self.units.values(values) if gaussian else values
 
     def to_gpytorch(self) -> Exported:

@@ -10,9 +10,9 @@ from functools import cache, cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
-from fedgp_flower.config import AUTO, RunConfig, defaults, parse, resolved
+from fedgp_flower.config import RunConfig, defaults, parse, resolved
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import FlatConfig, MethodOptions, Value
+from fedgp_flower.options import AUTO, FlatConfig, MethodOptions, Value
 
 GROUP = "fedgp_flower.methods"
 """Entry points of packages with methods: a name, and the ``module:attribute`` of a :class:`Method`."""

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
-from fedgp_flower.options import NUMBERS, SECOND_COLUMN
+from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
@@ -325,7 +325,7 @@ def _calibration(run: Run) -> Panel | None:
 def _by_sd(run: Run) -> str:
     """Return a sentence on coverage by thirds of the predicted sd, for numeric targets with known rows."""
     rows = run.predictions
-    if rows is None or run.config.get("model.likelihood", "gaussian") not in NUMBERS:
+    if rows is None or run.config.get("model.likelihood", "gaussian") not in REAL_VALUED:
         return ""
     if len(rows) < 30 or "low" in rows:  # too few rows, or a transformed target, which is not normal
         return ""

@@ -12,7 +12,7 @@ from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import encode
-from fedgp_flower.options import SEVERAL, MethodOptions
+from fedgp_flower.options import MULTICLASS, MethodOptions
 from fedgp_flower.shared_messages import Confusion, Parameters, ScoreSums
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.course import NEAR, Course
@@ -167,7 +167,7 @@ class Algorithm(ABC, Generic[S]):
 
     def final(self, state: S, roster: Roster) -> Asking[Json]:
         """Return facts for ``metrics.json`` that need the sites after training; here the confusion matrix."""
-        if self.config.model.likelihood not in SEVERAL:
+        if self.config.model.likelihood not in MULTICLASS:
             return {}
         summed = yield Total(Confusion, self.scoring.predicted.request)
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.options import SEVERAL
+from fedgp_flower.options import MULTICLASS
 from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.typing import Json, NamedArrays
 from strategies.server.algorithm import Algorithm
@@ -117,7 +117,7 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     """Compute the configured baselines and return the summary of the run; raise RunError if no site scored rows."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, wanted = algorithm.preparation, session.config.baselines
-    predicts = algorithm.predicts and session.config.model.likelihood not in SEVERAL
+    predicts = algorithm.predicts and session.config.model.likelihood not in MULTICLASS
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
     scoring.local_only = scoring.local_baseline() if wanted.local_only else None
     pooled, trees = scoring.pooled_baselines() if wanted.pooled and preparation.simulated else (None, None)

@@ -105,7 +105,7 @@ class Roster:
 
     rows: Mapping[str, int]
     """Training rows of each healthy site, in the only order that results may depend on."""
-    everyone: tuple[str, ...]
+    all_sites: tuple[str, ...]
     """All known sites, including those that fail."""
     busy: tuple[str, ...]
     """Sites that have not answered a :class:`First` question yet."""
@@ -134,11 +134,11 @@ class Predicted:
         return self.request[site] if isinstance(self.request, Mapping) else self.request
 
 
-def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Mapping[str, object]:
+def requests_of(question: Several | First[Any], all_sites: tuple[str, ...]) -> Mapping[str, object]:
     """Return the request of each site that is asked."""
     match question:
         case Total(_, request, sites):
-            return dict.fromkeys(everyone if sites is None else sites, request)
+            return dict.fromkeys(all_sites if sites is None else sites, request)
         case Each() | First():
             return question.requests
 

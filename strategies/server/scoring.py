@@ -22,7 +22,7 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.options import CLASSES, COMMON, NUMBERS, SECOND_COLUMN, SEVERAL
+from fedgp_flower.options import CLASSIFICATION, DEFAULT_LIKELIHOODS, MULTICLASS, REAL_VALUED, SECOND_COLUMN
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
@@ -101,12 +101,12 @@ class Scoring:
 
     def _question(self, total: type[ScoreSums], request: object) -> Several:
         """Return a question for a total under masks, else for each site's scores; one site fits pooled models."""
-        everyone = self.session.roster().everyone
+        all_sites = self.session.roster().all_sites
         if total in (PooledScoreSums, BoostedScoreSums):
-            everyone = tuple(self.session.network.healthy()[:1])
+            all_sites = tuple(self.session.network.healthy()[:1])
         elif self.session.masking is not None:
-            return Total(total, request, everyone)
-        return Each(total, dict.fromkeys(everyone, request), retries=1)
+            return Total(total, request, all_sites)
+        return Each(total, dict.fromkeys(all_sites, request), retries=1)
 
     def evaluate(self, replies: Iterable[Message]) -> Evaluation | None:
         """Return the figures of the replies to an evaluation; None if no site scored a row."""
@@ -184,18 +184,18 @@ class Scoring:
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if SECOND_COLUMN.get(likelihood) == "event":
-            sites, middle = session.roster().everyone, preparation.training_target["mean"]
+            sites, middle = session.roster().all_sites, preparation.training_target["mean"]
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
             table = self.baseline(LifeTableScoreSums, Nothing())
             return table, None if line is None else self.baseline(LinearScoreSums, line)
-        other = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSES)
-        if other or likelihood not in COMMON | NUMBERS | SEVERAL or session.config.second_target:
+        other = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSIFICATION)
+        if other or likelihood not in DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS or session.config.second_target:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
         moved = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
         mean = constant(moved, rows, inputs, likelihood, scale)
-        line = session.run(linear_fit(session.roster().everyone, likelihood, inputs, len(preparation.classes)))
+        line = session.run(linear_fit(session.roster().all_sites, likelihood, inputs, len(preparation.classes)))
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
@@ -296,7 +296,7 @@ def constant(
 
     Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
     """
-    if likelihood in SEVERAL:
+    if likelihood in MULTICLASS:
         shares = shares_of(target)
         intercepts = np.log(shares[1:] / shares[0])[:, None]
         return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1))
@@ -321,7 +321,7 @@ def linear_fit(
     """
     if likelihood == "poisson":
         return None
-    if likelihood in CLASSES:
+    if likelihood in CLASSIFICATION:
         shape = classes - 1, 1 + inputs
         across = 2 * (np.eye(classes - 1) - 1 / classes)
         penalty = np.asarray(np.kron(across, np.diag([0.0, *np.ones(inputs)])), dtype=np.float64)
@@ -332,7 +332,7 @@ def linear_fit(
         if mode is None:
             return None
         weights = mode.reshape(shape)
-        if likelihood in SEVERAL:
+        if likelihood in MULTICLASS:
             return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
         return LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
     summed: Summed[Moments] = yield Total(Moments, Nothing(), sites)

@@ -106,11 +106,10 @@ class Contract(Expected):
             answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
-        if rows != described.rows:
-            reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
-        elif mismatch := misfit(self.requests[site], answer):
-            return mismatch
-        else:
+        reason = described.rows_mismatch("num-examples", rows)
+        if reason is None:
+            if mismatch := misfit(self.requests[site], answer):
+                return mismatch
             reason = refusal_of(answer, replace(described, added=self.added))
         if reason and self.enrolling:
             self.contradicted[site] = reason
@@ -218,11 +217,11 @@ class Session:
             try:
                 self._adopt(preparation)
                 if transform in TRANSFORMS:
-                    preparation = self.run(enrolment.transformed(preparation, transform, self.roster().everyone))
+                    preparation = self.run(enrolment.transformed(preparation, transform, self.roster().all_sites))
                 elif SECOND_COLUMN.get(self.config.model.likelihood) == "event":
-                    preparation = self.run(enrolment.followed(preparation, self.roster().everyone))
+                    preparation = self.run(enrolment.followed(preparation, self.roster().all_sites))
                 elif self.config.model.likelihood == "student-t" and self.config.standardise:
-                    preparation = self.run(enrolment.robustly_standardised(preparation, self.roster().everyone))
+                    preparation = self.run(enrolment.robustly_standardised(preparation, self.roster().all_sites))
                 self._adopt(adjusted(preparation))
                 return self.run(initialise())
             except ContradictionError as contradiction:
@@ -258,11 +257,11 @@ class Session:
     def roster(self) -> Roster:
         """Return the current sites."""
         rows, busy = self.preparation.rows, tuple(asked.site for asked in self.outstanding.values())
-        healthy, everyone = self.network.healthy(), self.network.sites()
+        healthy, all_sites = self.network.healthy(), self.network.sites()
         if self.masking is not None:
-            healthy, everyone = self.masking.taking_part(healthy), self.masking.taking_part(everyone)
+            healthy, all_sites = self.masking.taking_part(healthy), self.masking.taking_part(all_sites)
         known = {site: rows[site] for site in healthy}
-        return Roster(known, tuple(everyone), busy, self.network.round, self.masking is not None)
+        return Roster(known, tuple(all_sites), busy, self.network.round, self.masking is not None)
 
     def begin_round(self) -> None:
         """Count a round, admit new and returning sites, and check that there are enough."""

@@ -1,4 +1,4 @@
-"""Distributions of an observation around the function f, a file for each kind of target."""
+"""Likelihoods p(y | f); each module handles one kind of target."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BY_NAME: dict[str, type[PointLikelihood]] = {
     "ordinal": Grades,
     "categorical": Softmax,
 }
-"""By the name in ``model.likelihood``, those that need no noise to start from."""
+"""Likelihoods by ``model.likelihood``, built from a number of quadrature nodes."""
 
 
 OF_NUMBERS: dict[str, Callable[[float], PointLikelihood]] = {
@@ -44,14 +44,18 @@ OF_NUMBERS: dict[str, Callable[[float], PointLikelihood]] = {
     "student-t": HeavyTailed,
     "heteroscedastic": Heteroscedastic,
 }
-"""The others, which begin with a noise variance."""
+"""Likelihoods by ``model.likelihood``, built from an initial noise variance."""
 
 
 def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
-    """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
+    """The likelihood with a name of ``model.likelihood``; KeyError for another name.
+
+    ``noise`` is the initial noise variance σ² or squared scale, in standardised units; ``nodes`` is the number of nodes
+    of Gauss–Hermite quadrature.
+    """
     return OF_NUMBERS[name](noise) if name in OF_NUMBERS else BY_NAME[name](nodes)
 
 
 def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:
-    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit."""
+    """As :func:`build_point_likelihood`, but with the logit instead of the probit for two classes."""
     return Logit() if name == "bernoulli" else build_point_likelihood(name, noise=noise)

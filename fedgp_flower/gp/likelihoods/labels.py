@@ -1,4 +1,4 @@
-"""Two classes, with the probability Φ(f) or σ(f) of the second."""
+"""Likelihoods of two classes: the probability of the second class is Φ(f) (probit) or σ(f) (logit)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Bernoulli
 
@@ -18,11 +17,11 @@ from fedgp_flower.typing import Array
 
 
 class Probit(PointLikelihood):
-    """Labels y ∈ {0, 1} with p(y = 1 | f) = Φ(f); the predictive probability Φ(m / √(1 + v)) is closed form."""
+    """Labels y ∈ {0, 1} with p(y = 1 | f) = Φ(f); the predictive probability is Φ(m / √(1 + v))."""
 
-    def start(self, target: Mapping[str, float], beside: float) -> float:
-        """Φ⁻¹ of the share of the second class."""
-        del beside
+    def start(self, target: Mapping[str, float], second_mean: float) -> float:
+        """Φ⁻¹ of the frequency of the second class."""
+        del second_mean
         return float(special.ndtri(target["share"]))
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ class Probit(PointLikelihood):
         return in_float64(BernoulliLikelihood(), self)
 
     def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """In closed form, also where f is wide."""
+        """Closed form at any variance, by :func:`expected_log_probit`."""
         sign = 2.0 * targets.double() - 1.0
         value, alpha, beta = expected_log_probit(sign * mean.double(), variance.double())
         return value.sum(), sign * alpha, beta, torch.zeros_like(hyper)
@@ -45,52 +44,44 @@ class Probit(PointLikelihood):
         return self.log_density(targets, mean / (1.0 + variance).sqrt(), hyper)
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """Moments p = E Φ(f) = Φ(m / √(1 + v)) and p (1 − p)."""
+        """P = E Φ(f) = Φ(m / √(1 + v)) and p (1 − p)."""
         probability = torch.special.ndtr(mean / (1.0 + variance).sqrt())
         return probability, probability * (1.0 - probability)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Of the probability of the second class."""
+        """Scores of the probability of the second class."""
         probability, _ = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
         return bernoulli_scores(probability.numpy(), target)
 
 
 class Logit(PointLikelihood):
-    """Labels y ∈ {0, 1} with p(y = 1 | f) = σ(f): logistic regression where f is linear."""
+    """Labels y ∈ {0, 1} with p(y = 1 | f) = σ(f)."""
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log σ((2y − 1) f)."""
         return torch.nn.functional.logsigmoid((2.0 * targets - 1.0) * function)
 
-    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """:class:`LogisticLabels`: GPyTorch has none."""
-        return in_float64(LogisticLabels(), self)
+    def conditional(self, function: Tensor, hyper: Tensor) -> Bernoulli:
+        """Bernoulli with log odds f."""
+        return Bernoulli(logits=function)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """−E log(1 + e^{−(2y − 1) f})."""
         return -expected_softplus((1.0 - 2.0 * targets) * mean, variance)[0]
 
     def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """In closed form: α = y − E σ(f), β = E σ′(f)."""
+        """Closed form: α = y − E σ(f), β = E σ′(f)."""
         sign = 1.0 - 2.0 * targets
-        value, share, density = expected_softplus(sign * mean, variance)
-        return -value.sum(), -sign * share, density, torch.zeros_like(hyper)
+        value, probability, density = expected_softplus(sign * mean, variance)
+        return -value.sum(), -sign * probability, density, torch.zeros_like(hyper)
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """Log E σ((2y − 1) f), summed in logarithms."""
+        """Log E σ((2y − 1) f), by the logistic mixture in logarithms."""
         width, weight = (part.view(-1, *[1] * mean.ndim) for part in logistic_mixture())
         z = (2.0 * targets - 1.0) * mean / (variance + width.square()).sqrt()
         return torch.logsumexp(weight.log() + torch.special.log_ndtr(z), 0)
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """Moments p = E σ(f) and p (1 − p)."""
+        """P = E σ(f) and p (1 − p)."""
         probability = expected_softplus(mean, variance)[1]
         return probability, probability * (1.0 - probability)
-
-
-class LogisticLabels(_OneDimensionalLikelihood):
-    """Labels with log odds f, as a likelihood of GPyTorch."""
-
-    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Bernoulli:
-        """The distribution of y given f."""
-        return Bernoulli(logits=function_samples)

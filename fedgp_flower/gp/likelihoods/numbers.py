@@ -1,4 +1,4 @@
-"""Numbers with Gaussian noise, constant or varying, in closed form, and with the heavy tails of Student's t."""
+"""Likelihoods of real targets: Gaussian noise with constant or input-dependent variance, and Student-t noise."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributions import Normal, StudentT
 
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, rule
+from fedgp_flower.gp.likelihoods.point import ConditionalLikelihood, PointLikelihood, in_float64, trapezoidal_rule
 from fedgp_flower.scores import Scores, TargetUnits, mixture_quantiles, mixture_scores
 from fedgp_flower.typing import Array
 
 
 def gaussian_likelihood(noise: float) -> GaussianLikelihood:
-    """Gaussian noise of this variance, learned in log coordinates without a floor."""
+    """GPyTorch's Gaussian likelihood with noise variance ``noise``, trained in log σ² without a lower bound."""
     likelihood = GaussianLikelihood(noise_constraint=log_positive()).double()
     likelihood.noise = torch.tensor(noise, dtype=torch.float64)
     return likelihood
 
 
 class GaussianNoise(PointLikelihood):
-    """p(y | f) = N(y; f, σ²) with σ = exp(β_last): everything in closed form."""
+    """p(y | f) = N(y; f, σ²); the parameter is log σ. Every expectation is in closed form."""
 
     def __init__(self, noise: float = 0.1) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class GaussianNoise(PointLikelihood):
         return gaussian_likelihood(float((2.0 * hyper[-1]).exp()))
 
     def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets themselves, with precision 1 in units of 1/σ²."""
+        """The targets, with precision 1 in units of 1/σ²."""
         return targets, torch.ones_like(targets)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class GaussianNoise(PointLikelihood):
         return -0.5 * (torch.log(2 * math.pi * noise) + ((targets - mean).square() + variance) / noise)
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """Log density log N(y; m, v + σ²)."""
+        """Log N(y; m, v + σ²)."""
         total = variance + (2.0 * hyper[..., -1:]).exp()
         return -0.5 * (torch.log(2 * math.pi * total) + (targets - mean).square() / total)
 
@@ -61,79 +61,79 @@ class GaussianNoise(PointLikelihood):
 
 
 class MixedNoise(PointLikelihood):
-    """Numbers whose predictive distribution is a mixture of Gaussians around one mean."""
+    """A real target whose predictive distribution is a mixture of Gaussians with a common mean."""
 
     @abstractmethod
     def components(
         self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Their mean [*S, N], variances [Q, *S, N] and shares [Q, 1, …]; ``fine`` is for densities far away."""
+        """Mean [*S, N], variances [Q, *S, N] and weights [Q, 1, …] of the components; more components if ``fine``."""
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """Log density of noise and a normal f together."""
-        centre, total, shares = self.components(mean, variance, hyper, fine=True)
-        parts = shares.log() - 0.5 * (torch.log(2 * math.pi * total) + (targets - centre).square() / total)
+        """Logarithm of the mixture density at y."""
+        centre, total, weights = self.components(mean, variance, hyper, fine=True)
+        parts = weights.log() - 0.5 * (torch.log(2 * math.pi * total) + (targets - centre).square() / total)
         return torch.logsumexp(parts, 0)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Of the true predictive distribution."""
+        """Scores of the mixture in original units, for a standardised target [N]."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
-        means, sds, shares = self._mixture(*moments, hyper)
-        found = mixture_scores(units.scale * means, units.scale * sds, units.scale * target, shares)
+        means, sds, weights = self._mixture(*moments, hyper)
+        found = mixture_scores(units.scale * means, units.scale * sds, units.scale * target, weights)
         density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
         return Scores(found.sums | {"nll": len(target) * math.log(units.scale) - float(density.sum())}, found.arrays)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
-        """Of the true predictive distribution."""
-        means, sds, shares = self._mixture(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
-        return mixture_quantiles(means, sds, levels, shares)
+        """Quantiles of the mixture [levels, N]."""
+        means, sds, weights = self._mixture(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
+        return mixture_quantiles(means, sds, levels, weights)
 
     def _mixture(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Array, Array, Array]:
-        """Means and sds [Q, N], and shares [Q]."""
-        centre, total, shares = self.components(mean, variance, hyper)
-        return centre.expand_as(total).numpy(), total.sqrt().numpy(), shares[:, 0].numpy()
+        """Means and standard deviations [Q, N], and weights [Q]."""
+        centre, total, weights = self.components(mean, variance, hyper)
+        return centre.expand_as(total).numpy(), total.sqrt().numpy(), weights[:, 0].numpy()
 
 
 LEAST, MOST = 2.5, 20.0
-"""Degrees of freedom ν of Student-t noise: so many that it has a variance, and so many that it is nearly normal."""
+"""Bounds of the degrees of freedom ν of Student-t noise: the variance is finite, and the noise nearly Gaussian."""
 KAPPA = 1 / (1 / (4.0 - LEAST) - 1 / (MOST - LEAST))
-"""Of ν = 4."""
+"""The κ that gives ν = 4."""
 
 
 def freedom_of(hyper: Tensor) -> Tensor:
-    """ν = 2.5 + κ / (1 + κ / 17.5) [*S, 1] of parameters (log κ, log σ) [*S, 2]; ν = 4 where they are log σ alone."""
+    """ν = 2.5 + κ / (1 + κ / 17.5) [*S, 1] from parameters (log κ, log σ) [*S, 2]; ν = 4 from log σ alone [*S, 1]."""
     kappa = hyper[..., :-1].exp() if hyper.shape[-1] > 1 else torch.full_like(hyper, KAPPA)
     return LEAST + kappa / (1 + kappa / (MOST - LEAST))
 
 
 class HeavyTailed(MixedNoise):
-    """Student-t noise; the parameters are log κ of its degrees of freedom, and log of its scale σ."""
+    """Student-t noise; the parameters are log κ (see :func:`freedom_of`) and the log scale log σ."""
 
     def __init__(self, noise: float = 0.1) -> None:
         super().__init__(nodes=200)
         self.initial = torch.tensor([math.log(KAPPA), 0.5 * math.log(noise)], dtype=torch.float64)
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
-        """Log density of Student-t noise around f."""
+        """Log Student-t density of y − f."""
         return StudentT(freedom_of(hyper), function, hyper[..., -1:].exp(), validate_args=False).log_prob(targets)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """By an integral of closed forms, as exact where f is wider than the noise.
+        """E log p(y | f), by Frullani's integral, which is as accurate for large as for small variances of f.
 
-        With a = νσ², r = y − f ~ N(d, s) and any B > 0 (Frullani's integral),
+        With a = νσ², r = y − f ~ N(d, s) and any B > 0,
 
             E log(a + r²) = log B + ∫ [e^{−t} − E e^{−t (a + r²)/B}] dt/t,
             E e^{−t r²/B} = (1 + 2ts/B)^{−½} exp(−t d²/(B + 2ts)).
 
-        With B = E(a + r²) the integrand vanishes as t² where t is small.
+        With B = E(a + r²) the integrand is O(t²) as t → 0.
         """
-        freedom, apart = freedom_of(hyper), (targets - mean).square()
+        freedom, distance = freedom_of(hyper), (targets - mean).square()
         scale = freedom * (2.0 * hyper[..., -1:]).exp()
-        size = scale + apart + variance
+        size = scale + distance + variance
         t = logarithmic_rule(-13.0, 17.0, size.ndim)
-        wide = 1.0 + 2.0 * t * variance / size
-        inside = (-t * (scale + apart / wide) / size).exp() * wide.rsqrt()
-        logarithm = size.log() + SPACING * ((-t).exp() - inside).sum(0)
+        widened = 1.0 + 2.0 * t * variance / size
+        transform = (-t * (scale + distance / widened) / size).exp() * widened.rsqrt()
+        logarithm = size.log() + SPACING * ((-t).exp() - transform).sum(0)
         half = (freedom + 1.0) / 2.0
         normaliser = torch.lgamma(half) - torch.lgamma(freedom / 2.0) - 0.5 * math.log(math.pi)
         return normaliser + freedom / 2.0 * scale.log() - half * logarithm
@@ -141,10 +141,10 @@ class HeavyTailed(MixedNoise):
     def components(
         self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Student-t noise is normal with variance σ²/g, g ~ Gamma(ν/2, ν/2)."""
+        """Student-t noise is Gaussian with variance σ²/g, g ~ Gamma(ν/2, ν/2)."""
         g, half = logarithmic_rule(-45.0 if fine else -9.0, 3.2, variance.ndim), freedom_of(hyper) / 2.0
-        shares = SPACING * (half * (half * g).log() - half * g - torch.lgamma(half)).exp()
-        return mean, variance + (2.0 * hyper[..., -1:]).exp() / g, shares
+        weights = SPACING * (half * (half * g).log() - half * g - torch.lgamma(half)).exp()
+        return mean, variance + (2.0 * hyper[..., -1:]).exp() / g, weights
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean m and variance v + σ² ν / (ν − 2)."""
@@ -159,14 +159,14 @@ class HeavyTailed(MixedNoise):
 
 
 class Heteroscedastic(MixedNoise):
-    """Noise that varies: p(y | f, g) = N(y; f, e^g), g a Gaussian process beside f (Goldberg, Williams & Bishop 1998).
+    """Input-dependent noise: p(y | f, g) = N(y; f, e^g) with Gaussian processes f and g (Goldberg et al. 1998).
 
     With f ~ N(m, v) and g ~ N(a, b), independent under q, and w = e^{−a + b/2} = E e^{−g} (Lázaro-Gredilla & Titsias
     2011),
 
         E log p(y | f, g) = −½ [log 2π + a + ((y − m)² + v) w],
 
-    so that α = (y − m) w and β = w of f, and α = β − ½ and β = ½ ((y − m)² + v) w of g: both are log-concave.
+    so that f has α = (y − m) w and β = w, and g has β = ½ ((y − m)² + v) w and α = β − ½. It is concave in m and in a.
     """
 
     functions = ("mean", "noise")
@@ -175,9 +175,9 @@ class Heteroscedastic(MixedNoise):
         super().__init__()
         self.noise = noise
 
-    def start(self, target: Mapping[str, float], beside: float) -> Array:
-        """Zero, and the logarithm of the initial noise variance [2, 1]."""
-        del target, beside
+    def start(self, target: Mapping[str, float], second_mean: float) -> Array:
+        """Constants of f and g [2, 1]: zero and the logarithm of the initial noise variance."""
+        del target, second_mean
         return np.array([[0.0], [math.log(self.noise)]])
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
@@ -185,31 +185,27 @@ class Heteroscedastic(MixedNoise):
         return self.expected(targets, function, torch.zeros_like(function), hyper)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """In closed form."""
+        """−½ [log 2π + a + ((y − m)² + v) w]."""
         (m, a), (v, b) = mean.unbind(-2), variance.unbind(-2)
         return -0.5 * (math.log(2 * math.pi) + a + ((targets - m).square() + v) * (b / 2 - a).exp())
 
     def components(
         self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Given g the observation is normal with variance v + e^g."""
+        """Given g, y is Gaussian with variance v + e^g."""
         (m, a), (v, b) = mean.unbind(-2), variance.unbind(-2)
-        g, shares = rule(a, b) if fine else self._at_nodes(a, b)
-        return m, v + g.exp(), shares
+        g, weights = trapezoidal_rule(a, b) if fine else self._at_nodes(a, b)
+        return m, v + g.exp(), weights
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean m and variance v + e^{a + b/2}."""
         (m, a), (v, b) = mean.unbind(-2), variance.unbind(-2)
         return m, v + (a + b / 2).exp()
 
+    def conditional(self, function: Tensor, hyper: Tensor) -> Normal:
+        """N(y; f, e^g) given functions [*S, 2, N]."""
+        return Normal(function[..., 0, :], (function[..., 1, :] / 2).exp())
+
     def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """:class:`NoiseOfFunction`, which draws functions."""
-        return NoiseOfFunction()
-
-
-class NoiseOfFunction(Likelihood):
-    """Numbers around the first of two functions [*S, 2, N] with e^g as variance, as a likelihood of GPyTorch."""
-
-    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Normal:
-        """The distribution of y given f and g."""
-        return Normal(function_samples[..., 0, :], (function_samples[..., 1, :] / 2).exp())
+        """A GPyTorch likelihood that samples the functions [*S, 2, N]."""
+        return ConditionalLikelihood(self, hyper)

@@ -1,7 +1,7 @@
-"""What every likelihood answers: E_q log p(y | f), the predictive density, the moments, scores and quantiles of y.
+"""The interface of a likelihood: E_q log p(y | f), predictive density, and moments, scores and quantiles of y.
 
-Callers pass the parameters, as logarithms, so that one call serves many samples of them. GPyTorch rounds the nodes of
-quadrature to float32, and its ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
+Callers pass the likelihood parameters as logarithms, so that one call evaluates many samples of them. GPyTorch rounds
+quadrature nodes to float32, and its ``log_normal_cdf`` has errors of up to 2e-3 just below −1.
 """
 
 from __future__ import annotations
@@ -20,57 +20,62 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributions import Distribution
 
 from fedgp_flower.scores import Scores, TargetUnits, gaussian_scores
 from fedgp_flower.typing import Array, Targets
 
 WEAK = 0.01
-"""Precision of a label as a value of f: small enough for an update to move it anywhere."""
+"""Initial precision of f at a row, small enough for the first update to move f freely."""
 REACH, NODES = 7.0, 113
-"""Of the trapezoidal rule over f, in standard deviations: wrong by less than 1e-9 where f is ten times as wide as ε."""
+"""Range in standard deviations and number of nodes of :func:`trapezoidal_rule`.
+
+The error is below 1e-9 as long as the standard deviation of f is at most ten times that of the noise.
+"""
 NONE = torch.zeros(0, dtype=torch.float64)
-"""Parameters of a likelihood without any."""
+"""The parameters of a likelihood without parameters."""
 
 Slopes: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noise variance σ² e^{2ζ} with a Gaussian offset ζ: log σ², and under q its mean, variance, covariance with f."""
+    """Noise variance σ² e^{2ζ} with a Gaussian offset ζ: log σ², and mean, variance and covariance under q(f, ζ)."""
 
     log_variance: Tensor
     mean: Tensor
     variance: Tensor
-    covariance: Tensor  # with each f_n  [N]
+    covariance: Tensor  # cov(f_n, ζ)  [N]
 
 
 def split_target(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The target [N] and what stands beside it, such as exposure: ones where nothing does."""
+    """The target [N] and the second column [N]: exposure, trials or event; ones if there is no second column."""
     return (targets, torch.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 
 
-def rule(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of f [Q, *S, N] and their shares [Q, 1, …]."""
+def trapezoidal_rule(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes [Q, *S, N] and weights [Q, 1, …], with sum 1, for expectations over f ~ N(mean, variance)."""
     nodes = torch.linspace(-REACH, REACH, NODES, dtype=torch.float64).view(-1, *[1] * mean.ndim)
-    shares = (-0.5 * nodes.square()).exp()
-    return mean + variance.sqrt() * nodes, shares / shares.sum()
+    weights = (-0.5 * nodes.square()).exp()
+    return mean + variance.sqrt() * nodes, weights / weights.sum()
 
 
 class PointLikelihood(ABC):
-    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
+    """A likelihood ∏ p(y_n | f_n) over rows, for N rows, R parameters and any leading sample dimensions S.
 
-    Targets are [N], or [N, 2] with the column that stands beside the target. Where it is of several functions, their
-    means and variances are [C, N].
+    ``targets`` are [N], or [N, 2] with a second column: exposure, trials or event. ``hyper`` [*S, R] are the logarithms
+    of the parameters. ``mean`` and ``variance`` [*S, N] are those of f ~ N(mean, variance), or [C, N] if p(y | f) takes
+    C functions. Arrays are standardised unless a method names other units.
     """
 
-    initial: Float[Tensor, " R"] = NONE  # parameters at the start, in logarithms
-
+    initial: Float[Tensor, " R"] = NONE
+    """Initial parameters, as logarithms."""
     relative = False
-    """Whether it is of several functions of which only the differences matter."""
+    """Whether p(y | f) takes several functions and depends on their differences alone."""
     functions: tuple[str, ...] = ()
-    """Names of functions that have a kernel each; where it is of several without names, they share one."""
+    """Names of functions with a kernel each. Several functions without names share one kernel."""
     amplitude_spread = 1.0
-    """Of the prior of the kernel's amplitudes: sd of their logarithms."""
+    """Prior standard deviation of the logarithm of a kernel's amplitude."""
 
     def __init__(self, nodes: int = 20) -> None:
         points, weights = np.polynomial.hermite.hermgauss(nodes)  # for N(0, ½)
@@ -78,33 +83,40 @@ class PointLikelihood(ABC):
 
     @abstractmethod
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
-        """The conditional log p(y | f)."""
+        """The conditional log p(y | f) at values ``function`` [*S, N] of f."""
 
-    @abstractmethod
+    def conditional(self, function: Tensor, hyper: Tensor) -> Distribution:
+        """The distribution p(y | f) in torch, for an exposure or a number of trials of 1 and without censoring."""
+        raise NotImplementedError
+
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
-        """The same model as a likelihood of GPyTorch."""
+        """This likelihood as a GPyTorch likelihood, with the same quadrature."""
+        return in_float64(QuadratureLikelihood(self, hyper), self)
 
-    def start(self, target: Mapping[str, float], beside: float) -> float | Array:
-        """The constant f, or each [C, 1], that suits what is known of targets and the mean of what is beside them."""
-        del target, beside
+    def start(self, target: Mapping[str, float], second_mean: float) -> float | Array:
+        """Initial constant of f, or [C, 1] for C functions.
+
+        ``target`` holds statistics of the target, ``second_mean`` is the mean of the second column (1 without one).
+        """
+        del target, second_mean
         return 0.0
 
     def start_parameters(self, target: Mapping[str, float]) -> Float[Tensor, " R"]:
-        """Parameters that suit what is known of all targets."""
+        """Initial parameters from statistics of the target."""
         del target
         return self.initial
 
     def as_function(self, targets: Targets) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Values of f that targets suggest, and the precision of each: where factors start; here weak."""
+        """Initial value and precision of f at each row; by default the target with precision :data:`WEAK`."""
         return targets, torch.full_like(targets, WEAK)
 
     def expected(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> Tensor:
-        """E log p(y | f) with f ~ N(mean, variance), both [*S, N]: Σ_j w_j log p(y | m + √(2v) x_j)."""
+        """E log p(y | f) [*S, N], by Gauss–Hermite quadrature Σ_j w_j log p(y | m + √(2v) x_j)."""
         function, weights = self._at_nodes(mean, variance)
         return (weights * self.log_density(targets, function, hyper)).sum(0)
 
     def slopes(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """Σ of :meth:`expected`, α = ∂/∂m and β = −2 ∂/∂s [N] of f ~ N(m, s), and the derivative by parameters [R]."""
+        """Σ_n :meth:`expected`, α = ∂/∂m [N], β = −2 ∂/∂s [N] for f ~ N(m, s), and the gradient by parameters [R]."""
         leaves = [values.detach().double().requires_grad_() for values in (mean, variance, hyper)]
         with torch.enable_grad():
             total = self.expected(targets, *leaves).sum()
@@ -112,21 +124,21 @@ class PointLikelihood(ABC):
         return total.detach(), alpha, -2 * slope, by_hyper
 
     def log_predictive(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> Tensor:
-        """Log ∫ p(y | f) N(f; mean, variance) df, in logarithms: far from every node it is small, but not zero."""
+        """Log ∫ p(y | f) N(f; mean, variance) df [*S, N]. The sum over nodes uses logarithms and does not underflow."""
         function, weights = self._at_nodes(mean, variance)
         return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
 
     @abstractmethod
     def moments(self, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of a noisy observation."""
+        """Predictive mean and variance of y [*S, N]."""
 
     def observed(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` of rows with what stands beside their targets, such as their exposure."""
+        """:meth:`moments` given the second column of ``targets``, such as the exposure of each row."""
         del targets
         return self.moments(mean, variance, hyper)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Scores in original units of a standardised target; intervals and CRPS as of a Gaussian."""
+        """Scores in original units for a standardised target [N]; intervals and CRPS treat y as Gaussian."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
         scale = units.scale
@@ -135,29 +147,30 @@ class PointLikelihood(ABC):
         return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
-        """Quantiles [levels, N] of a noisy observation."""
+        """Predictive quantiles of y [levels, N]; NotImplementedError if y is Gaussian or binary."""
         raise NotImplementedError
 
     def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
-        """:meth:`expected` for jointly Gaussian (f, ζ): without Gaussian noise there is no ζ.
+        """:meth:`expected` for jointly Gaussian (f, ζ), if the likelihood is Gaussian; others have no ζ.
 
-        Weighting by e^{−2ζ} moves the mean of f by −2 cov(f, ζ) and leaves its variance:
+        The weight e^{−2ζ} shifts the mean of f by −2 cov(f, ζ) and keeps its variance:
         E[e^{−2ζ}(y − f)²] = exp(−2 E ζ + 2 var ζ) [(y − m + 2 cov)² + v].
         """
-        weighed = torch.atleast_1d(0.5 * noise.log_variance + noise.mean - noise.variance)
-        return self.expected(targets, mean - 2 * noise.covariance, variance, weighed) - noise.variance
+        log_sd = torch.atleast_1d(0.5 * noise.log_variance + noise.mean - noise.variance)
+        return self.expected(targets, mean - 2 * noise.covariance, variance, log_sd) - noise.variance
 
     def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` where E e^{2ζ} = exp(2 E ζ + 2 var ζ)."""
+        """:meth:`moments` with the expected noise variance, σ² E e^{2ζ} = σ² exp(2 E ζ + 2 var ζ)."""
         return self.moments(mean, variance, torch.atleast_1d(0.5 * noise.log_variance + noise.mean + noise.variance))
 
     def _at_nodes(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Gauss–Hermite nodes [Q, *S, N] and weights [Q, 1, …] for f ~ N(mean, variance)."""
         shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
         return mean + (2.0 * variance).sqrt() * self.nodes.view(shape), self.weights.view(shape)
 
 
 class LearnedLikelihood(gpytorch.Module):
-    """A likelihood whose parameters are learned; called as those of GPyTorch are."""
+    """A likelihood with trainable parameters [R], called like a GPyTorch likelihood."""
 
     def __init__(self, point: PointLikelihood, hyper: Tensor) -> None:
         super().__init__()
@@ -168,12 +181,28 @@ class LearnedLikelihood(gpytorch.Module):
             self.register_buffer("hyper", hyper)
 
     def expected_log_prob(self, observations: Tensor, function_dist: MultivariateNormal) -> Tensor:
-        """E log p(y_n | f_n) of each row, [N]."""
+        """E log p(y_n | f_n) of each row [N]."""
         return self.point.expected(observations, function_dist.mean, function_dist.variance, self.hyper)
 
 
+class ConditionalLikelihood(Likelihood):
+    """A :class:`PointLikelihood` with fixed parameters [R] as a GPyTorch likelihood, which samples f."""
+
+    def __init__(self, point: PointLikelihood, hyper: Tensor) -> None:
+        super().__init__()
+        self.point, self.hyper = point, hyper.detach()
+
+    def forward(self, function_samples: Tensor, *_: object, **keywords: Tensor) -> Distribution:
+        """The distribution p(y | f); keywords go to :meth:`PointLikelihood.conditional`."""
+        return self.point.conditional(function_samples, self.hyper, **keywords)
+
+
+class QuadratureLikelihood(ConditionalLikelihood, _OneDimensionalLikelihood):
+    """The same for a single function, with Gauss–Hermite quadrature instead of samples."""
+
+
 def in_float64(likelihood: _OneDimensionalLikelihood, point: PointLikelihood) -> Likelihood:
-    """With the same quadrature, in float64."""
+    """Give a GPyTorch likelihood the quadrature of ``point``, in float64; returns the likelihood."""
     likelihood.quadrature.locations = point.nodes
     likelihood.quadrature.weights = point.weights * math.sqrt(math.pi)
     return likelihood

@@ -1,6 +1,6 @@
-"""Times to an event, some of them censored: log t = f + σ ε, an accelerated failure time model (Wei 1992).
+"""Likelihoods of censored event times: the accelerated failure time model log t = f + σ ε (Wei 1992).
 
-With z = (log t − f) / σ a time that was seen has the density p(z) / (σ t), and one that is censored says S(z) alone.
+With z = (log t − f) / σ, an observed event at t has likelihood p(z) / (σ t), and a time censored at t has S(z).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
-from gpytorch.likelihoods import Likelihood
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import (
     AffineTransform,
@@ -25,75 +23,68 @@ from torch.distributions import (
 )
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, rule, split_target
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, split_target, trapezoidal_rule
 from fedgp_flower.scores import Scores, TargetUnits, time_scores
 from fedgp_flower.typing import Array
 
 HALVINGS = 60
-"""Steps of the bisection for a quantile."""
+"""Bisection steps for a quantile."""
 
 
 class Times(PointLikelihood):
-    """Times to an event; beside each stands 1 where the event was seen and 0 where it is censored. σ is learned."""
+    """Event times; the second column is 1 for an observed event and 0 for censoring. The parameter is log σ."""
 
     initial = torch.zeros(1, dtype=torch.float64)
 
-    def start(self, target: Mapping[str, float], beside: float) -> float:
-        """Log of all time over all events: exact for a constant risk."""
-        return math.log(target["mean"] / beside)
+    def start(self, target: Mapping[str, float], second_mean: float) -> float:
+        """Logarithm of the total time per observed event: the estimate for a constant hazard."""
+        return math.log(target["mean"] / second_mean)
 
     @abstractmethod
     def parts(self, z: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """E log p(z) and E log S(z) of ε at z ~ N(z, variance)."""
-
-    @abstractmethod
-    def noise(self, function: Tensor, scale: Tensor) -> Distribution:
-        """The distribution of t given f."""
+        """E log p and E log S of ε at an argument ~ N(z, variance) [*S, N]."""
 
     @abstractmethod
     def tail(self, z: Tensor) -> Tensor:
-        """Log S(z)."""
+        """Log S(z) [*S, N]."""
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
-        """Log p(t | f), or log P(T > t | f)."""
-        found = self._of_parts(targets, function, torch.zeros_like(function), hyper)
-        time, seen = split_target(targets)
-        return torch.where(seen == 1, found, self.tail((time.log() - function) * (-hyper[..., -1:]).exp()))
+        """Log p(t | f) for an observed event, log P(T > t | f) for a censored time."""
+        expected = self.expected(targets, function, torch.zeros_like(function), hyper)
+        time, event = split_target(targets)
+        return torch.where(event == 1, expected, self.tail((time.log() - function) * (-hyper[..., -1:]).exp()))
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """The same for f ~ N(m, v), in closed form."""
-        return self._of_parts(targets, mean, variance, hyper)
-
-    def _of_parts(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        time, seen = split_target(targets)
+        """E log p(t | f) for an observed event, E log P(T > t | f) for a censored time, in closed form."""
+        time, event = split_target(targets)
         log_scale, log_time = hyper[..., -1:], time.log()
-        seen_part, tail = self.parts((log_time - mean) / log_scale.exp(), variance * (-2 * log_scale).exp())
-        return seen * (seen_part - log_scale - log_time) + (1 - seen) * tail
+        density, tail = self.parts((log_time - mean) / log_scale.exp(), variance * (-2 * log_scale).exp())
+        return event * (density - log_scale - log_time) + (1 - event) * tail
 
     def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the time."""
+        """Log t with precision :data:`WEAK`."""
         return super().as_function(split_target(targets)[0].log())
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """By the trapezoidal rule over f."""
-        function, shares = rule(mean, variance)
-        return torch.logsumexp(self.log_density(targets, function, hyper) + shares.log(), 0)
+        """Logarithm of the predictive density or survival, by :func:`trapezoidal_rule`."""
+        function, weights = trapezoidal_rule(mean, variance)
+        return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
 
     def survival(self, times: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """P(T > t) of each row [N], for times that broadcast with [*, N]."""
+        """P(T > t) [*, N] at ``times`` that broadcast with [*, N], in the units of the target."""
         shape = torch.broadcast_shapes(times.shape, mean.shape)
-        function, shares = rule(mean.expand(shape), variance.expand(shape))
+        function, weights = trapezoidal_rule(mean.expand(shape), variance.expand(shape))
         z = (times.log() - function) * (-hyper[..., -1:]).exp()
-        return (shares * self.tail(z).exp()).sum(0)
+        return (weights * self.tail(z).exp()).sum(0)
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """Median, and the square of half the central 68 %: the mean of a time may be infinite."""
+        """Median, and the square of half the width of the central 68 % interval; the mean may be infinite."""
         centre, spread = (part.detach().double().cpu().numpy() for part in (mean, variance))
         low, middle, high = self.quantiles(centre, spread, hyper, (0.16, 0.5, 0.84))
         return torch.from_numpy(middle), torch.from_numpy((high - low) / 2).square()
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Of times some of which are censored."""
+        """Scores of censored times [N, 2] in their units; needs ``units.follow_up``."""
         targets, hyper = torch.from_numpy(target), hyper.detach().double().cpu()
         moments = torch.from_numpy(mean), torch.from_numpy(variance)
 
@@ -105,7 +96,7 @@ class Times(PointLikelihood):
         return time_scores(mean, 1 - survival(target[:, 0]), nll, target, follow_up, survival)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
-        """Times [levels, N] by which so many have had the event, by bisection of log t."""
+        """Times t [levels, N] with P(T ≤ t) = level, by bisection over log t."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         reach = 40 * float(hyper[-1].exp()) + 8 * moments[1].sqrt()
         low, high = ((moments[0] + sign * reach).expand(len(levels), -1) for sign in (-1, 1))
@@ -116,13 +107,9 @@ class Times(PointLikelihood):
             low, high = torch.where(early, middle, low), torch.where(early, high, middle)
         return ((low + high) / 2).exp().numpy()
 
-    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """:class:`AcceleratedTimes`: GPyTorch has none."""
-        return in_float64(AcceleratedTimes(self, hyper.detach()[-1].exp()), self)
-
 
 class WeibullTimes(Times):
-    """Weibull times, also proportional hazards: S(z) = exp(−eᶻ)."""
+    """Weibull times, a proportional hazards model: S(z) = exp(−eᶻ)."""
 
     def parts(self, z: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Z − E eᶻ and −E eᶻ."""
@@ -133,55 +120,43 @@ class WeibullTimes(Times):
         """−eᶻ."""
         return -z.exp()
 
-    def noise(self, function: Tensor, scale: Tensor) -> Distribution:
+    def conditional(self, function: Tensor, hyper: Tensor) -> Distribution:
         """Weibull with shape 1/σ and scale eᶠ."""
-        return Weibull(function.exp(), 1 / scale, validate_args=False)
+        return Weibull(function.exp(), (-hyper[-1]).exp(), validate_args=False)
 
 
 class LogLogisticTimes(Times):
-    """Times whose odds are proportional: S(z) = 1 / (1 + eᶻ)."""
+    """Log-logistic times, a proportional odds model: S(z) = 1 / (1 + eᶻ)."""
 
     def parts(self, z: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Z − 2 E log(1 + eᶻ) and −E log(1 + eᶻ)."""
-        both = expected_softplus(z, variance.expand_as(z))[0]
-        return z - 2 * both, -both
+        softplus = expected_softplus(z, variance.expand_as(z))[0]
+        return z - 2 * softplus, -softplus
 
     def tail(self, z: Tensor) -> Tensor:
         """−log(1 + eᶻ)."""
         return -torch.nn.functional.softplus(z)
 
-    def noise(self, function: Tensor, scale: Tensor) -> Distribution:
-        """The exponential of a logistic variable."""
-        even = Uniform(torch.zeros_like(function), torch.ones_like(function), validate_args=False)
-        steps = [SigmoidTransform().inv, AffineTransform(function, scale), ExpTransform()]
-        return TransformedDistribution(even, steps, validate_args=False)
+    def conditional(self, function: Tensor, hyper: Tensor) -> Distribution:
+        """The exponential of a logistic variable with mean f and scale σ."""
+        uniform = Uniform(torch.zeros_like(function), torch.ones_like(function), validate_args=False)
+        steps = [SigmoidTransform().inv, AffineTransform(function, hyper[-1].exp()), ExpTransform()]
+        return TransformedDistribution(uniform, steps, validate_args=False)
 
 
 class LogNormalTimes(Times):
-    """Times whose logarithm is normal: S(z) = Φ(−z)."""
+    """Log-normal times: S(z) = Φ(−z)."""
 
     def parts(self, z: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """−½ (log 2π + z² + v) and E log Φ(−z)."""
-        seen = -0.5 * (math.log(2 * math.pi) + z.square() + variance)
-        return seen, expected_log_probit(-z, variance.expand_as(z))[0]
+        density = -0.5 * (math.log(2 * math.pi) + z.square() + variance)
+        return density, expected_log_probit(-z, variance.expand_as(z))[0]
 
     def tail(self, z: Tensor) -> Tensor:
         """Log Φ(−z)."""
         values: Tensor = torch.special.log_ndtr(-z)
         return values
 
-    def noise(self, function: Tensor, scale: Tensor) -> Distribution:
-        """Log-normal."""
-        return LogNormal(function, scale, validate_args=False)
-
-
-class AcceleratedTimes(_OneDimensionalLikelihood):
-    """Times without censoring, as a likelihood of GPyTorch."""
-
-    def __init__(self, times: Times, scale: Tensor) -> None:
-        super().__init__()
-        self.times, self.scale = times, scale
-
-    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Distribution:
-        """The distribution of t given f."""
-        return self.times.noise(function_samples, self.scale)
+    def conditional(self, function: Tensor, hyper: Tensor) -> Distribution:
+        """Log-normal with mean f and standard deviation σ of log t."""
+        return LogNormal(function, hyper[-1].exp(), validate_args=False)

@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.shared_messages import Described, dwarfing
+from fedgp_flower.shared_messages import Described, oversized
 from fedgp_flower.typing import AnyShape
 
 
@@ -47,7 +47,7 @@ class ExpansionShare:
     @staticmethod
     def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:
         """Return sites whose precision dwarfs those of the others."""
-        return dwarfing(answers, rows, "precision", lambda share: float(np.trace(share.precision)))
+        return oversized(answers, rows, "precision", lambda share: float(np.trace(share.precision)))
 
 
 @message()

@@ -1,10 +1,9 @@
-"""The site's half of a mixed model: sums over its groups, and predictions with what its groups' rows say."""
+"""The client of a mixed model: sums over the groups of a site, and predictions given the rows of these groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -19,7 +18,6 @@ from fedgp_flower.lazy import pd
 from fedgp_flower.methods.mixed_model.design import (
     TERM,
     Columns,
-    Design,
     columns,
     decoded,
     design,
@@ -55,175 +53,177 @@ from fedgp_flower.typing import Array
 
 
 class MixedClient(SiteClient):
-    """Sums of the groups of the site."""
+    """Answers the messages of a mixed model from the rows of one site."""
 
     def outline(self, request: Nothing) -> Outline:
-        """Cross-products of the columns, and rough linear predictors."""
+        """Cross-products of the design matrices, and of the fixed effects with initial linear predictors."""
         del request
-        found, around = columns(self.formula, self.site.train, self.preparation), self.around
-        x = found.fixed / sizes(around.fixed)
+        raw, at_reference = columns(self.formula, self.site.train, self.preparation), self.reference
+        x = raw.fixed / sizes(at_reference.fixed)
         family = FAMILIES[self.likelihood](torch.tensor(SHAPES.get(self.likelihood, ())))
-        rough = family.started(self.targets, torch.from_numpy(found.offset / self.scale)).numpy()
-        effects = (matrix / sizes(other) for matrix, other in zip(found.effects, around.effects, strict=True))
+        initial = family.initial(self.targets, torch.from_numpy(raw.offset / self.scale)).numpy()
+        effects = (z / sizes(other) for z, other in zip(raw.effects, at_reference.effects, strict=True))
         grams = [np.empty(0), *((z.T @ z).ravel() for z in effects)]
-        return Outline(x.T @ x, x.T @ rough, np.concatenate(grams), np.array(float(len(x))))
+        return Outline(x.T @ x, x.T @ initial, np.concatenate(grams), np.array(float(len(x))))
 
     def restricted(self, request: Trials) -> Restricted:
-        """What restricted maximum likelihood needs, with derivatives by θ and log ℓ."""
+        """Sums for the restricted likelihood at each trial, with their derivatives by θ and log ℓ."""
         rows, smooth = self.crossed, self.smooths
         points = torch.tensor(request.points[:, : rows.terms.count + sum(smooth.lengths)])
         widest = max(rows.inner.count * rows.inner.effects.shape[1], self.num_examples * len(smooth.terms), 1)
         entries = widest * (sum(smooth.widths) + rows.fixed.shape[1] + 1) * (1 + points.shape[1]) ** 2
         features = partial(smooth.features, smooth.at(self.site.train))
-        together = min(TOGETHER, 1 + MOST // entries)
-        each = vmap(partial(restricted_sums, rows, features=features), chunk_size=together)
-        values, slopes, curvatures = (part.numpy() for part in each(points))
+        sums = vmap(partial(restricted_sums, rows, features=features), chunk_size=min(TOGETHER, 1 + MOST // entries))
+        values, slopes, curvatures = (part.numpy() for part in sums(points))
         lower = np.tril_indices(points.shape[1])
-        return Restricted(values, slopes, curvatures[:, *lower], *self.counted)
+        return Restricted(values, slopes, curvatures[:, *lower], *self.counts)
 
     def marginal(self, request: Trials) -> MarginalSums:
-        """Log marginal likelihoods of the groups, with derivatives by all parameters."""
+        """The log marginal likelihood at each trial, with derivatives by all parameters."""
         points, turns, inputs = (
-            *map(torch.tensor, (request.points, request.turns)),
+            torch.tensor(request.points),
+            torch.tensor(request.turns),
             self.smooths.at(self.site.train),
         )
-        found = derivatives(self.crossed, FAMILIES[self.likelihood], points, self.smooths, inputs, turns)
-        values, gradients, hessians, bends = (part.numpy() for part in found)
-        return MarginalSums(values, gradients, hessians, bends, *self.counted)
+        sums = derivatives(self.crossed, FAMILIES[self.likelihood], points, self.smooths, inputs, turns)
+        values, gradients, hessians, bends = (part.numpy() for part in sums)
+        return MarginalSums(values, gradients, hessians, bends, *self.counts)
 
     def site_effect(self, request: MixedView) -> SiteEffect:
-        """The intercept of this site: η of a row without any other effect."""
+        """The conditional random intercept of this site: η of a row with all other effects zero."""
         effects = []
-        for k, (term, names) in enumerate(zip(self.formula.random, self.around.effect_names, strict=True)):
+        for k, (term, names) in enumerate(zip(self.formula.random, self.reference.effect_names, strict=True)):
             row = np.zeros((1, len(names)))
             if not self.columns_of(term.group) and "intercept" in names:
                 row[0, names.index("intercept")] = 1.0
             effects.append(whitened(row, self.setting.constants[f"{TERM}{k}"]))
-        none = torch.zeros(1, len(request.beta), dtype=torch.float64)
-        found = Design(none, none[:, 0], tuple(effects))
-        mean, variance = self.latent(request, found, self.site.train.iloc[:1], known=True)
+        zero = torch.zeros(1, len(request.beta), dtype=torch.float64)
+        mean, variance = self.conditional(request, zero, effects, self.site.train.iloc[:1], known=True)
         return SiteEffect(mean.reshape(()), variance.reshape(()))
 
     def predict(self, request: MixedView, inputs: Array) -> Prediction:
-        """An observation of a new group."""
-        return self.observed(request, *self.linear(request, decoded(inputs, self.preparation), known=False))
+        """Mean and variance of an observation of a new group."""
+        return self.observation(request, *self.predictor(request, decoded(inputs, self.preparation), known=False))
 
     def held_out(self, request: MixedView) -> Prediction:
-        """Observations of the held-out rows; those of groups with training rows by what these say."""
-        return self.observed(request, *self.linear(request, self.site.test, known=True))
+        """Mean and variance of the held-out rows, given the training rows of their groups."""
+        return self.observation(request, *self.predictor(request, self.site.test, known=True))
 
     def score(self, request: MixedView) -> Scores:
-        """Scores by the likelihood."""
-        y, (mean, variance), name = self.rows.y_test, self.linear(request, self.site.test, known=True), self.likelihood
+        """Scores of the held-out rows."""
+        y, (mean, variance), name = (
+            self.rows.y_test,
+            self.predictor(request, self.site.test, known=True),
+            self.likelihood,
+        )
         if name == "gaussian":
-            return self.units.gaussian_scores(self.observed(request, mean, variance), y)
+            return self.units.gaussian_scores(self.observation(request, mean, variance), y)
         return canonical_likelihood(name).scores(mean, variance, y, torch.tensor(request.shape), self.units)
-
-    # What the handlers work with.
 
     @property
     def formula(self) -> Formula:
-        """The model."""
+        """The parsed formula of the model."""
         return parse(self.config.formula)
 
     @property
     def likelihood(self) -> str:
-        """Its name."""
+        """The name of the likelihood."""
         return self.config.model.likelihood
 
     @property
     def scale(self) -> float:
-        """Units of the target of one of the model's; offsets have none where noise is not Gaussian."""
+        """One standardised unit of η in units of the table; 1 unless the noise is Gaussian."""
         return self.preparation.target_scale
 
     @cached_property
-    def around(self) -> Columns:
-        """The columns at reference rows."""
+    def reference(self) -> Columns:
+        """The design matrices at the reference rows."""
         return reference(self.formula, self.preparation)
 
     @cached_property
     def targets(self) -> Tensor:
-        """The targets, in units of their standard deviation; about their mean where there is an intercept."""
+        """The targets [N] in units of their standard deviation, and centred if the model has an intercept."""
         return torch.from_numpy(self.rows.y + self.shift)
 
     @property
     def shift(self) -> float:
-        """What is added to standardised targets."""
-        return 0.0 if "intercept" in self.around.names else self.preparation.target_mean / self.scale
+        """The mean that :attr:`targets` add to standardised targets."""
+        return 0.0 if "intercept" in self.reference.names else self.preparation.target_mean / self.scale
 
     @cached_property
     def crossed(self) -> Crossed:
-        """The rows and the factors that group them."""
-        found = design(self.formula, self.site.train, self.preparation, self.setting.constants)
-        factors = [self.factor(group, found, self.site.train, known=True) for group in self.grouped]
-        widths = Terms(tuple(effects.shape[1] for effects in found.effects))
-        return Crossed(widths, found.fixed, found.offset / self.scale, self.targets, factors)
+        """The training rows and their grouping factors."""
+        fixed, offset, effects = design(self.formula, self.site.train, self.preparation, self.setting.constants)
+        factors = [self.factor(group, effects, self.site.train, known=True) for group in self.factor_terms]
+        terms = Terms(tuple(z.shape[1] for z in effects))
+        return Crossed(terms, fixed, offset / self.scale, self.targets, factors)
 
     @cached_property
     def smooths(self) -> Smooths:
-        """The smooth terms."""
+        """The smooth terms of the formula."""
         return smooths(self.formula, self.preparation)
 
     @property
-    def grouped(self) -> Mapping[tuple[str, ...], list[int]]:
-        """The terms of each factor."""
-        found: dict[tuple[str, ...], list[int]] = {}
+    def factor_terms(self) -> Mapping[tuple[str, ...], list[int]]:
+        """The random terms of each grouping factor, in the order of the formula."""
+        factors: dict[tuple[str, ...], list[int]] = {}
         for k, term in enumerate(self.formula.random):
-            found.setdefault(term.group, []).append(k)
-        return found
+            factors.setdefault(term.group, []).append(k)
+        return factors
 
     @property
-    def counted(self) -> tuple[Array, Array]:
-        """Rows, and groups of each factor in the order of the formula."""
-        counts = [labels(self.site.train, self.columns_of(group)).nunique() for group in self.grouped]
-        return np.array(float(self.num_examples)), np.array(counts, dtype=np.float64)
+    def counts(self) -> tuple[Array, Array]:
+        """The number of rows, and of groups of each factor in the order of the formula."""
+        groups = [labels(self.site.train, self.columns_of(group)).nunique() for group in self.factor_terms]
+        return np.array(float(self.num_examples)), np.array(groups, dtype=np.float64)
 
     def columns_of(self, group: tuple[str, ...]) -> list[str]:
-        """The columns that name a group; none for the site."""
+        """The columns whose values identify a group; empty if the site is the group."""
         return [name for name in group if name not in self.config.sites_named]
 
-    def linear(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
-        """Mean and variance of η at rows of a table, in units of the model; unless ``known`` their groups are new."""
-        found = design(self.formula, frame, self.preparation, self.setting.constants)
+    def predictor(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
+        """Mean and variance of η [N] at rows of a table, in standardised units; all groups are new unless ``known``."""
+        fixed, offset, effects = design(self.formula, frame, self.preparation, self.setting.constants)
         _, lengths, amplitudes = self.split(request)
-        parts = self.smooths.features(self.smooths.at(frame), lengths)
-        found = replace(found, fixed=torch.cat([*parts, found.fixed], dim=1))
-        mean, variance = self.latent(request, found, frame, known)
-        left = [a**2 * (1 - part.square().sum(1)) for a, part in zip(amplitudes, parts, strict=True)]
-        return mean, variance + request.noise * sum(left, start=torch.zeros(len(frame))).numpy()
+        features = self.smooths.features(self.smooths.at(frame), lengths)
+        mean, variance = self.conditional(request, torch.cat([*features, fixed], dim=1), effects, frame, known)
+        unexplained = [a**2 * (1 - phi.square().sum(1)) for a, phi in zip(amplitudes, features, strict=True)]
+        variance += request.noise * sum(unexplained, start=torch.zeros(len(frame))).numpy()
+        return mean + (offset / self.scale).numpy(), variance
 
     def split(self, request: MixedView) -> tuple[Tensor, ...]:
-        """Relative covariances, log ℓ and a."""
+        """The parts of θ: relative covariances, log ℓ and a."""
         sizes = [self.crossed.terms.count, sum(self.smooths.lengths), len(self.smooths.terms)]
         return torch.tensor(request.theta).split(sizes)
 
-    def latent(self, request: MixedView, found: Design, frame: pd.DataFrame, known: bool) -> tuple[Array, Array]:
-        """The same of whitened rows with their features, whose groups the table names."""
-        beta, covariance = torch.tensor(request.beta), torch.tensor(request.covariance)
+    def conditional(
+        self, request: MixedView, fixed: Tensor, effects: Sequence[Tensor], frame: pd.DataFrame, known: bool
+    ) -> tuple[Array, Array]:
+        """:meth:`predictor` without offset, from features and whitened columns ``fixed`` [N, E] and ``effects``."""
         theta, lengths, _ = self.split(request)
-        factors = [self.factor(group, found, frame, known) for group in self.grouped]
         rows = copy(self.crossed)
-        here = self.smooths.features(self.smooths.at(self.site.train), lengths)
-        rows.fixed = torch.cat([*here, rows.fixed], dim=1)
-        ordered = [factors[k] for k in rows.order]
+        features = self.smooths.features(self.smooths.at(self.site.train), lengths)
+        rows.fixed = torch.cat([*features, rows.fixed], dim=1)
         marginal = Marginal(rows, FAMILIES[self.likelihood](torch.tensor(request.shape)))
-        conditional = Conditional(marginal, beta, theta)
-        inner = ordered[0] if ordered else Factor(torch.zeros(len(frame), dtype=torch.int64), 0, found.fixed[:, :0], ())
+        conditional = Conditional(marginal, torch.tensor(request.beta), theta)
+        factors = [self.factor(group, effects, frame, known) for group in self.factor_terms]
+        no_factor = Factor(torch.zeros(len(frame), dtype=torch.int64), 0, fixed[:, :0], ())
+        inner, *others = [factors[k] for k in rows.order] or [no_factor]
         with torch.no_grad():
-            mean, variance = conditional.linear(found.fixed, inner, ordered[1:], covariance, request.noise)
-        return (mean + found.offset / self.scale).numpy(), variance.numpy()
+            moments = conditional.linear(fixed, inner, others, torch.tensor(request.covariance), request.noise)
+        return moments[0].numpy(), moments[1].numpy()
 
-    def factor(self, group: tuple[str, ...], found: Design, frame: pd.DataFrame, known: bool) -> Factor:
-        """How rows of a table are grouped; −1 for a group without training rows."""
-        here, there = (labels(table, self.columns_of(group)) for table in (self.site.train, frame))
-        names = pd.Index(here.unique())
-        level = names.get_indexer(pd.Index(there)) if known else np.full(len(frame), -1)
-        terms = self.grouped[group]
-        effects = torch.cat([found.effects[k] for k in terms], dim=1)
-        return Factor(torch.from_numpy(level.astype(np.int64)), len(names), effects, tuple(terms))
+    def factor(self, group: tuple[str, ...], effects: Sequence[Tensor], frame: pd.DataFrame, known: bool) -> Factor:
+        """The grouping factor of the rows of a table; level −1 for a new group, and for all groups unless ``known``."""
+        trained, asked = (labels(table, self.columns_of(group)) for table in (self.site.train, frame))
+        names = pd.Index(trained.unique())
+        level = names.get_indexer(pd.Index(asked)) if known else np.full(len(frame), -1)
+        terms = self.factor_terms[group]
+        z = torch.cat([effects[k] for k in terms], dim=1)
+        return Factor(torch.from_numpy(level.astype(np.int64)), len(names), z, tuple(terms))
 
-    def observed(self, request: MixedView, mean: Array, variance: Array) -> Prediction:
-        """Mean and variance of an observation, standardised, from those of η."""
+    def observation(self, request: MixedView, mean: Array, variance: Array) -> Prediction:
+        """Mean and variance of a standardised observation, from the mean and variance of η [N]."""
         if self.likelihood == "gaussian":
             return Prediction(mean - self.shift, variance + request.noise)
         moments, shape = (torch.from_numpy(mean), torch.from_numpy(variance)), torch.tensor(request.shape)
@@ -232,6 +232,6 @@ class MixedClient(SiteClient):
 
 
 def labels(frame: pd.DataFrame, names: Sequence[str]) -> pd.Series:
-    """The group of every row; one group where no column names it."""
+    """The group of each row as text; one group if ``names`` is empty."""
     parts = [frame[name].astype("str") for name in names]
     return sum((part + "\n" for part in parts), start=pd.Series("", index=frame.index, dtype="str"))

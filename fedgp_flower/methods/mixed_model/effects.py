@@ -1,11 +1,13 @@
-"""Random effects of the groups of a site, integrated out.
+"""The marginal likelihood of a site's rows, with the random effects integrated out.
 
-With u ~ N(0, I) and b = Λ(θ) u, rows have linear predictors η = Xβ + offset + Z Λ u. Effects of the factor with most
-levels are independent between its groups, so that the precision of u given the rows is an arrow,
+With u ~ N(0, I) and random effects b = Λ(θ) u, the linear predictors are η = Xβ + offset + Z Λ u. The inner factor is
+the one with the most levels. Given the other factors, its groups are independent, so the conditional precision of u is
+an arrow matrix,
 
     H = [[I + Λ_aᵀ A Λ_a, Λ_aᵀ B Λ_d], [·, I + Λ_dᵀ C Λ_d]],    A = Z_aᵀ W Z_a by group, B = Z_aᵀ W Z_d, C = Z_dᵀ W Z_d,
 
-a block for each group and one for the levels of all other factors, the site among them. W are weights of rows.
+with one block for each group of the inner factor (a) and one dense block for the levels of all other factors (d). W is
+the diagonal matrix of the weights of the rows, −∂² log p(y | η)/∂η².
 """
 
 from __future__ import annotations
@@ -27,27 +29,29 @@ from fedgp_flower.methods.mixed_model.smooth import NONE, Smooths
 from fedgp_flower.typing import Scalar
 
 NODES = {1: 25, 2: 11, 3: 7}
-"""Nodes of the adaptive Gauss–Hermite rule along each of so many effects of a group; of more, and of several factors,
-the one of Laplace."""
+"""Gauss–Hermite nodes in each dimension, by the number of random effects of a group.
+
+More effects, and several factors, use one node: the Laplace approximation.
+"""
 MOST = 30_000_000
-"""Most entries of the blocks between groups of one factor and levels of the others; and of a sheet of rows by nodes."""
+"""Largest number of entries of an array: of the blocks of H, and of the batches of trials and of quadrature nodes."""
 MODE_STEPS, SETTLED = 100, 1e-10
 STRIDE = 1e-4
-"""Of differences along a direction."""
+"""Step of finite differences along a direction."""
 TOGETHER = 8
-"""Trials at once, fewer where there are many rows."""
+"""Largest number of trials in one batch."""
 LOG_2PI = math.log(2 * math.pi)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A likelihood: log p(y | η), its slope ∂/∂η, and the weight −∂²/∂η²; all of y and η."""
+    """A likelihood as functions of y and η: log p(y | η), the slope ∂/∂η and the weight −∂²/∂η²."""
 
     log_density: Callable[[Tensor, Tensor], Tensor]
     slope: Callable[[Tensor, Tensor], Tensor]
     weight: Callable[[Tensor, Tensor], Tensor]
-    started: Callable[[Tensor, Tensor], Tensor]
-    """A rough η of every row, from y and the offset."""
+    initial: Callable[[Tensor, Tensor], Tensor]
+    """An initial η of each row from y and the offset."""
 
 
 GAUSSIAN = Family(
@@ -71,20 +75,20 @@ POISSON = Family(
 
 
 def overdispersed(log_dispersion: Float[Tensor, " 1"]) -> Family:
-    """Counts with mean μ = e^η and variance μ + μ²/r; the dispersion is 1/r."""
+    """Negative binomial counts with mean μ = e^η, variance μ + μ²/r and dispersion 1/r."""
     log_r = -log_dispersion[0]
     r = log_r.exp()
 
     def log_density(y: Tensor, eta: Tensor) -> Tensor:
-        moved = eta - log_r
-        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
-        return ways + y * moved - (y + r) * torch.nn.functional.softplus(moved)
+        log_odds = eta - log_r
+        log_binomial = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+        return log_binomial + y * log_odds - (y + r) * torch.nn.functional.softplus(log_odds)
 
     return Family(
         log_density,
         lambda y, eta: y - (y + r) * torch.sigmoid(eta - log_r),
         lambda y, eta: (y + r) * torch.sigmoid(eta - log_r) * torch.sigmoid(log_r - eta),
-        POISSON.started,
+        POISSON.initial,
     )
 
 
@@ -94,29 +98,30 @@ FAMILIES: dict[str, Callable[[Tensor], Family]] = {
     "poisson": lambda shape: POISSON,
     "negative-binomial": overdispersed,
 }
-"""By ``model.likelihood``, from its shape parameters."""
+"""Families by ``model.likelihood``, as functions of the shape parameters."""
 SHAPES = {"negative-binomial": (math.log(0.3),)}
-"""Where those that have shape parameters start them."""
+"""Initial shape parameters by ``model.likelihood``; other likelihoods have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A grouping of a site's rows."""
+    """A grouping factor of N rows, with the columns of its random effects."""
 
     level: Int[Tensor, " N"]
-    """The group of each row, from 0."""
+    """The group of each row, from 0; −1 for a new group."""
     count: int
+    """The number of groups."""
     effects: Float[Tensor, "N q"]
     terms: tuple[int, ...]
-    """The terms of the formula whose effects these are."""
+    """The random terms of the formula that have this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How θ fills the Cholesky factors of the terms: lower triangles row by row, one after the other."""
+    """The layout of θ: the lower triangle of the Cholesky factor of each random term, row by row."""
 
     widths: tuple[int, ...]
-    """Effects of each term."""
+    """The number of random effects of each term."""
 
     @property
     def count(self) -> int:
@@ -124,29 +129,29 @@ class Terms:
         return sum(q * (q + 1) // 2 for q in self.widths)
 
     def factors(self, theta: Float[Tensor, " T"]) -> list[Tensor]:
-        """The Cholesky factor of each term's covariance, whitened."""
-        found = []
+        """The Cholesky factor [q, q] of the whitened relative covariance of each term."""
+        factors = []
         for q, part in zip(self.widths, theta.split([q * (q + 1) // 2 for q in self.widths]), strict=True):
             rows, columns = torch.tril_indices(q, q)
-            spread = torch.zeros(q * q, len(part)).to(theta)
-            spread[rows * q + columns, torch.arange(len(part))] = 1.0
-            found.append((spread @ part).reshape(q, q))
-        return found
+            selection = torch.zeros(q * q, len(part)).to(theta)
+            selection[rows * q + columns, torch.arange(len(part))] = 1.0
+            factors.append((selection @ part).reshape(q, q))
+        return factors
 
     @property
     def first(self) -> Tensor:
-        """Every effect with a standard deviation of 1, whitened."""
+        """The θ of identity covariances."""
         return torch.cat(
             [torch.eye(q)[tuple(torch.tril_indices(q, q))] for q in self.widths] or [torch.zeros(0)]
         ).double()
 
 
 class Arrow:
-    """The Cholesky factor of H."""
+    """The Cholesky factor C of H, from A [G, q, q], B [G, q, D], C [D, D] and (Λ_a, Λ_d)."""
 
-    def __init__(self, blocks: Tensor, across: Tensor, rest: Tensor, outer: tuple[Tensor, Tensor]) -> None:
-        self.outer = outer  # Λ_a, Λ_d
-        inner, dense = outer
+    def __init__(self, blocks: Tensor, across: Tensor, rest: Tensor, scales: tuple[Tensor, Tensor]) -> None:
+        self.scales = scales  # Λ_a, Λ_d
+        inner, dense = scales
         self.blocks = torch.linalg.cholesky(torch.eye(len(inner)).to(inner) + inner.mT @ blocks @ inner)
         self.across = torch.linalg.solve_triangular(self.blocks, inner.mT @ across @ dense, upper=False)
         schur = (
@@ -159,27 +164,26 @@ class Arrow:
     @property
     def log_determinant(self) -> Scalar:
         """Log |H|."""
-        return 2 * (self._log(self.blocks).sum() + self._log(self.dense).sum())
+        return 2 * sum(part.diagonal(dim1=-2, dim2=-1).log().sum() for part in (self.blocks, self.dense))
 
-    @staticmethod
-    def _log(factor: Tensor) -> Tensor:
-        return factor.diagonal(dim1=-2, dim2=-1).log()
-
-    def half(self, blocks: Float[Tensor, "G q m"], rest: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
-        """The whitened right-hand sides C⁻¹ Λᵀ v, with C Cᵀ = H."""
-        inner, dense = self.outer
+    def whitened(self, blocks: Float[Tensor, "G q m"], rest: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
+        """C⁻¹ Λᵀ v with C Cᵀ = H, for the parts v of the inner factor and of the other factors."""
+        inner, dense = self.scales
         first = torch.linalg.solve_triangular(self.blocks, inner.mT @ blocks, upper=False)
         left = dense.mT @ rest - torch.einsum("gqd,gqm->dm", self.across, first)
         return first, torch.linalg.solve_triangular(self.dense, left, upper=False)
 
-    def back(self, first: Float[Tensor, "G q m"], second: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
-        """C⁻ᵀ of whitened sides: u."""
+    def solved(self, first: Float[Tensor, "G q m"], second: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
+        """C⁻ᵀ w, for the two parts of w = C⁻¹ v: the parts of H⁻¹ v."""
         rest = torch.linalg.solve_triangular(self.dense.mT, second, upper=True)
         return torch.linalg.solve_triangular(self.blocks.mT, first - self.across @ rest, upper=True), rest
 
 
 class Crossed:
-    """Rows of a site, their whitened fixed columns and targets, and the factors that group them."""
+    """Rows of a site: whitened fixed effects [N, E], offset [N], targets [N] and grouping factors.
+
+    Raises DataError if the crossed factors need arrays of more than :data:`MOST` entries.
+    """
 
     def __init__(
         self,
@@ -192,7 +196,7 @@ class Crossed:
         self.terms, self.fixed, self.offset, self.y = terms, fixed, offset, y
         none = Factor(torch.zeros(len(y), dtype=torch.int64), 0, fixed[:, :0], ())
         self.order = sorted(range(len(factors)), key=lambda k: -factors[k].count)
-        """Of the factors, that with most levels first."""
+        """The factors in decreasing order of their number of groups."""
         ordered = [factors[k] for k in self.order]
         self.inner, self.others = (ordered or [none])[0], ordered[1:]
         width = sum(factor.count * factor.effects.shape[1] for factor in self.others)
@@ -200,18 +204,20 @@ class Crossed:
             self.inner.count * max(1, self.inner.effects.shape[1]) * (width + fixed.shape[1] + 1) > MOST
             or len(y) * width > MOST
         ):
-            raise DataError(f"`formula`: {self.inner.count} groups crossed with {width} effects of others are too many")
+            raise DataError(
+                f"`formula`: {self.inner.count} groups crossed with {width} random effects need too much memory"
+            )
 
     @cached_property
     def dense(self) -> Float[Tensor, "N D"]:
-        """Z_d: the effects of all factors but the inner one, a column for each of each level."""
+        """Z_d: a column for each random effect of each group of the factors other than the inner one."""
         parts = [
             (torch.nn.functional.one_hot(f.level, f.count).to(self.y)[:, :, None] * f.effects[:, None]).flatten(1)
             for f in self.others
         ]
         return torch.cat([self.fixed[:, :0], *parts], dim=1)
 
-    def outer(self, theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor]:
+    def scales(self, theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor]:
         """Λ_a and Λ_d."""
         factors = self.terms.factors(theta)
         inner = torch.block_diag(*(factors[k] for k in self.inner.terms)) if self.inner.terms else theta.new_zeros(0, 0)
@@ -222,60 +228,59 @@ class Crossed:
         return inner, torch.block_diag(*parts) if parts else theta.new_zeros(0, 0)
 
     def by_group(self, rows: Tensor) -> Tensor:
-        """Sums of rows [N, …] over each group of the inner factor."""
+        """The sum of rows [N, …] over each group of the inner factor [G, …]."""
         return rows.new_zeros(self.inner.count, *rows.shape[1:]).index_add(0, self.inner.level[: len(rows)], rows)
 
     def sides(self, rows: Float[Tensor, "N m"]) -> tuple[Tensor, Tensor]:
-        """Z_aᵀ of rows by group [G, q, m], and Z_dᵀ of them [D, m]."""
-        return self.by_group(self.inner.effects[:, :, None] * rows[:, None]) if self.inner.terms else rows.new_zeros(
-            0, 0, rows.shape[1]
-        ), self.dense.mT @ rows
+        """Z_aᵀ rows by group [G, q, m], and Z_dᵀ rows [D, m]."""
+        empty = rows.new_zeros(0, 0, rows.shape[1])
+        inner = self.by_group(self.inner.effects[:, :, None] * rows[:, None]) if self.inner.terms else empty
+        return inner, self.dense.mT @ rows
 
-    def arrow(self, weight: Float[Tensor, " N"], outer: tuple[Tensor, Tensor]) -> Arrow:
-        """H with weights of rows."""
-        scaled = weight[:, None] * self.dense
+    def arrow(self, weight: Float[Tensor, " N"], scales: tuple[Tensor, Tensor]) -> Arrow:
+        """The Cholesky factor of H for the weights of the rows."""
         blocks, _ = self.sides(weight[:, None] * self.inner.effects)
-        across, rest = self.sides(scaled)
-        return Arrow(blocks, across, rest, outer)
+        return Arrow(blocks, *self.sides(weight[:, None] * self.dense), scales)
 
-    def predictor(self, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Float[Tensor, " N"]:
+    def predictor(self, scales: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Float[Tensor, " N"]:
         """Z Λ u."""
-        inner = (self.inner.effects * (u[0] @ outer[0].mT)[self.inner.level]).sum(1) if self.inner.terms else 0.0
-        return inner + self.dense @ (outer[1] @ u[1])
+        inner = (self.inner.effects * (u[0] @ scales[0].mT)[self.inner.level]).sum(1) if self.inner.terms else 0.0
+        return inner + self.dense @ (scales[1] @ u[1])
 
 
 def no_features(log_lengthscales: Tensor) -> list[Tensor]:
-    """Of a formula without smooth terms."""
+    """The features of a formula without smooth terms."""
     return []
 
 
 def restricted_sums(
     rows: Crossed, theta: Float[Tensor, " T"], features: Callable[[Tensor], list[Tensor]] = no_features
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log |V|, the lower entries of [Φ X y]ᵀ V⁻¹ [Φ X y] with V = I + ZΛΛᵀZᵀ, and what each Φ leaves, [Q].
+    """Sums [Q] of the restricted likelihood, and their derivatives [T, Q] and [T, T, Q] by θ and log ℓ.
 
-    And derivatives by Λ and log ℓ, [T, Q] and [T, T, Q]. Φ are features of smooth terms at lengthscales ℓ.
+    The sums are log|V| with V = I + ZΛΛᵀZᵀ, the lower triangle of [Φ X y]ᵀ V⁻¹ [Φ X y], and R = Σ_n 1 − |φ_n|² of each
+    smooth term. Φ are the features of smooth terms at lengthscales ℓ.
     """
     blocks, _ = rows.sides(rows.inner.effects)
     across, rest = rows.sides(rows.dense)
 
     def at(point: Float[Tensor, " T"]) -> Float[Tensor, " Q"]:
         parts = features(point[rows.terms.count :])
-        whole = torch.cat([*parts, rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
-        arrow = Arrow(blocks, across, rest, rows.outer(point[: rows.terms.count]))
-        lower = torch.tril_indices(whole.shape[1], whole.shape[1])
-        first, second = arrow.half(*rows.sides(whole))
-        products = whole.mT @ whole - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
-        left = [(1 - part.square().sum(1)).sum()[None] for part in parts]
-        return torch.cat([arrow.log_determinant[None], products[lower[0], lower[1]], *left])
+        r = torch.cat([*parts, rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
+        arrow = Arrow(blocks, across, rest, rows.scales(point[: rows.terms.count]))
+        lower = torch.tril_indices(r.shape[1], r.shape[1])
+        first, second = arrow.whitened(*rows.sides(r))
+        products = r.mT @ r - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
+        unexplained = [(1 - part.square().sum(1)).sum()[None] for part in parts]
+        return torch.cat([arrow.log_determinant[None], products[lower[0], lower[1]], *unexplained])
 
     if not len(theta):
         value = at(theta)
         return value, value.new_zeros(0, len(value)), value.new_zeros(0, 0, len(value))
 
     def slopes(point: Float[Tensor, " T"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        found, value = jacfwd(lambda near: (at(near),) * 2, has_aux=True)(point)
-        return found, (value, found)
+        slope, value = jacfwd(lambda near: (at(near),) * 2, has_aux=True)(point)
+        return slope, (value, slope)
 
     curvature, (value, slope) = jacfwd(slopes, has_aux=True)(theta)
     return value, slope.mT, curvature.permute(1, 2, 0)
@@ -289,43 +294,45 @@ def derivatives(
     inputs: Sequence[Tensor] = (),
     turns: Float[Tensor, "D P"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "K D Q"]]:
-    """Log p(y | v, β, θ, log ℓ, a, shape), its gradients and Hessians at points; v weigh features a φ of smooth terms.
+    """Log p(y | ψ) [K], gradients [K, P], Hessians [K, P, P], and derivatives of the Hessian by v, at points ψ [K, P].
 
-    And by differences along turns, those of STRIDE's length in one half and their opposites: first, then second
-    derivatives of the lower entries of Hessians by v.
+    ψ = (v, β, θ, log ℓ, a, shape), with v the weights of the features a φ of smooth terms. ``turns`` are D/2
+    displacements, then their negatives. Finite differences give the last result: first, then second derivatives of the
+    lower triangle of the Hessian by v along each displacement, per step :data:`STRIDE`.
     """
-    size, lost = sum(smooth.widths), len(rows.y)
+    size = sum(smooth.widths)
     sizes = [size, rows.fixed.shape[1], rows.terms.count, sum(smooth.lengths), len(smooth.terms)]
     sizes.append(points.shape[1] - sum(sizes))
 
     def parts(point: Float[Tensor, " P"]) -> tuple[Marginal, Tensor, Tensor, Tensor]:
         v, beta, theta, lengths, amplitudes, shape = point.split(sizes)
-        fixed, left = rows.offset + rows.fixed @ beta, point.new_zeros(lost)
+        fixed, unexplained = rows.offset + rows.fixed @ beta, point.new_zeros(len(rows.y))
         for phi, a, weights in zip(smooth.features(inputs, lengths), amplitudes, v.split(smooth.widths), strict=True):
-            fixed, left = fixed + a * (phi @ weights), left + a**2 * (1 - phi.square().sum(1))
-        return Marginal(rows, family(shape)), fixed, theta, left
+            fixed = fixed + a * (phi @ weights)
+            unexplained = unexplained + a**2 * (1 - phi.square().sum(1))
+        return Marginal(rows, family(shape)), fixed, theta, unexplained
 
     centres = [parts(point)[:3] for point in points]
-    modes = [torch.stack(part) for part in zip(*(one.mode(*where) for one, *where in centres), strict=True)]
+    modes = [torch.stack(part) for part in zip(*(one.mode(fixed, theta) for one, fixed, theta in centres), strict=True)]
     turns = points[:0] if turns is None else turns
     near = points[:, None] + torch.cat([turns.new_zeros(1, points.shape[1]), turns])
 
     def at(point: Float[Tensor, " P"], *mode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def value(near: Float[Tensor, " P"]) -> Scalar:
-            one, fixed, theta, left = parts(near)
-            return one.log_evidence(fixed, theta, (mode[0], mode[1]), left)
+            marginal, fixed, theta, unexplained = parts(near)
+            return marginal.log_evidence(fixed, theta, (mode[0], mode[1]), unexplained)
 
         def slope(near: Float[Tensor, " P"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            found, height = grad_and_value(value)(near)
-            return found, (height, found)
+            gradient, evidence = grad_and_value(value)(near)
+            return gradient, (evidence, gradient)
 
-        hessian, (height, gradient) = jacfwd(slope, has_aux=True)(point)
-        return height, gradient, hessian
+        hessian, (evidence, gradient) = jacfwd(slope, has_aux=True)(point)
+        return evidence, gradient, hessian
 
     width = rows.inner.effects.shape[1]
     entries = len(rows.y) * NODES.get(width, 1) ** width * points.shape[1]
-    each = vmap(at, chunk_size=min(TOGETHER, 1 + MOST // entries))
-    found = each(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
+    batched = vmap(at, chunk_size=min(TOGETHER, 1 + MOST // entries))
+    found = batched(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
     values, gradients, hessians = (part.unflatten(0, near.shape[:2]) for part in found)
     lower = torch.tril_indices(size, size)
     middle, up, down = hessians[:, :, lower[0], lower[1]].split([1, len(turns) // 2, len(turns) // 2], dim=1)
@@ -334,118 +341,118 @@ def derivatives(
 
 
 class Marginal:
-    """The marginal likelihood of the rows of a site whose observations are not Gaussian."""
+    """The marginal likelihood of a site's rows, log ∫ p(y | η) N(u | 0, I) du."""
 
     def __init__(self, rows: Crossed, family: Family) -> None:
         self.rows, self.family = rows, family
 
-    def joint(self, fixed: Tensor, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Scalar:
-        """Log p(y | u) − ½|u|²."""
-        eta = fixed + self.rows.predictor(outer, u)
+    def joint(self, fixed: Tensor, scales: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Scalar:
+        """Log p(y | u) − ½|u|², with ``fixed`` = Xβ + offset [N]."""
+        eta = fixed + self.rows.predictor(scales, u)
         return self.family.log_density(self.rows.y, eta).sum() - 0.5 * sum(part.square().sum() for part in u)
 
     def newton(
-        self, fixed: Tensor, outer: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]
+        self, fixed: Tensor, scales: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]
     ) -> tuple[Arrow, tuple[Tensor, Tensor]]:
-        """H at u, and Newton's step from there."""
-        rows, eta = self.rows, fixed + self.rows.predictor(outer, u)
-        arrow = rows.arrow(self.family.weight(rows.y, eta), outer)
+        """The Cholesky factor of H at u, and the Newton step from u."""
+        rows, eta = self.rows, fixed + self.rows.predictor(scales, u)
+        arrow = rows.arrow(self.family.weight(rows.y, eta), scales)
         blocks, rest = rows.sides(self.family.slope(rows.y, eta)[:, None])
-        # The gradient is Λᵀ Zᵀ r − u, and `half` multiplies by Λᵀ: u is whitened beside it.
-        first, second = arrow.half(blocks, rest)
+        # The gradient is Λᵀ Zᵀ r − u. `whitened` multiplies r by C⁻¹ Λᵀ; the lines below multiply u by C⁻¹.
+        first, second = arrow.whitened(blocks, rest)
         prior = torch.linalg.solve_triangular(arrow.blocks, u[0][:, :, None], upper=False)
         left = u[1][:, None] - torch.einsum("gqd,gqm->dm", arrow.across, prior)
         other = torch.linalg.solve_triangular(arrow.dense, left, upper=False)
-        step = arrow.back(first - prior, second - other)
+        step = arrow.solved(first - prior, second - other)
         return arrow, (step[0][:, :, 0], step[1][:, 0])
 
     @torch.no_grad()
     def mode(self, fixed: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """The u that maximises the joint density, by Newton's method with halved steps."""
-        rows, outer = self.rows, self.rows.outer(theta)
-        u = fixed.new_zeros(rows.inner.count, len(outer[0])), fixed.new_zeros(len(outer[1]))
-        value = self.joint(fixed, outer, u)
+        """The u that maximises :meth:`joint`, by Newton's method with step halving; NumericsError if it fails."""
+        rows, scales = self.rows, self.rows.scales(theta)
+        u = fixed.new_zeros(rows.inner.count, len(scales[0])), fixed.new_zeros(len(scales[1]))
+        value = self.joint(fixed, scales, u)
         for _ in range(MODE_STEPS):
-            _, step = self.newton(fixed, outer, u)
+            _, step = self.newton(fixed, scales, u)
             for halving in range(30):
-                tried = u[0] + 0.5**halving * step[0], u[1] + 0.5**halving * step[1]
-                found = self.joint(fixed, outer, tried)
-                if found >= value - 1e-9 * (1 + abs(value)):
+                trial = u[0] + 0.5**halving * step[0], u[1] + 0.5**halving * step[1]
+                joint = self.joint(fixed, scales, trial)
+                if joint >= value - 1e-9 * (1 + abs(value)):
                     break
             else:
-                raise NumericsError("the mode of random effects was not found: numbers too large, or separated classes")
-            u, value = tried, found
+                raise NumericsError(
+                    "Newton's method found no mode of the random effects: the targets are too large, or a fixed effect"
+                    " separates the classes"
+                )
+            u, value = trial, joint
             if max((float(part.abs().max()) if part.numel() else 0.0) for part in step) < SETTLED:
                 break
         return u
 
-    def log_evidence(self, fixed: Tensor, theta: Tensor, mode: tuple[Tensor, Tensor], left: Tensor) -> Scalar:
-        """By adaptive Gauss–Hermite quadrature (Pinheiro and Bates 1995), or Laplace's approximation.
+    def log_evidence(self, fixed: Tensor, theta: Tensor, mode: tuple[Tensor, Tensor], unexplained: Tensor) -> Scalar:
+        """Log p(y), by adaptive Gauss–Hermite quadrature (Pinheiro and Bates 1995) or the Laplace approximation.
 
-        Two more Newton steps from the mode carry its first and second derivatives by (β, θ). Variance that is left of
-        each row lowers the expected log density to first order, exactly where noise is Gaussian.
+        Two more Newton steps from ``mode`` make u carry the first and second derivatives of the mode by (β, θ).
+        ``unexplained`` [N] is the prior variance of smooth terms that the features leave out. It lowers the expected
+        log density by half the variance times the weight, which is exact for Gaussian noise.
         """
-        rows, outer, u = self.rows, self.rows.outer(theta), mode
+        rows, scales, u = self.rows, self.rows.scales(theta), mode
         for _ in range(2):
-            _, step = self.newton(fixed, outer, u)
+            _, step = self.newton(fixed, scales, u)
             u = u[0] + step[0], u[1] + step[1]
-        arrow, _ = self.newton(fixed, outer, u)
-        total = -0.5 * left @ self.family.weight(rows.y, fixed + rows.predictor(outer, u))
-        nodes = 1 if rows.others else NODES.get(len(outer[0]), 1)
+        arrow, _ = self.newton(fixed, scales, u)
+        total = -0.5 * unexplained @ self.family.weight(rows.y, fixed + rows.predictor(scales, u))
+        nodes = 1 if rows.others else NODES.get(len(scales[0]), 1)
         if nodes == 1:
-            return total + self.joint(fixed, outer, u) - 0.5 * arrow.log_determinant
-        points, weights = rule(nodes, len(outer[0]))
-        for groups in sheets(rows, len(points)):
-            total = total + self._quadrature(fixed, outer, (u[0], arrow.blocks), (points, weights), groups)
+            return total + self.joint(fixed, scales, u) - 0.5 * arrow.log_determinant
+        points, weights = hermite_rule(nodes, len(scales[0]))
+        size = max(1, MOST // 10 * rows.inner.count // max(1, len(rows.y) * len(points)))
+        for low in range(0, rows.inner.count, size):
+            groups = low, min(low + size, rows.inner.count)
+            total = total + self._quadrature(fixed, scales, (u[0], arrow.blocks), (points, weights), groups)
         return total
 
     def _quadrature(
         self,
         fixed: Tensor,
-        outer: tuple[Tensor, Tensor],
-        around: tuple[Tensor, Tensor],
+        scales: tuple[Tensor, Tensor],
+        mode_and_factor: tuple[Tensor, Tensor],
         rule: tuple[Tensor, Tensor],
         groups: tuple[int, int],
     ) -> Scalar:
-        """Log ∫ p(y | u) N(u | 0, I) du of some groups, summed: nodes u + L⁻ᵀ x, with LLᵀ = H."""
+        """Σ log ∫ p(y | u) N(u | 0, I) du over a range of groups, with nodes û + L⁻ᵀ x and LLᵀ = H."""
         rows, (points, weights), (low, high) = self.rows, rule, groups
-        mode, factor = around[0][low:high], around[1][low:high]
+        mode, factor = (part[low:high] for part in mode_and_factor)
         spread = torch.linalg.solve_triangular(factor.mT, points.mT.expand(high - low, -1, -1), upper=True)
         u = mode[:, None] + spread.mT  # [G, K, q]
-        chosen = torch.nonzero((rows.inner.level >= low) & (rows.inner.level < high))[:, 0]
-        level = rows.inner.level[chosen] - low
-        eta = fixed[chosen, None] + torch.einsum("nq,nkq->nk", rows.inner.effects[chosen], (u @ outer[0].mT)[level])
-        fit = self.family.log_density(rows.y[chosen, None], eta)
+        members = torch.nonzero((rows.inner.level >= low) & (rows.inner.level < high))[:, 0]
+        level = rows.inner.level[members] - low
+        eta = fixed[members, None] + torch.einsum("nq,nkq->nk", rows.inner.effects[members], (u @ scales[0].mT)[level])
+        fit = self.family.log_density(rows.y[members, None], eta)
         by_group = fit.new_zeros(high - low, len(weights)).index_add(0, level, fit)
         joint = by_group - 0.5 * u.square().sum(2) + 0.5 * points.square().sum(1) + weights
         return joint.logsumexp(1).sum() - factor.diagonal(dim1=1, dim2=2).log().sum()
 
 
-def rule(nodes: int, width: int) -> tuple[Tensor, Tensor]:
-    """Nodes [K, q] and logarithms of weights [K] of the product rule for N(0, I)."""
+def hermite_rule(nodes: int, width: int) -> tuple[Tensor, Tensor]:
+    """Nodes [K, q] and log weights [K] of the product Gauss–Hermite rule for N(0, I)."""
     x, w = np.polynomial.hermite_e.hermegauss(nodes)
     points = torch.tensor(list(itertools.product(x, repeat=width)))
     weights = torch.tensor(list(itertools.product(np.log(w / math.sqrt(2 * math.pi)), repeat=width)))
     return points, weights.sum(1)
 
 
-def sheets(rows: Crossed, nodes: int) -> list[tuple[int, int]]:
-    """Ranges of groups whose rows by nodes fit into memory."""
-    each = max(1, MOST // 10 * rows.inner.count // max(1, len(rows.y) * nodes))
-    return [(low, min(low + each, rows.inner.count)) for low in range(0, rows.inner.count, each)]
-
-
 class Conditional:
-    """Random effects of a site given its rows and θ: u ~ N(û(β), H⁻¹), and how û moves with β."""
+    """The conditional distribution of the random effects given the rows: u ~ N(û(β), H⁻¹), and ∂û/∂β."""
 
     def __init__(self, marginal: Marginal, beta: Float[Tensor, " E"], theta: Float[Tensor, " T"]) -> None:
         rows = marginal.rows
-        self.rows, self.outer, self.beta = rows, rows.outer(theta), beta
+        self.rows, self.scales, self.beta = rows, rows.scales(theta), beta
         fixed = rows.offset + rows.fixed @ beta
         self.mode = marginal.mode(fixed, theta)
-        self.arrow, _ = marginal.newton(fixed, self.outer, self.mode)
-        weight = marginal.family.weight(rows.y, fixed + rows.predictor(self.outer, self.mode))
-        self.slopes = self.arrow.back(*self.arrow.half(*rows.sides(-weight[:, None] * rows.fixed)))
+        self.arrow, _ = marginal.newton(fixed, self.scales, self.mode)
+        weight = marginal.family.weight(rows.y, fixed + rows.predictor(self.scales, self.mode))
+        self.slopes = self.arrow.solved(*self.arrow.whitened(*rows.sides(-weight[:, None] * rows.fixed)))
 
     def linear(
         self,
@@ -455,33 +462,30 @@ class Conditional:
         covariance: Float[Tensor, "E E"],
         noise: float,
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Mean and variance of Xβ + Zb at other rows, in groups of the site or (level −1) in new ones.
+        """Mean and variance [N] of Xβ + Zb at other rows, in groups of the site or in new groups (level −1).
 
-        ``covariance`` is that of the estimates of β; ``noise`` is what covariances of random effects are relative to.
+        ``covariance`` is that of the estimates of β. The covariances of random effects are relative to ``noise``.
         """
-        a, known = inner.effects @ self.outer[0], inner.level >= 0
+        a, known = inner.effects @ self.scales[0], inner.level >= 0
         level = inner.level.clamp(min=0)
-        dense, unknown, at = [fixed[:, :0]], [a[~known].square().sum(1)], 0
-        extra = fixed.new_zeros(len(fixed)).index_put((torch.nonzero(~known)[:, 0],), unknown[0])
+        dense, at = [fixed[:, :0]], 0
+        prior = ~known * a.square().sum(1)  # variance of the effects of new groups
         for factor in others:
             width = factor.effects.shape[1]
-            root = self.outer[1][at : at + width, at : at + width]
-            there = factor.level >= 0
-            hot = torch.nn.functional.one_hot(factor.level.clamp(min=0), factor.count).to(a) * there[:, None]
-            dense.append((hot[:, :, None] * (factor.effects @ root)[:, None]).flatten(1))
-            extra = extra + (~there) * (factor.effects @ root).square().sum(1)
+            z, old = factor.effects @ self.scales[1][at : at + width, at : at + width], factor.level >= 0
+            indicator = torch.nn.functional.one_hot(factor.level.clamp(min=0), factor.count).to(a) * old[:, None]
+            dense.append((indicator[:, :, None] * z[:, None]).flatten(1))
+            prior = prior + ~old * z.square().sum(1)
             at += factor.count * width
         d, a = torch.cat(dense, dim=1), a * known[:, None]
-        first = (
-            torch.linalg.solve_triangular(self.arrow.blocks[level], a[:, :, None], upper=False)
-            if inner.count
-            else a[:, :, None]
-        )
-        pulled = torch.einsum("nqd,nqm->nd", self.arrow.across[level], first) if inner.count else torch.zeros_like(d)
-        second = torch.linalg.solve_triangular(self.arrow.dense, (d - pulled).mT, upper=False)
-        spread = first.square().sum((1, 2)) + second.square().sum(0)
         mean, sensitivity = fixed @ self.beta + d @ self.mode[1], fixed + d @ self.slopes[1]
         if inner.count:
+            first = torch.linalg.solve_triangular(self.arrow.blocks[level], a[:, :, None], upper=False)
+            d = d - torch.einsum("nqd,nqm->nd", self.arrow.across[level], first)
+            prior = prior + first.square().sum((1, 2))
             mean = mean + (a * self.mode[0][level]).sum(1)
             sensitivity = sensitivity + torch.einsum("nq,nqe->ne", a, self.slopes[0][level])
-        return mean, noise * (spread + extra) + torch.einsum("ne,ef,nf->n", sensitivity, covariance, sensitivity)
+        second = torch.linalg.solve_triangular(self.arrow.dense, d.mT, upper=False)
+        return mean, noise * (prior + second.square().sum(0)) + torch.einsum(
+            "ne,ef,nf->n", sensitivity, covariance, sensitivity
+        )

@@ -1,7 +1,7 @@
-"""Estimates from totals: the restricted likelihood of Gaussian models, and the table that is quoted.
+"""The restricted likelihood from sums over all sites, estimates at its maximum, and the tables of effects.
 
-At a trial θ the totals of log|V| and S = rᵀV⁻¹r, r = [X y], are known with their first and second derivatives. With
-them, ρ² = S_yy − S_yx S_xx⁻¹ S_xy and E fixed effects, the restricted log likelihood at its best σ² = ρ² / (N − E) is
+At a trial θ the sites' sums give log|V| and S = rᵀV⁻¹r, r = [X y], with their first and second derivatives. For E fixed
+effects and ρ² = S_yy − S_yx S_xx⁻¹ S_xy, the restricted log likelihood is maximal at σ² = ρ² / (N − E), where
 
     −2 ℓ(θ) = log|V| + log|S_xx| + (N − E) (1 + log(2π ρ² / (N − E)))
 
@@ -33,32 +33,32 @@ Function: TypeAlias = Callable[[Tensor], Scalar]
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A log likelihood to second order at a point."""
+    """The second-order Taylor expansion of a log likelihood at a point."""
 
     value: float
     gradient: Array  # [B]
     hessian: Array  # [B, B]
 
     def expansion(self) -> Expansion:
-        """Itself."""
+        """This expansion, as :meth:`Totals.expansion` for other likelihoods."""
         return self
 
     def deviance(self, centre: Array, row: Array | None) -> Function:
-        """−2 log likelihood as a function of all parameters, known around the centre."""
+        """−2 log likelihood as a function of all parameters, by the expansion around ``centre``."""
         del row
-        middle, slope, curvature = map(torch.tensor, (centre, self.gradient, self.hessian))
+        origin, slope, curvature = map(torch.tensor, (centre, self.gradient, self.hessian))
 
         def value(point: Float[Tensor, " B"]) -> Scalar:
-            step = point - middle
+            step = point - origin
             return -2 * (self.value + slope @ step + 0.5 * step @ curvature @ step)
 
         return value
 
 
 class Totals:
-    """log|V| and S around a trial, to second order in θ; with the prior aσu of smooth terms' weights, u ~ N(0, I).
+    """log|V| and S around a trial, to second order in θ: relative covariances, log ℓ, and amplitudes a.
 
-    θ are covariances of random effects, log ℓ, and amplitudes a, which no sum depends on.
+    The weights of smooth terms are a σ u with u ~ N(0, I). The sums do not depend on a.
     """
 
     def __init__(
@@ -75,77 +75,77 @@ class Totals:
         self.amplitudes = torch.tensor(amplitudes, dtype=torch.float64)
         size = len(slopes)
         rows, columns = torch.tril_indices(size, size)
-        whole = torch.zeros(size, size, len(values), dtype=torch.float64)
-        whole[rows, columns] = whole[columns, rows] = torch.tensor(curvatures)
-        self.curvatures, self.size = whole, int((math.sqrt(8 * (len(values) - len(widths)) - 7) - 1) / 2)
+        symmetric = torch.zeros(size, size, len(values), dtype=torch.float64)
+        symmetric[rows, columns] = symmetric[columns, rows] = torch.tensor(curvatures)
+        self.curvatures, self.size = symmetric, int((math.sqrt(8 * (len(values) - len(widths)) - 7) - 1) / 2)
 
-    def whole(self, step: Float[Tensor, " B"]) -> tuple[Scalar, Float[Tensor, "R R"], Float[Tensor, " M"]]:
-        """log|V| + Σ a² R, the Cholesky factor of S + I on the rows of u, and a for each of these, a step away."""
-        step, raised = step[: len(self.slopes)], self.amplitudes + step[len(self.slopes) :]
+    def joint(self, step: Float[Tensor, " B"]) -> tuple[Scalar, Float[Tensor, "R R"], Float[Tensor, " M"]]:
+        """After a step: log|V| + Σ a² R, the Cholesky factor of S for (u, X, y) with the prior of u, and a by u."""
+        step, amplitudes = step[: len(self.slopes)], self.amplitudes + step[len(self.slopes) :]
         entries = self.values + step @ self.slopes + 0.5 * torch.einsum("i,j,ijq->q", step, step, self.curvatures)
         rows, columns = torch.tril_indices(self.size, self.size)
         end = 1 + len(rows)
         matrix = entries.new_zeros(self.size, self.size).index_put((rows, columns), entries[1:end])
-        of_features = raised.repeat_interleave(self.widths)
-        scales = torch.cat([of_features, entries.new_ones(self.size - len(of_features))])
-        prior = torch.diag((torch.arange(self.size) < len(of_features)).to(entries))
+        feature_scales = amplitudes.repeat_interleave(self.widths)
+        scales = torch.cat([feature_scales, entries.new_ones(self.size - len(feature_scales))])
+        prior = torch.diag((torch.arange(self.size) < len(feature_scales)).to(entries))
         matrix = scales[:, None] * (matrix + matrix.tril(-1).mT) * scales + prior
         factor = cholesky(matrix, of="[X y]ᵀ V⁻¹ [X y]")
-        return entries[0] + raised.square() @ entries[end:], factor, of_features
+        return entries[0] + amplitudes.square() @ entries[end:], factor, feature_scales
 
     def at(self, step: Float[Tensor, " B"]) -> tuple[Scalar, Float[Tensor, "R R"]]:
-        """log|V| and the Cholesky factor of S a step away; weights of smooth terms integrated out."""
-        log_v, factor, of_features = self.whole(step)
-        size = len(of_features)
+        """log|V| and the Cholesky factor of S after a step, with the weights of smooth terms integrated out."""
+        log_v, factor, feature_scales = self.joint(step)
+        size = len(feature_scales)
         return log_v + 2 * factor.diagonal()[:size].log().sum(), factor[size:, size:]
 
     @property
     def freedom(self) -> float:
-        """N − E."""
+        """The residual degrees of freedom N − E."""
         return self.count - self.size + 1 + float(self.widths.sum())
 
     def profiled(self, step: Float[Tensor, " T"]) -> Scalar:
-        """The restricted log likelihood at the best σ, a step away."""
+        """The restricted log likelihood after a step, maximised over σ."""
         return self.restricted(step, self.log_noise(step))
 
     def log_noise(self, step: Float[Tensor, " T"]) -> Scalar:
-        """The logarithm of the best σ."""
+        """The log σ that maximises the restricted likelihood after a step."""
         return self.at(step)[1][-1, -1].log() - 0.5 * math.log(self.freedom)
 
     def restricted(self, step: Float[Tensor, " T"], log_noise: Scalar) -> Scalar:
-        """The restricted log likelihood at a σ."""
+        """The restricted log likelihood after a step, at a given log σ."""
         log_v, factor = self.at(step)
         free = self.freedom
         fit = factor[-1, -1].square() * (-2 * log_noise).exp() + free * (2 * log_noise + LOG_2PI)
         return -0.5 * (log_v + 2 * factor.diagonal()[:-1].log().sum() + fit)
 
     def deviance(self, centre: Array, row: Array | None) -> Function:
-        """The function d of :mod:`profile` around θ, fixed effects at their best but that of ``row``."""
-        size, middle = len(centre), torch.tensor(centre)
+        """The deviance d of :mod:`profile` around θ = ``centre``, minimised over all fixed effects but ``row``."""
+        size, origin = len(centre), torch.tensor(centre)
 
         def value(point: Float[Tensor, " P"]) -> Scalar:
-            log_v, factor = self.at(point[:size] - middle)
-            rest, log_noise = factor[-1, -1].square(), point[size]
+            log_v, factor = self.at(point[:size] - origin)
+            residual, log_noise = factor[-1, -1].square(), point[size]
             if row is not None:
-                best, variance = effect(factor, row)
-                rest = rest + (point[-1] - best).square() / variance
-            return log_v + self.count * (2 * log_noise + LOG_2PI) + rest * (-2 * log_noise).exp()
+                estimate, variance = effect(factor, row)
+                residual = residual + (point[-1] - estimate).square() / variance
+            return log_v + self.count * (2 * log_noise + LOG_2PI) + residual * (-2 * log_noise).exp()
 
         return value
 
     def expansion(self) -> Expansion:
-        """The profiled restricted likelihood at the trial."""
+        """The expansion of :meth:`profiled` at the trial."""
         return expanded(self.profiled, torch.zeros(len(self.slopes) + len(self.widths), dtype=torch.float64))
 
 
 def effect(factor: Float[Tensor, "R R"], row: Array) -> tuple[Scalar, Scalar]:
-    """The best value of a fixed effect and its variance, in units of σ²."""
-    seen = torch.linalg.solve_triangular(factor[:-1, :-1], torch.tensor(row)[:, None], upper=False)[:, 0]
-    return seen @ factor[-1, :-1], seen.square().sum()
+    """The estimate of the fixed effect ``row`` ᵀβ and its variance in units of σ², from the Cholesky factor of S."""
+    solved = torch.linalg.solve_triangular(factor[:-1, :-1], torch.tensor(row)[:, None], upper=False)[:, 0]
+    return solved @ factor[-1, :-1], solved.square().sum()
 
 
 def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:
-    """Value, gradient and Hessian of a function."""
+    """Value, gradient and Hessian of a function at a point."""
     point = point.clone().requires_grad_()
     value = function(point)
     gradient = torch.autograd.grad(value, point)[0] if len(point) else point.detach()
@@ -155,27 +155,28 @@ def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Whitened estimates: (v, β) and its covariance; θ in units of σ; log σ, and the covariance of θ and it."""
+    """Whitened estimates. Weights of features v = a u come before fixed effects; θ is in units of σ."""
 
-    beta: Array  # [M + E], the weights v = a u of features first
-    covariance: Array  # [M + E, M + E]
+    beta: Array  # (v, β)  [M + E]
+    covariance: Array  # of (v, β)  [M + E, M + E]
     theta: Array  # [T]
     log_noise: float
-    spread: Array  # [T + 1, T + 1], of (θ, log σ)
+    spread: Array  # covariance of (θ, log σ)  [T + 1, T + 1]
     log_likelihood: float
     shape: Array = field(default_factory=lambda: np.empty(0))
-    """Shape parameters of the likelihood, and their standard errors."""
+    """Shape parameters of the likelihood."""
     shape_errors: Array = field(default_factory=lambda: np.empty(0))
+    """Standard errors of the shape parameters."""
 
 
 def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
-    """Estimates a last step away from the trial θ."""
+    """Estimates of a Gaussian model at θ + step."""
     last = torch.tensor(step)
-    _, factor, of_features = totals.whole(last)
+    _, factor, feature_scales = totals.joint(last)
     inner, log_noise = factor[:-1, :-1], totals.log_noise(last)
-    scales = torch.cat([of_features, of_features.new_ones(len(inner) - len(of_features))])
+    scales = torch.cat([feature_scales, feature_scales.new_ones(len(inner) - len(feature_scales))])
     beta = scales * torch.linalg.solve_triangular(inner.mT, factor[-1, :-1, None], upper=True)[:, 0]
-    covariance = torch.cholesky_inverse(inner) * (2 * log_noise).exp()  # the inverse is the answer here
+    covariance = torch.cholesky_inverse(inner) * (2 * log_noise).exp()  # the covariance is the inverse itself
     covariance = scales[:, None] * covariance * scales
 
     def value(at: Float[Tensor, " T1"]) -> Scalar:
@@ -187,24 +188,26 @@ def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
     )
 
 
-def laplace(told: Expansion, point: Array, bends: Array, size: int, fixed: int) -> Expansion:
-    """Features' weights v ~ N(0, I) integrated out: log p(y | ψ) ≈ F(v̂, ψ) − ½ log|A|, F = log p(y | v, ψ) − ½ |v|².
+def laplace(conditional: Expansion, point: Array, bends: Array, size: int, fixed: int) -> Expansion:
+    """The Laplace approximation over feature weights v ~ N(0, I): log p(y | ψ) ≈ F(v̂, ψ) − ½ log|A|.
 
-    A = −∂²F/∂v² at the mode v̂(ψ). ψ are all parameters but the first ``size``, v. Newton's step with what is returned
-    leads to v̂ and to the best ψ; of A's curvature only the part between β, ``fixed`` long, and others is left out.
+    F = log p(y | v, ψ) − ½ |v|², and A = −∂²F/∂v² at the mode v̂(ψ). The first ``size`` parameters are v, the others ψ,
+    and the first ``fixed`` of ψ are β. ``conditional`` expands log p(y | v, ψ). ``bends`` are derivatives of its
+    Hessian by v, and empty until v reaches the mode. A Newton step with the result leads to the maximum. The result
+    omits the second derivatives of log|A| between β and the other parameters.
     """
     if not size:
-        return told
-    gradient, hessian, count = told.gradient.copy(), told.hessian.copy(), len(point) - size
+        return conditional
+    gradient, hessian, count = conditional.gradient.copy(), conditional.hessian.copy(), len(point) - size
     gradient[:size] -= point[:size]
     hessian[:size, :size] -= np.eye(size)
     factor = np.linalg.cholesky(-hessian[:size, :size])
-    value = told.value - 0.5 * float(point[:size] @ point[:size]) - float(np.log(factor.diagonal()).sum())
-    if not len(bends):  # the mode is not reached
+    value = conditional.value - 0.5 * float(point[:size] @ point[:size]) - float(np.log(factor.diagonal()).sum())
+    if not len(bends):
         return Expansion(value, gradient, hessian)
-    lower, whole = np.tril_indices(size), np.zeros((len(bends), size, size))
-    whole[:, *lower] = whole[:, *lower[::-1]] = bends
-    first, second = np.split(np.linalg.solve(factor, np.linalg.solve(factor, whole).mT), 2)
+    lower, symmetric = np.tril_indices(size), np.zeros((len(bends), size, size))
+    symmetric[:, *lower] = symmetric[:, *lower[::-1]] = bends
+    first, second = np.split(np.linalg.solve(factor, np.linalg.solve(factor, symmetric).mT), 2)
     along, twice = (0.5 * part.trace(axis1=1, axis2=2) for part in (first, second))
     gradient[size:] += along[:count]
     bend = 0.5 * np.einsum("iab,jab->ij", first[:count], first[:count]) + np.diag(twice[:count])
@@ -215,43 +218,43 @@ def laplace(told: Expansion, point: Array, bends: Array, size: int, fixed: int) 
 
 
 def of_marginal(point: Array, around: Expansion, step: Array, smooth: Smooths, ends: tuple[int, int]) -> Estimates:
-    """Estimates a last step away from the trial (v, β, θ, log ℓ, a, shape), β and θ ending at ``ends``.
+    """Estimates at (v, β, θ, log ℓ, a, shape) = point + step; ``ends`` are the ends of β and of θ in the point.
 
-    The covariance of weights and β is that at the best log ℓ and a.
+    The covariance of (v, β) is conditional on log ℓ and a.
     """
-    best, whole, (fixed, middle) = point + step, inverse(-around.hessian), ends
-    end = middle + sum(smooth.lengths) + len(smooth.terms)
-    kept = np.r_[:middle, end : len(best)]
+    best, inverted, (fixed, covariances) = point + step, inverse(-around.hessian), ends
+    end = covariances + sum(smooth.lengths) + len(smooth.terms)
+    kept = np.r_[:covariances, end : len(best)]
     scales = np.append(
         np.repeat(best[end - len(smooth.terms) : end], smooth.widths), np.ones(fixed - sum(smooth.widths))
     )
     covariance = scales[:, None] * inverse(-around.hessian[np.ix_(kept, kept)])[:fixed, :fixed] * scales
     value = around.value + 0.5 * float(around.gradient @ step)
-    spread, shape = np.pad(whole[fixed:end, fixed:end], (0, 1)), (best[end:], whole.diagonal()[end:] ** 0.5)
+    spread, shape = np.pad(inverted[fixed:end, fixed:end], (0, 1)), (best[end:], inverted.diagonal()[end:] ** 0.5)
     return Estimates(scales * best[:fixed], covariance, best[fixed:end], 0.0, spread, value, *shape)
 
 
 def inverse(information: Array) -> Array:
-    """Covariance from an information matrix; directions it says nothing about are NaN in no entry but theirs."""
+    """The covariance of an information matrix; NaN for parameters in directions without information."""
     values, vectors = np.linalg.eigh(information)
     flat = values <= 1e-10 * max(float(np.abs(values).max(initial=0.0)), 1e-300)
-    found = (vectors[:, ~flat] / values[~flat]) @ vectors[:, ~flat].T
-    touched = (np.abs(vectors[:, flat]) > 1e-6).any(axis=1)
-    return np.where(touched[:, None] | touched, np.nan, found)
+    covariance = (vectors[:, ~flat] / values[~flat]) @ vectors[:, ~flat].T
+    unknown = (np.abs(vectors[:, flat]) > 1e-6).any(axis=1)
+    return np.where(unknown[:, None] | unknown, np.nan, covariance)
 
 
 def spreads(
     terms: Terms, bases: Sequence[Array], scale: float, smooth: Smooths, *, gaussian: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Log standard deviations and inverse hyperbolic tangents of correlations of all terms, as (θ, log σ) goes.
+    """The function of (θ, log σ) that returns the transformed parameters of :func:`random_rows`, in units of the table.
 
-    Then, where noise is Gaussian, log σ; of every smooth term the logarithms of its standard deviation and its
-    lengthscales, units of the table.
+    It returns log standard deviations and inverse hyperbolic tangents of correlations of each random term, log σ if the
+    noise is Gaussian, and the log standard deviation and log lengthscales of each smooth term.
     """
     log_units, places = torch.tensor([*map(math.log, smooth.units)]), np.cumsum([terms.count, *smooth.lengths])
     units = [torch.tensor(base) for base in bases]
 
-    def found(at: Tensor) -> Tensor:
+    def transformed(at: Tensor) -> Tensor:
         parts = [at[:0]]
         for unit, factor in zip(units, terms.factors(at[: terms.count]), strict=True):
             root = scale * torch.linalg.solve_triangular(unit, factor, upper=True)
@@ -266,11 +269,11 @@ def spreads(
             parts += [amplitude.abs().log()[None] + at[-1] + math.log(scale), part]
         return torch.cat(parts)
 
-    return found
+    return transformed
 
 
 def fixed_table(names: Sequence[str], mean: Array, covariance: Array, family: str) -> list[Json]:
-    """A row for each fixed effect, in units of the table: Wald intervals; ratios of odds or rates."""
+    """The table of fixed effects in units of the table: Wald intervals and p-values; odds or rate ratios."""
     rows = []
     for name, value, error in zip(names, mean, np.sqrt(covariance.diagonal()), strict=True):
         low, high = value - Z95 * error, value + Z95 * error
@@ -285,7 +288,7 @@ def fixed_table(names: Sequence[str], mean: Array, covariance: Array, family: st
 def random_rows(
     groups: Sequence[str], names: Sequence[Sequence[str]], smooth: Smooths, *, gaussian: bool
 ) -> list[Json]:
-    """What :func:`spreads` are of, row by row."""
+    """Group, effect and kind of each parameter that :func:`spreads` returns."""
     rows: list[Json] = []
     for group, effects in zip(groups, names, strict=True):
         pairs = [f"{second}, {first}" for i, first in enumerate(effects) for second in effects[:i]]
@@ -299,42 +302,42 @@ def random_rows(
 
 
 def random_table(rows: Sequence[Json], function: Callable[[Tensor], Tensor], at: Estimates) -> list[Json]:
-    """The rows with estimates, and intervals by the delta method."""
+    """The table of random effects: ``rows`` with estimates and 95 % intervals by the delta method."""
     if not rows:
         return []
     point = torch.tensor(np.append(at.theta, at.log_noise))
     jacobian = torch.autograd.functional.jacobian(function, point).numpy()
     values = function(point).numpy()
     errors = np.sqrt(np.einsum("ij,jk,ik->i", jacobian, np.nan_to_num(at.spread, nan=0.0), jacobian))
-    lost = (np.abs(jacobian) > 0) @ np.isnan(at.spread.diagonal()) > 0
-    errors = np.where(lost, np.nan, errors)
+    unknown = (np.abs(jacobian) > 0) @ np.isnan(at.spread.diagonal()) > 0
+    errors = np.where(unknown, np.nan, errors)
     ends = zip(values, values - Z95 * errors, values + Z95 * errors, strict=True)
-    back = {"correlation": np.tanh}
-    return [row | _ends(back.get(row["kind"], np.exp), *end) for row, end in zip(rows, ends, strict=True)]
+    inverses = {"correlation": np.tanh}
+    return [row | _interval(inverses.get(row["kind"], np.exp), *end) for row, end in zip(rows, ends, strict=True)]
 
 
 def shape_rows(at: Estimates) -> list[Json]:
-    """The dispersion of counts."""
+    """The row of the dispersion of negative binomial counts; none for other likelihoods."""
     row = {"group": "residual", "effect": "", "kind": "dispersion"}
-    reach = Z95 * at.shape_errors
-    return [row | _ends(np.exp, *ends) for ends in zip(at.shape, at.shape - reach, at.shape + reach, strict=True)]
+    half = Z95 * at.shape_errors
+    return [row | _interval(np.exp, *ends) for ends in zip(at.shape, at.shape - half, at.shape + half, strict=True)]
 
 
-def _ends(function: Callable[[float], float], value: float, low: float, high: float) -> Json:
+def _interval(function: Callable[[float], float], value: float, low: float, high: float) -> Json:
     with np.errstate(over="ignore"):
         return {"estimate": float(function(value)), "low": float(function(low)), "high": float(function(high))}
 
 
 def shares(rows: Sequence[Facts], family: str) -> dict[str, float]:
-    """Intraclass correlations: the share of each group's random intercept in the variance of an observation.
+    """Intraclass correlations: the variance of each random intercept divided by the total variance.
 
-    On the scale of the logit a class has variance π²/3; of counts there is none without their mean.
+    The residual variance of two classes is π²/3 on the logit scale. Counts have no intraclass correlation.
     """
     noise = [row["estimate"] ** 2 for row in rows if row["group"] == "residual"]
-    ends = {"gaussian": noise, "bernoulli": [math.pi**2 / 3]}
-    alone = [row for row in rows if row["kind"] == "sd" and row["effect"] == "intercept"]
-    intercepts = {str(row["group"]): row["estimate"] ** 2 for row in alone}
-    if family not in ends:
+    residual = {"gaussian": noise, "bernoulli": [math.pi**2 / 3]}
+    rows = [row for row in rows if row["kind"] == "sd" and row["effect"] == "intercept"]
+    intercepts = {str(row["group"]): row["estimate"] ** 2 for row in rows}
+    if family not in residual:
         return {}
-    total = sum(intercepts.values()) + sum(ends[family])
+    total = sum(intercepts.values()) + sum(residual[family])
     return {group: value / total for group, value in intercepts.items()}

@@ -1,4 +1,4 @@
-"""What the server and the sites of a mixed model say to each other: sums over the groups of a site."""
+"""Messages of mixed models: trial parameters to the sites, sums over the groups of a site to the server."""
 
 from __future__ import annotations
 
@@ -14,112 +14,113 @@ from fedgp_flower.shared_messages import Described
 
 @message("query.outline", summand=True, counts="E W")
 class Outline:
-    """What whitens the columns, and where the search starts."""
+    """Cross-products of the design matrices, for the whitening and the initial fixed effects."""
 
     gram: Float[ndarray, "E E"] = leaves("XᵀX, columns divided by their size at reference rows", symmetric=True)
-    products: Float[ndarray, " E"] = leaves("Xᵀη₀, η₀ a rough linear predictor from each target")
-    effects: Float[ndarray, " W"] = leaves("ZᵀZ of every random term, row by row, its columns so divided")
+    products: Float[ndarray, " E"] = leaves("Xᵀη₀, η₀ an initial linear predictor from the target of each row")
+    effects: Float[ndarray, " W"] = leaves("ZᵀZ of each random term, row by row, columns divided in the same way")
     count: Float[ndarray, ""] = leaves("number of rows")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        return other_rows(self.count, described) or indefinite("gram", self.gram)
+        """Why the described rows cannot give this sum, or None."""
+        return described.rows_mismatch("count", self.count) or indefinite("gram", self.gram)
 
 
 @message()
 class Trials:
-    """Whitened parameters to be tried: θ, Cholesky factors of relative covariances, and log ℓ and a of smooth terms.
+    """Trial parameters [K, B], whitened.
 
-    Where noise is not Gaussian, (v, β, θ, log ℓ, a, shape), v the weights of features.
+    Gaussian: (θ, log ℓ, a), with θ the Cholesky factors of relative covariances, and ℓ and a of smooth terms. Other
+    likelihoods: (v, β, θ, log ℓ, a, shape), with v the weights of features.
     """
 
     points: Float[ndarray, "K B"]
     turns: Float[ndarray, "D B"]
-    """Short ways from each, then their opposites, that Hessians by v are differentiated along."""
+    """Displacements for finite differences of the Hessian by v: D/2 directions, then their negatives."""
 
 
 @message("train.restricted", summand=True)
 class Restricted:
-    """What restricted maximum likelihood needs at each trial: V = I + ZΛΛᵀZᵀ, r = [Φ X y], Φ of smooth terms."""
+    """Sums for the restricted likelihood at each trial: V = I + ZΛΛᵀZᵀ, r = [Φ X y], Φ the features of smooth terms."""
 
-    values: Float[ndarray, "K Q"] = leaves("log|V|, lower entries of rᵀV⁻¹r row by row, Σ 1 − |φ|² of smooth terms")
-    slopes: Float[ndarray, "K T Q"] = leaves("their derivatives by θ and log ℓ")
-    curvatures: Float[ndarray, "K H Q"] = leaves("their second derivatives, lower entries row by row")
+    values: Float[ndarray, "K Q"] = leaves(
+        "log|V|, the lower triangle of rᵀV⁻¹r row by row, Σ 1 − |φ|² of each smooth term"
+    )
+    slopes: Float[ndarray, "K T Q"] = leaves("derivatives of `values` by θ and log ℓ")
+    curvatures: Float[ndarray, "K H Q"] = leaves("second derivatives of `values`, lower triangle row by row")
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
 
     def num_parameters(self) -> int:
-        """Of fixed effects, features, the noise and θ."""
+        """The number of fixed effects, features, noise and covariance parameters."""
         return len(lower(self.values[0][1:])) + self.slopes.shape[1]
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        return other_rows(self.count, described) or next(
+        """Why the described rows cannot give this sum, or None."""
+        return described.rows_mismatch("count", self.count) or next(
             filter(None, (indefinite("values", lower(row[1:])) for row in self.values)), None
         )
 
 
 @message("train.marginal", summand=True, counts="B")
 class MarginalSums:
-    """Log marginal likelihoods of groups, summed, at each trial."""
+    """The log marginal likelihood of a site at each trial, summed over its groups."""
 
     values: Float[ndarray, " K"] = leaves("log p(y | v, β, θ, log ℓ, a), random effects integrated out")
-    gradients: Float[ndarray, "K B"] = leaves("its derivatives by (v, β, θ, log ℓ, a), and by log dispersion")
-    hessians: Float[ndarray, "K B B"] = leaves("its second derivatives", symmetric=True)
-    bends: Float[ndarray, "K D Q"] = leaves("first, then second derivatives along the ways of the second ones by v")
+    gradients: Float[ndarray, "K B"] = leaves("derivatives of `values` by (v, β, θ, log ℓ, a) and log dispersion")
+    hessians: Float[ndarray, "K B B"] = leaves("second derivatives of `values`", symmetric=True)
+    bends: Float[ndarray, "K D Q"] = leaves("first and second derivatives of the Hessian by v along each direction")
     count: Float[ndarray, ""] = leaves("number of rows")
     groups: Float[ndarray, " F"] = leaves("number of groups of each factor")
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        above = "`values` are above 0: no counts or classes are so likely" if (self.values > 1e-6).any() else None
-        return other_rows(self.count, described) or above
+        """Why the described rows cannot give this sum, or None."""
+        above = (
+            "`values` are above 0, which no log probability of counts or classes is"
+            if (self.values > 1e-6).any()
+            else None
+        )
+        return described.rows_mismatch("count", self.count) or above
 
 
 @message()
 class MixedView:
-    """What predicts at a site, together with its rows; all in whitened coordinates."""
+    """Estimates for predictions at a site, in whitened coordinates."""
 
     beta: Float[ndarray, " E"]
-    """Of features of smooth terms, then of fixed columns."""
+    """Weights of the features of smooth terms, then fixed effects."""
     covariance: Float[ndarray, "E E"]
-    """Of the estimates of β."""
+    """Covariance of the estimates ``beta``."""
     theta: Float[ndarray, " T"]
-    """Relative covariances, log ℓ, and a of smooth terms."""
+    """Cholesky factors of relative covariances, then log ℓ and a of smooth terms."""
     noise: float
-    """Variance of the noise; 1 where there is none."""
+    """Noise variance; 1 unless the likelihood is Gaussian."""
     shape: Float[ndarray, " S"]
-    """Of a likelihood that has one: log dispersion."""
+    """Log dispersion of negative binomial counts; empty otherwise."""
 
 
 @message("query.site_effect")
 class SiteEffect:
-    """The random intercept of a site, given its rows and the estimates, in units of the model."""
+    """The conditional random intercept of a site, in standardised units."""
 
     mean: Float[ndarray, ""] = leaves("conditional mean of the random intercept of the site")
-    variance: Float[ndarray, ""] = leaves("its variance, with that of the fixed effects")
+    variance: Float[ndarray, ""] = leaves("variance of that intercept, including the uncertainty of the fixed effects")
 
     def refusal(self, described: Described) -> str | None:
-        """Why no rows have such an effect, or None."""
+        """Why no rows can give this variance, or None."""
         del described
         return None if self.variance > 0 else "`variance` is not above 0"
 
 
-def other_rows(count: Float[ndarray, ""], described: Described) -> str | None:
-    """Why a sum is not of the rows that were described, or None."""
-    rows = described.rows
-    return None if float(count) == rows else f"sums of {float(count):g} rows, introduced itself with {rows}"
-
-
 def indefinite(name: str, matrix: Float[ndarray, "E E"]) -> str | None:
-    """Why a matrix is no sum of squares, or None."""
+    """Why a matrix is not positive semi-definite, or None."""
     size = max(float(np.abs(matrix).max(initial=0.0)), 1e-300)
     wrong = len(matrix) and not np.linalg.eigvalsh(matrix / size)[0] >= -1e-6
     return f"`{name}` is not positive semi-definite" if wrong else None
 
 
 def lower(entries: Float[ndarray, " Q"]) -> Float[ndarray, "R R"]:
-    """The symmetric matrix of its lower entries row by row; a few more may follow these."""
+    """The symmetric matrix with the lower triangle ``entries``, row by row; further entries are ignored."""
     size = int((np.sqrt(8 * len(entries) + 1) - 1) / 2)
     matrix = np.zeros((size, size))
     matrix[np.tril_indices(size)] = entries[: size * (size + 1) // 2]
@@ -127,5 +128,5 @@ def lower(entries: Float[ndarray, " Q"]) -> Float[ndarray, "R R"]:
 
 
 def pieces(arrays: Mapping[str, ndarray], prefix: str) -> list[ndarray]:
-    """The arrays whose names begin so, in the order of the numbers that follow."""
+    """The arrays named ``prefix`` and a number, in the order of the numbers."""
     return [arrays[f"{prefix}{k}"] for k in range(sum(name.startswith(prefix) for name in arrays))]

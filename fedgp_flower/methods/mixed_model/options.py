@@ -1,4 +1,4 @@
-"""What a mixed model needs of the configuration; it has no keys besides ``formula``."""
+"""Options of mixed models, whose only configuration key is ``formula``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from fedgp_flower.options import MethodOptions
 
 
 class MixedOptions(MethodOptions):
-    """No table: the formula says it all."""
+    """Checks of the core configuration; mixed models have no table of keys."""
 
     reads_formula: ClassVar[bool] = True
     likelihoods: ClassVar[frozenset[str]] = frozenset({"gaussian", "bernoulli", "poisson", "negative-binomial"})
 
     def check(self, core: CoreConfig) -> None:
-        """A formula, a likelihood that is known, and rows as they are."""
+        """Raise ConfigError unless there is a formula and the other keys suit a mixed model."""
         wrong = {
             "`formula` is empty: write one such as 'y ~ x + (1 | group)'": not core.formula,
             f"`missing` = {core.missing!r}: allowed are 'error' and 'drop'": core.missing not in {"error", "drop"},
             "`transform.target` is set: write log(…) of the target into the table": core.transform.target != "none",
-            f"`partitioner` = {core.partitioner!r} cuts groups apart: take 'iid', which deals whole groups, or"
-            " 'natural'": core.partitioner not in {"iid", "natural"},
-            "`device`, `precision`: it works on the 'cpu' in 'float64'": (
+            f"`partitioner` = {core.partitioner!r} splits groups: use 'iid' or 'natural', which keep groups whole": (
+                core.partitioner not in {"iid", "natural"}
+            ),
+            "`device`, `precision`: allowed are 'cpu' and 'float64'": (
                 core.device == "cuda" or core.precision != "float64"
             ),
         }

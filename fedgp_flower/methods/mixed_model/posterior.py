@@ -1,4 +1,4 @@
-"""What a finished mixed model predicts for rows of new groups, and its table in the report."""
+"""Predictions of a saved mixed model for rows of new groups, and its panels in the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedgp_flower.typing import Array, Facts
 
 
 class NewGroup:
-    """Prediction for a row of a group without rows."""
+    """Predicts rows of new groups with a saved mixed model."""
 
     def __init__(self, saved: Posterior) -> None:
         self.agreed = Preparation.from_wire(saved.arrays, json.dumps(saved.schema))
@@ -39,64 +39,63 @@ class NewGroup:
         self.shape = torch.tensor(np.log(saved.arrays.get("dispersion", np.empty(0))))
 
     def latent(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and variance of η [N], in units of the table."""
+        """Mean and variance of η [N] in units of the table, at standardised inputs [N, D]."""
         table = decoded(inputs, self.agreed)
-        found = columns(self.formula, table, self.agreed, finite=False)
-        parts, left = self.features(self.smooth.at(table))
-        fixed = np.hstack([*parts, found.fixed])
-        variance = np.einsum("ne,ef,nf->n", fixed, self.covariance, fixed) + sum(left)
-        for z, covariance in zip(found.effects, self.random, strict=True):
+        raw = columns(self.formula, table, self.agreed, finite=False)
+        features, unexplained = self.features(self.smooth.at(table))
+        fixed = np.hstack([*features, raw.fixed])
+        variance = np.einsum("ne,ef,nf->n", fixed, self.covariance, fixed) + sum(unexplained)
+        for z, covariance in zip(raw.effects, self.random, strict=True):
             variance += np.einsum("ne,ef,nf->n", z, covariance, z)
-        return fixed @ self.mean + found.offset, variance
+        return fixed @ self.mean + raw.offset, variance
 
     def features(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Array], list[Array]]:
-        """Φ of every smooth term, and the variance that it leaves of each row."""
+        """Φ [N, M] of each smooth term, and the prior variance [N] that Φ does not explain."""
         lengths, amplitudes = self.parameters.split([sum(self.smooth.lengths), len(self.smooth.terms)])
         parts = [part.numpy() for part in self.smooth.features(inputs, lengths)]
         scales = self.noise * amplitudes.numpy() ** 2
         return parts, [a * (1 - (part**2).sum(1)) for a, part in zip(scales, parts, strict=True)]
 
-    def rise(self, term: int, place: int, grid: Array) -> tuple[Array, Array]:
-        """A smooth term along one of its inputs, standardised, less its value where all are at their means: mean, sd.
+    def curve(self, term: int, place: int, grid: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of s(x) − s(0) for a smooth term, x along input ``place``, others at their means.
 
-        Features explain |Δφ|² of a difference's prior variance 2 − 2 k(x, 0), in units of a² σ².
+        ``grid`` holds standardised values. The features explain |φ(x) − φ(0)|² of the prior variance 2 − 2 k(x, 0) of
+        the difference, in units of a² σ².
         """
-        smooth, before, at = self.smooth.terms[term], sum(self.smooth.lengths[:term]), np.append(grid, 0.0)
-        x = torch.zeros(len(at), len(smooth.inputs), dtype=torch.float64)
-        x[:, place] = torch.from_numpy(at)
-        log_lengths = self.parameters[before : before + len(smooth.inputs)]
+        smooth, start, values = self.smooth.terms[term], sum(self.smooth.lengths[:term]), np.append(grid, 0.0)
+        x = torch.zeros(len(values), len(smooth.inputs), dtype=torch.float64)
+        x[:, place] = torch.from_numpy(values)
+        log_lengths = self.parameters[start : start + len(smooth.inputs)]
         phi = smooth.features(x, log_lengths).numpy()
         change = phi[:-1] - phi[-1]
         end = sum(self.smooth.widths[: term + 1])
-        here = slice(end - self.smooth.widths[term], end)
+        weights = slice(end - self.smooth.widths[term], end)
         scale = self.noise * float(self.parameters[sum(self.smooth.lengths) + term]) ** 2
         prior = -2 * np.expm1(-0.5 * (grid / math.exp(log_lengths[place])) ** 2)
-        variance = np.einsum("ne,ef,nf->n", change, self.covariance[here, here], change)
-        return change @ self.mean[here], np.sqrt(variance + scale * np.maximum(prior - (change**2).sum(1), 0))
+        variance = np.einsum("ne,ef,nf->n", change, self.covariance[weights, weights], change)
+        return change @ self.mean[weights], np.sqrt(variance + scale * np.maximum(prior - (change**2).sum(1), 0))
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of an observation [N], standardised."""
+        """Standardised mean and standard deviation of an observation [N], at standardised inputs [N, D]."""
         mean, variance = self.latent(inputs)
         if self.likelihood == "gaussian":
-            agreed = self.agreed
-            return (mean - agreed.target_mean) / agreed.target_scale, np.sqrt(
-                variance + self.noise
-            ) / agreed.target_scale
+            scale = self.agreed.target_scale
+            return (mean - self.agreed.target_mean) / scale, np.sqrt(variance + self.noise) / scale
         moments = torch.from_numpy(mean), torch.from_numpy(variance)
         centre, spread = canonical_likelihood(self.likelihood).moments(*moments, self.shape)
         return centre.numpy(), spread.sqrt().numpy()
 
 
 class NewCounts(NewGroup):
-    """Counts of a group without rows, which are not normal."""
+    """Predicts counts of new groups, with exact quantiles."""
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
-        """Quantiles [levels, N]."""
+        """Predictive quantiles of the counts [levels, N]."""
         return canonical_likelihood(self.likelihood).quantiles(*self.latent(inputs), self.shape, levels)
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewGroup:
-    """The model of a finished run."""
+    """The predictor of a finished run; the input names are not needed."""
     del names
     return (NewCounts if saved.likelihood in COUNTS else NewGroup)(saved)
 
@@ -105,7 +104,7 @@ RATIOS = {"bernoulli": "odds ratio", "poisson": "rate ratio", "negative-binomial
 
 
 def panels(run: Run) -> list[Panel]:
-    """The table of effects, and of random effects."""
+    """Panels of the report: fixed effects, random effects, smooth terms and site effects."""
     facts, family = run.metrics.method_details, "" if run.saved is None else run.saved.likelihood
     ratio = [RATIOS[family]] if family in RATIOS else []
     rows = [
@@ -123,31 +122,31 @@ def panels(run: Run) -> list[Panel]:
         [f"{row['group']}: {row['effect']}".removesuffix(": "), str(row["kind"]), show(row["estimate"]), interval(row)]
         for row in facts["random"]
     ]
-    found = [
+    sections = [
         Panel("Effects", html_table(titles, rows), caption(facts)),
-        Panel("Random effects", html_table(("effect", "", "estimate", "95 % interval"), spread), _shares(facts)),
+        Panel(
+            "Random effects", html_table(("effect", "", "estimate", "95 % interval"), spread), _random_caption(facts)
+        ),
     ]
     if run.saved is not None and (model := saved_model(run.saved, ())).smooth.terms:
-        words = (
-            "Each smooth term along an input, less its value where its inputs are at their means: mean and 95 % band"
-        )
-        words += f", on the scale of {unit(family)}."
-        found.append(Panel("Smooth terms", curves(model), words))
+        words = "Each smooth term along an input, minus its value at the means of its inputs: mean and 95 % band"
+        words += f", in {unit(family)}."
+        sections.append(Panel("Smooth terms", curves(model), words))
     if sites := facts.get("sites"):
-        words = "How far a site is from the typical one: estimate and 95 % interval, drawn to 0 where it has few rows."
-        found.append(Panel("Effects of sites", site_effects(sites, family), words))
-    return found
+        words = "Random intercepts of the sites: estimate and 95 % interval. Few rows shrink an estimate towards 0."
+        sections.append(Panel("Effects of sites", site_effects(sites, family), words))
+    return sections
 
 
 def curves(model: NewGroup) -> Figure:
-    """Each smooth term along each of its inputs, in units of the table."""
+    """The figure of each smooth term along each of its inputs, in units of the table."""
     places = [(k, d) for k, length in enumerate(model.smooth.lengths) for d in range(length)]
     figure, grid = (
         Figure(figsize=(3.2 * len(places), 2.6), dpi=DPI, layout="constrained"),
         np.linspace(-2, 2, 121),
     )
     for ax, (k, d) in zip(figure.subplots(1, len(places), squeeze=False)[0], places, strict=True):
-        term, (mean, sd) = model.smooth.terms[k], model.rise(k, d, grid)
+        term, (mean, sd) = model.smooth.terms[k], model.curve(k, d, grid)
         x = term.mean[d] + term.scale[d] * grid
         ax.fill_between(x, mean - Z95 * sd, mean + Z95 * sd, alpha=0.25, lw=0)
         ax.plot(x, mean, lw=1.4)
@@ -158,7 +157,7 @@ def curves(model: NewGroup) -> Figure:
 
 
 def site_effects(sites: Sequence[Facts], family: str) -> Figure:
-    """The effect of each site with its interval, the lowest first."""
+    """The figure of the random intercepts of the sites with their intervals, in increasing order."""
     figure = Figure(figsize=(6.4, 0.8 + min(0.22 * len(sites), 12.0)), dpi=DPI, layout="constrained")
     axes, places = figure.subplots(), np.arange(len(sites))
     middle, low, high = (np.array([row[name] for row in sites]) for name in ("estimate", "low", "high"))
@@ -171,7 +170,7 @@ def site_effects(sites: Sequence[Facts], family: str) -> Figure:
 
 
 def unit(family: str) -> str:
-    """Of a linear predictor."""
+    """The unit of the linear predictor, such as log odds."""
     return f"log {RATIOS[family].split()[0]}" if family in RATIOS else "units of the target"
 
 
@@ -181,21 +180,22 @@ def probability(p: float) -> str:
 
 
 def caption(facts: Facts) -> str:
-    """How the model was fitted, to how much, and how well."""
+    """The caption of the fixed effects: criterion, rows, groups and goodness of fit."""
     groups: Sequence[str] = [f"{count:,} groups of `{name}`" for name, count in facts["groups"].items()]
-    said = f"{facts['criterion']} estimates in units of the table, of {facts['rows']:,} rows"
-    said += f" and {', '.join(groups) or 'no groups'}"
+    words = f"{facts['criterion']} estimates in units of the table, from {facts['rows']:,} rows"
+    words += f" and {', '.join(groups) or 'no groups'}"
     fit = f"log likelihood {facts['log_likelihood']:.2f}, AIC {facts['aic']:.2f}, BIC {facts['bic']:.2f}"
-    kind = "Intervals by the profile of the likelihood, Wald's" if _profiled(facts) else "Wald intervals and"
-    return f"{said}; {fit}. {kind} p-values."
+    kind = "Profile likelihood intervals and Wald" if _profiled(facts) else "Wald intervals and"
+    return f"{words}; {fit}. {kind} p-values."
 
 
 def _profiled(facts: Facts) -> bool:
-    """Whether there are such intervals."""
+    """Whether the tables have profile likelihood intervals."""
     return "profile_low" in facts["effects"][0]
 
 
-def _shares(facts: Facts) -> str:
+def _random_caption(facts: Facts) -> str:
+    """The caption of the random effects."""
     parts = [f"{share:.3f} for `{group}`" for group, share in facts["icc"].items()]
     icc = [f"Intraclass correlation {', '.join(parts)}."] if parts else []
     how = [] if _profiled(facts) else ["Intervals by the delta method."]

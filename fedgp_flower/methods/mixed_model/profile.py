@@ -1,14 +1,13 @@
-"""Profile intervals, from the totals that the search for the estimates has.
+"""Profile likelihood intervals, from the same sums as the estimates.
 
-Of Gaussian models, the deviance of all rows at relative covariances θ, noise σ and fixed effects β is, with
-S_ββ = XᵀV⁻¹X and ρ²,
+For Gaussian models, the deviance at relative covariances θ, noise σ and fixed effects β is, with S_ββ = XᵀV⁻¹X and ρ²,
 
-    d = log|V| + N log 2πσ² + [ρ² + (β − β̂)ᵀ S_ββ (β − β̂)] / σ²
+    d = log|V| + N log 2πσ² + [ρ² + (β − β̂)ᵀ S_ββ (β − β̂)] / σ².
 
-and of others −2 log likelihood as a function of (β, θ, shape), known to second order around any point.
-The 95 % interval of a parameter f holds its values where the smallest d is at most min d + 3.84 (Bates et al. 2015,
-Section 5.1; lme4's ``confint``). At an end f is largest, or least, among the parameters with that d: f' = μ d' and
-d = min d + 3.84 (Venzon and Moolgavkar 1988), solved by Newton's method around the θ that the totals are known at.
+For other models, d is −2 log likelihood as a function of (β, θ, shape), by its second-order expansion around a point.
+The 95 % interval of a parameter f contains the values with minimal d at most min d + 3.84 (Bates et al. 2015, Section
+5.1; lme4's ``confint``). An endpoint maximises or minimises f among the parameters with that d: f' = μ d' and
+d = min d + 3.84 (Venzon and Moolgavkar 1988). Newton's method solves these equations around the θ of the sums.
 """
 
 from __future__ import annotations
@@ -28,71 +27,72 @@ from fedgp_flower.typing import Array
 
 LEVEL = float(chi2.ppf(0.95, 1))
 SHARES = (0.4, 0.7, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""Of √3.84 that each exchange goes to: what is far away is found from what is near."""
+"""Fractions of √3.84 that successive exchanges aim at; a near endpoint is the start for a farther one."""
 INNER = 12
-"""Steps of Newton's method between two exchanges, at most."""
+"""Largest number of Newton steps between two exchanges."""
 REACH = 0.7
-"""Largest step in log σ, in θ, and in a fixed effect's standard errors."""
+"""Largest Newton step of log σ, of θ, and of a fixed effect in standard errors."""
 NEAR, SETTLED = 1e-8, 1e-6
+"""Largest final Newton step, and largest final move of an endpoint between two exchanges."""
 
 Spread: TypeAlias = Callable[[Tensor], Tensor]
-"""Several parameters, as (θ, log σ) goes."""
+"""Several parameters as a function of (θ, log σ)."""
 Around: TypeAlias = Totals | Expansion
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of an interval, or without a parameter the smallest deviance."""
+    """One endpoint of an interval; without a parameter, the minimum of the deviance."""
 
     centre: Array
-    """The θ that totals are known at."""
+    """The θ of the sums."""
     start: Array
-    """θ, log σ, and of a fixed effect its value, at the smallest deviance; without Gaussian noise (β, θ, shape)."""
+    """The minimum of the deviance: (θ, log σ) and a fixed effect, or (β, θ, shape) without Gaussian noise."""
     point: Array
-    """The same here."""
+    """The same parameters at this endpoint."""
     parameter: Function | None = None
     row: Array | None = None
-    """The fixed effect among whitened ones."""
+    """The fixed effect as a linear combination of the whitened ones."""
     multiplier: float = 0.0
-    """μ."""
+    """The Lagrange multiplier μ."""
     lost: bool = False
-    """Whether the steps led nowhere."""
+    """Whether Newton's method failed."""
 
     @property
     def theta(self) -> Array:
-        """Where the totals are wanted next."""
+        """The θ at which the next exchange evaluates the sums."""
         return self.point[: len(self.centre)]
 
     def farther(self, share: float) -> End:
-        """So many times as far from the smallest deviance."""
+        """The endpoint ``share`` times as far from the minimum of the deviance."""
         point = self.start + share * (self.point - self.start)
         return replace(self, point=point, multiplier=self.multiplier / share)
 
 
 def entry(k: int, spread: Spread = torch.Tensor.clone) -> Function:
-    """One of several parameters; by itself an entry of the point."""
+    """The function that returns entry ``k`` of ``spread``, by default of the point itself."""
     return lambda at: spread(at)[k]
 
 
 def weighed(row: Array) -> Function:
-    """A fixed effect, of all whitened ones."""
+    """The function that returns a fixed effect, a linear combination of the whitened ones."""
     return lambda at: at[: len(row)] @ torch.tensor(row)
 
 
 def derivatives(function: Function, point: Array) -> tuple[float, Array, Array]:
-    """Value, gradient and Hessian."""
-    found = expanded(function, torch.tensor(point))
-    return found.value, found.gradient, found.hessian
+    """Value, gradient and Hessian of a function at a point."""
+    expansion = expanded(function, torch.tensor(point))
+    return expansion.value, expansion.gradient, expansion.hessian
 
 
 def lowest(around: Around, centre: Array, start: Array) -> End:
-    """The smallest deviance, near the estimates that totals are known at."""
+    """The minimum of the deviance, from the estimates ``start``."""
     best = moved(End(centre, start, start), around, 0.0)
     return replace(best, start=best.point)
 
 
 def first(best: End, around: Around, parameter: Function, row: Array | None, sign: int) -> End:
-    """The first step to an end, by the curvature at the smallest deviance as Wald's interval."""
+    """The first step to an endpoint: a fraction of the Wald interval, by the curvature at the minimum."""
     start = best.point
     if row is not None and isinstance(around, Totals):
         _, factor = around.at(torch.tensor(best.theta - best.centre))
@@ -100,13 +100,13 @@ def first(best: End, around: Around, parameter: Function, row: Array | None, sig
     end = replace(best, start=start, point=start, parameter=parameter, row=row)
     _, slope, _ = derivatives(parameter, start)
     _, _, curvature = derivatives(around.deviance(end.centre, row), start)
-    along = np.linalg.solve(curvature, slope)
-    reach = sign * SHARES[0] * float(np.sqrt(2 * LEVEL / (slope @ along)))
-    return replace(end, point=start + reach * along, multiplier=1 / reach)
+    direction = np.linalg.solve(curvature, slope)
+    length = sign * SHARES[0] * float(np.sqrt(2 * LEVEL / (slope @ direction)))
+    return replace(end, point=start + length * direction, multiplier=1 / length)
 
 
 def moved(end: End, around: Around, level: float) -> End:
-    """As near the end as the totals at its centre tell; ``level`` is the deviance there."""
+    """The endpoint after Newton's method with the sums at its centre; ``level`` is the deviance at the endpoint."""
     function, point, multiplier = around.deviance(end.centre, end.row), end.point, end.multiplier
     for _ in range(INNER * (not end.lost)):
         try:
@@ -114,9 +114,9 @@ def moved(end: End, around: Around, level: float) -> End:
             if end.parameter is None:
                 step, change = np.linalg.solve(curvature, -slope), 0.0
             else:
-                _, along, bend = derivatives(end.parameter, point)
-                left = np.block([[bend - multiplier * curvature, -slope[:, None]], [-slope, np.zeros(1)]])
-                step = np.linalg.solve(left, np.append(multiplier * slope - along, value - level))
+                _, gradient, hessian = derivatives(end.parameter, point)
+                matrix = np.block([[hessian - multiplier * curvature, -slope[:, None]], [-slope, np.zeros(1)]])
+                step = np.linalg.solve(matrix, np.append(multiplier * slope - gradient, value - level))
                 step, change = step[:-1], float(step[-1])
         except (NumericsError, np.linalg.LinAlgError):
             return replace(end, lost=True)
@@ -124,11 +124,11 @@ def moved(end: End, around: Around, level: float) -> End:
         point, multiplier = point + share * step, multiplier + share * change
         if np.abs(step).max() < NEAR:
             break
-    right = multiplier * end.multiplier >= 0 and np.isfinite(point).all()
-    return replace(end, point=point, multiplier=multiplier, lost=end.lost or not right)
+    valid = multiplier * end.multiplier >= 0 and np.isfinite(point).all()
+    return replace(end, point=point, multiplier=multiplier, lost=end.lost or not valid)
 
 
 def settled(before: Sequence[End], after: Sequence[End]) -> bool:
-    """Whether no end moved any more; those that are lost are given up."""
+    """Whether no endpoint moved by :data:`SETTLED` or more; lost endpoints do not count."""
     kept = [(a, b) for a, b in zip(before, after, strict=True) if not b.lost]
     return all(np.abs(a.point - b.point).max() < SETTLED for a, b in kept)

@@ -1,8 +1,8 @@
-"""Smooth terms s(x, …): Gaussian processes of some inputs, by features of inducing points.
+"""Smooth terms s(x, …): Gaussian processes of some inputs, with features of inducing points.
 
 f(x) = a σ φ(x)ᵀu with u ~ N(0, I), φ(x) = L⁻¹ k(Z, x), LLᵀ = k(Z, Z) and k(x, x') = exp(−½ Σ_d (x_d − x'_d)² / ℓ_d²),
-inputs standardised. What the features leave of the prior variance, R = Σ_n 1 − |φ(x_n)|², lowers the bound on the log
-likelihood by ½ a² R (Titsias 2009; for rows in groups it is a bound still, as V ≥ I).
+for standardised inputs. The features do not explain the prior variance R = Σ_n 1 − |φ(x_n)|², which lowers the bound on
+the log likelihood by ½ a² R (Titsias 2009). With random effects it remains a bound, because V ≥ I.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fedgp_flower.methods.mixed_model.design import Columns, reference
 from fedgp_flower.typing import Array
 
 COUNTS = 24, 64
-"""Inducing points of a smooth of one input, and of more."""
+"""Numbers of inducing points of a smooth term of one input, and of several."""
 REACH = 3.0
-"""Standard deviations around the mean that the points of one input cover."""
+"""Range of the inducing points of one input, in standard deviations from the mean."""
 JITTER = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
 class Smooth:
-    """A term s(…)."""
+    """A smooth term s(…): its inputs, their agreed means and scales, and its inducing points."""
 
     inputs: tuple[str, ...]
     mean: Array  # [D]
@@ -42,19 +42,19 @@ class Smooth:
 
     @property
     def called(self) -> str:
-        """The term in words."""
+        """The term as in the formula, such as s(age)."""
         return f"s({', '.join(self.inputs)})"
 
     def at(self, frame: pd.DataFrame) -> Float[Tensor, "N D"]:
-        """The standardised inputs of a table."""
+        """The standardised inputs of the rows of a table."""
         return torch.from_numpy((frame[list(self.inputs)].to_numpy(dtype=np.float64) - self.mean) / self.scale)
 
     def features(self, x: Float[Tensor, "N D"], log_lengthscales: Float[Tensor, " D"]) -> Float[Tensor, "N M"]:
-        """Φ, a row φ(x) for each input."""
+        """Φ, with the row φ(x) for each input."""
         z, lengthscales = torch.from_numpy(self.points), log_lengthscales.exp()
-        inner, across = (squared_exponential(part / lengthscales, z / lengthscales) for part in (z, x))
-        factor = torch.linalg.cholesky(inner + JITTER * torch.eye(len(z), dtype=torch.float64))
-        return torch.linalg.solve_triangular(factor, across.mT, upper=False).mT
+        kzz, kxz = (squared_exponential(part / lengthscales, z / lengthscales) for part in (z, x))
+        factor = torch.linalg.cholesky(kzz + JITTER * torch.eye(len(z), dtype=torch.float64))
+        return torch.linalg.solve_triangular(factor, kxz.mT, upper=False).mT
 
 
 def squared_exponential(x: Float[Tensor, "N D"], z: Float[Tensor, "M D"]) -> Float[Tensor, "N M"]:
@@ -64,41 +64,41 @@ def squared_exponential(x: Float[Tensor, "N D"], z: Float[Tensor, "M D"]) -> Flo
 
 @dataclass(frozen=True, slots=True)
 class Smooths:
-    """The smooth terms of a formula; parameters are all log ℓ, then all amplitudes a."""
+    """The smooth terms of a formula. Their parameters are all log ℓ, then all amplitudes a."""
 
     terms: tuple[Smooth, ...]
 
     @property
     def lengths(self) -> list[int]:
-        """Lengthscales of each term."""
+        """The number of lengthscales of each term."""
         return [len(term.inputs) for term in self.terms]
 
     @property
     def widths(self) -> list[int]:
-        """Features of each term."""
+        """The number of features of each term."""
         return [len(term.points) for term in self.terms]
 
     @property
     def units(self) -> list[float]:
-        """Of the table, of one of each lengthscale's."""
+        """The scale of each input, which converts its standardised lengthscale to units of the table."""
         return [float(scale) for term in self.terms for scale in term.scale]
 
     @property
     def names(self) -> list[str]:
-        """Of every feature."""
+        """The name of each feature."""
         return [f"{term.called} {k}" for term in self.terms for k in range(1, 1 + len(term.points))]
 
     def at(self, frame: pd.DataFrame) -> list[Tensor]:
-        """The standardised inputs of each term."""
+        """The standardised inputs [N, D] of each term."""
         return [term.at(frame) for term in self.terms]
 
     def features(self, inputs: Sequence[Tensor], log_lengthscales: Float[Tensor, " L"]) -> list[Tensor]:
-        """Φ of each term."""
+        """Φ [N, M] of each term."""
         parts = zip(self.terms, inputs, log_lengthscales.split(self.lengths), strict=True)
         return [term.features(x, part) for term, x, part in parts]
 
     def roots(self, parameters: Float[Tensor, " P"]) -> Array:
-        """Values at the inducing points of every feature, times a: blocks [M, M] for parameters log ℓ and a."""
+        """The block-diagonal matrix of a Φ at the inducing points [M, M] of each term, from log ℓ and a."""
         lengths, amplitudes = parameters.split([sum(self.lengths), len(self.terms)])
         parts = self.features([torch.from_numpy(term.points) for term in self.terms], lengths)
         return torch.block_diag(*(a * part for a, part in zip(amplitudes, parts, strict=True))).numpy()
@@ -108,26 +108,26 @@ NONE = Smooths(())
 
 
 def smooths(formula: Formula, agreed: Preparation) -> Smooths:
-    """The terms, with the agreed means and scales of their inputs."""
+    """The smooth terms of a formula; DataError if an input is not a column of numbers."""
     numeric = {c.name for c in agreed.columns if c.kind == "numeric"}
     names = [name for c in agreed.columns for name in ([c.name] if c.name in numeric else c.names)]
     terms = []
     for inputs in formula.smooths:
-        if odd := [name for name in inputs if name not in numeric]:
-            raise DataError(f"`formula`: s({', '.join(inputs)}) needs columns of numbers; {odd[0]} is none")
+        if wrong := [name for name in inputs if name not in numeric]:
+            raise DataError(f"`formula`: s({', '.join(inputs)}) needs columns of numbers; {wrong[0]} is not one")
         places, width = [names.index(name) for name in inputs], len(inputs)
         terms.append(Smooth(inputs, agreed.input_mean[places], agreed.input_scale[places], spread_out(width)))
     return Smooths(tuple(terms))
 
 
 def agreed_parts(formula: Formula, arrays: Mapping[str, Array], schema: str) -> tuple[Columns, Smooths]:
-    """The columns of a formula at reference rows, and its smooth terms, from what the sites agreed on."""
+    """The design matrices at reference rows and the smooth terms, from the agreed arrays and schema."""
     agreed = Preparation.from_wire(arrays, schema)
     return reference(formula, agreed), smooths(formula, agreed)
 
 
 def spread_out(width: int) -> Array:
-    """Inducing points of so many standardised inputs: at equal distances, or normal quantiles of a Sobol sequence."""
+    """Standardised inducing points [M, width]: equally spaced for one input, else quantiles of a Sobol sequence."""
     if width == 1:
         return np.linspace(-REACH, REACH, COUNTS[0])[:, None]
     count = COUNTS[1]

@@ -103,9 +103,9 @@ class PVIOptions(MethodOptions):
         return self.local_update == "sums"
 
     @property
-    def usual_inducing(self) -> int:
+    def default_inducing(self) -> int:
         """The default of ``sgpr`` if Z and β come from sums."""
-        return 300 if self.agrees else super().usual_inducing
+        return 300 if self.agrees else super().default_inducing
 
     @property
     def hyperprior(self) -> str:

@@ -71,7 +71,7 @@ class BNNOptions(WeightsOptions):
     hidden: PositiveInt = 50
     """Rectified units of the hidden layer."""
     likelihoods: ClassVar[frozenset[str]] = frozenset({"bernoulli", "categorical"})
-    usual_likelihood: ClassVar[str] = "categorical"
+    default_likelihood: ClassVar[str] = "categorical"
 
     def num_weights(self, num_inputs: int) -> int:
         """Number of weights and biases of two layers."""

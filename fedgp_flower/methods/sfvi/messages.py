@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import count_parameters, leaves, message
-from fedgp_flower.shared_messages import MOVE, Described, dwarfing, largest
+from fedgp_flower.shared_messages import MOVE, Described, max_abs, oversized
 from fedgp_flower.typing import AnyShape, NamedArrays
 
 SCALE = "q.log_scale"
@@ -52,7 +52,7 @@ class GradientShare(_Values):
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
         """Return sites whose gradients dwarf those of the others; this needs at least three sites."""
-        return dwarfing(answers, rows, "gradient", lambda share: largest(*share.values.values()))
+        return oversized(answers, rows, "gradient", lambda share: max_abs(*share.values.values()))
 
 
 @message()

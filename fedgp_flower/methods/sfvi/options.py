@@ -10,7 +10,7 @@ from pydantic import field_validator
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import COMMON, Count, MethodOptions, NonNegative, PositiveInt
+from fedgp_flower.options import DEFAULT_LIKELIHOODS, Count, MethodOptions, NonNegative, PositiveInt
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which are fixed."""
@@ -26,7 +26,7 @@ class SFVIOptions(MethodOptions):
     """The keys of the built-in models."""
 
     table: ClassVar[str] = "sfvi"
-    likelihoods: ClassVar[frozenset[str]] = COMMON | {"categorical"}
+    likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS | {"categorical"}
     averages: ClassVar[bool] = False
     """Whether every round has local steps and an average."""
     variant_key: ClassVar[str] = "model"
@@ -90,14 +90,14 @@ class SFVIOptions(MethodOptions):
             raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
 
     @property
-    def usual_likelihood(self) -> str:
+    def default_likelihood(self) -> str:
         """``categorical`` if the model has classes."""
         return "categorical" if self.row.classes else "gaussian"
 
     @property
-    def usual_rounds(self) -> int:
+    def default_rounds(self) -> int:
         """A round of ``sfvi`` is one step of Adam."""
-        return super().usual_rounds if self.averages else 2000
+        return super().default_rounds if self.averages else 2000
 
     def averaging_rounds(self, rounds: int) -> int:
         """Number of initial rounds with local steps and averages."""

@@ -14,7 +14,7 @@ from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import Described, along, dwarfing, largest, odd_variances
+from fedgp_flower.shared_messages import Described, max_abs, outlying_variances, oversized, quadratic_forms
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
@@ -28,7 +28,7 @@ class SparseStatistics(SparseSums):
     @staticmethod
     def outliers(answers: Mapping[str, SparseStatistics], rows: Mapping[str, int]) -> dict[str, str]:
         """Prior variances that are not those of most sites."""
-        return odd_variances({site: float(answer.prior_variance) / rows[site] for site, answer in answers.items()})
+        return outlying_variances({site: float(answer.prior_variance) / rows[site] for site, answer in answers.items()})
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
@@ -38,8 +38,8 @@ class SparseStatistics(SparseSums):
         """
         if reason := described.squares_mismatch("target_squares", self.target_squares, described.target_square):
             return reason
-        if float(self.count) != described.rows:
-            return f"sums of {float(self.count):g} rows, introduced itself with {described.rows}"
+        if reason := described.rows_mismatch("count", self.count):
+            return reason
         size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # units first: a liar's numbers may be huge
         if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
             return "`gram` explains more than the prior variance of the rows"
@@ -76,8 +76,8 @@ class Sketch:
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None: counts, variances and curvature are not negative."""
         rows = described.rows
-        if self.rows.sum() != rows:
-            return f"`rows` counts {self.rows.sum():g} rows, introduced itself with {rows}"
+        if reason := described.rows_mismatch("rows", self.rows.sum()):
+            return reason
         slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
         if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
             return f"its cells are not those of {rows} rows"
@@ -132,8 +132,8 @@ class TrialSums:
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Sums that dwarf those of the other sites."""
-        found = dwarfing(answers, rows, "`grams`", lambda answer: largest(answer.grams))
-        return found | dwarfing(answers, rows, "`weighted_squares`", lambda answer: largest(answer.weighted_squares))
+        found = oversized(answers, rows, "`grams`", lambda answer: max_abs(answer.grams))
+        return found | oversized(answers, rows, "`weighted_squares`", lambda answer: max_abs(answer.weighted_squares))
 
     def refusal(self, described: Described) -> str | None:
         """Why any of the sums cannot come from these rows, or None.
@@ -142,8 +142,8 @@ class TrialSums:
         """
         if reason := described.squares_mismatch("target_squares", self.target_squares, described.target_square):
             return reason
-        if (self.counts != described.rows).any():
-            return f"sums of {self.counts[0]:g} rows, introduced itself with {described.rows}"
+        if reason := next(filter(None, (described.rows_mismatch("counts", count) for count in self.counts)), None):
+            return reason
         projected = zip(self.grams, self.projections, self.weighted_squares.tolist(), strict=True)
         return next(filter(None, (impossible(*part, added=described.added) for part in projected)), None)
 
@@ -158,7 +158,7 @@ def impossible(gram: ndarray, projection: ndarray, squares: float, *, added: boo
     length = math.sqrt(max(squares, 0.0)) * (1 + SLACK)
     projection = projection / math.sqrt(size)
     if added:
-        units, forms = along(gram, projection)
+        units, forms = quadratic_forms(gram, projection)
         forms = forms / size + SLACK
         if not (forms >= 0).all() or np.diagonal(gram).max() < (1 - SLACK) * size:
             return "`gram` is not a Gram matrix"
@@ -228,8 +228,8 @@ class Expectations:
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
         """Curvatures and slopes that dwarf those of the other sites."""
-        curvatures = dwarfing(answers, rows, "curvature", lambda answer: largest(answer.curvature))
-        return curvatures | dwarfing(answers, rows, "slope", lambda answer: largest(answer.slope))
+        curvatures = oversized(answers, rows, "curvature", lambda answer: max_abs(answer.curvature))
+        return curvatures | oversized(answers, rows, "slope", lambda answer: max_abs(answer.slope))
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
@@ -245,7 +245,7 @@ class Expectations:
         each = self.curvature.reshape(-1, *self.curvature.shape[-2:])
         slack = SINGLE_SLACK * np.abs(np.trace(each, axis1=1, axis2=2))
         if described.added:
-            concave = all((along(one)[1] >= -least).all() for one, least in zip(each, slack, strict=True))
+            concave = all((quadratic_forms(one)[1] >= -least).all() for one, least in zip(each, slack, strict=True))
         else:
             slack = np.maximum(slack, np.finfo(float).tiny)[:, None, None] * np.eye(each.shape[-1])
             concave = not torch.linalg.cholesky_ex(torch.from_numpy(each + slack)).info.any()
@@ -273,4 +273,4 @@ class PrivateSums:
         """Sums that dwarf those of the other sites; noise is that of any number of rows."""
         usual = float(np.median([rows[site] for site in answers] or [0]))
         weights = {site: rows[site] + usual for site in answers}
-        return dwarfing(answers, weights, "largest entry", lambda answer: largest(*vars(answer).values()))
+        return oversized(answers, weights, "largest entry", lambda answer: max_abs(*vars(answer).values()))

@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
-    COMMON,
-    NUMBERS,
+    DEFAULT_KERNEL,
+    DEFAULT_LIKELIHOODS,
+    MULTICLASS,
+    REAL_VALUED,
     SECOND_COLUMN,
-    SEVERAL,
-    SMOOTH,
     Count,
     MethodOptions,
     PositiveInt,
@@ -28,11 +28,11 @@ class SGPROptions(MethodOptions):
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
     hyperprior: ClassVar[str] = "weak"
     """Weak priors hold what the data leave open."""
-    usual_inducing: ClassVar[int] = 300
+    default_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
-    usual_kernel: ClassVar[str] = "warp(rbf + l1)"
+    default_kernel: ClassVar[str] = "warp(rbf + l1)"
     """Smooth and rough, on a learned scale of each input; what the data do not need gets a small scale."""
-    usual_megabytes: ClassVar[int] = 64
+    default_megabytes: ClassVar[int] = 64
     """Of sums at 4000 inducing points."""
 
     exchanges: Count = 0
@@ -54,14 +54,14 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = COMMON | NUMBERS | SEVERAL | {*SECOND_COLUMN}
+    likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS | {*SECOND_COLUMN}
 
-    usual_kernel: ClassVar[str] = SMOOTH
-    usual_megabytes: ClassVar[int] = 0
+    default_kernel: ClassVar[str] = DEFAULT_KERNEL
+    default_megabytes: ClassVar[int] = 0
 
     def kernel_for(self, likelihood: str) -> str:
         """For several classes with a linear part: multinomial regression is a special case."""
-        return "rbf + linear" if likelihood in SEVERAL else self.usual_kernel
+        return "rbf + linear" if likelihood in MULTICLASS else self.default_kernel
 
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
@@ -74,8 +74,8 @@ class PrivateSGPROptions(SGPROptions):
     """The same table with a privacy budget."""
 
     accounted: ClassVar[bool] = True
-    usual_kernel: ClassVar[str] = SMOOTH
-    usual_megabytes: ClassVar[int] = 0
+    default_kernel: ClassVar[str] = DEFAULT_KERNEL
+    default_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:
         """A budget, Gaussian noise, and a kernel with the same k(x, x) everywhere."""
