@@ -160,9 +160,9 @@ class SVGPClient(SparseClient):
 
     confusion = confusion
 
-    def shown(self, request: PooledPosterior) -> NamedArrays:
+    def held_out_rows(self, request: PooledPosterior) -> NamedArrays:
         """As usual; nothing of times, which may be censored."""
-        return {} if SECOND_COLUMN.get(self.config.model.likelihood) == "event" else super().shown(request)
+        return {} if SECOND_COLUMN.get(self.config.model.likelihood) == "event" else super().held_out_rows(request)
 
     def score(self, request: PooledPosterior) -> Scores:
         """Scores of the held-out rows by the configured likelihood."""
@@ -222,11 +222,11 @@ def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tenso
 class PrivateSGPRClient(SparseClient):
     """SGPR with differential privacy: noisy sums; the latest, and how many there were, stand in the site's state."""
 
-    def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
+    def request_of(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """As usual, of few kinds."""
         if (kind.partition(".")[2] or kind) not in ANSWERED:
             raise ProtocolError(f"`privacy.epsilon` is set: `{kind}` would tell more of rows than is accounted for")
-        return super().asked(kind, arrays, numbers)
+        return super().request_of(kind, arrays, numbers)
 
     def private(self, request: PrivateRequest) -> PrivateSums:
         """Sums of the clipped rows with this site's part of the noise.
