@@ -93,7 +93,7 @@ def one_round(state: PVIState, roster: Roster, plan: Plan, update: Update) -> As
         replies = yield Each(update.answer, requests, sizes=update.sizes)
         # 3. tₖ ← tₖ^(1−ρ) t̂ₖ^ρ,  q ∝ p ∏ₖ tₖ
         return (yield from fold(state, replies, damping_of(plan, max(len(replies), 1)), plan, update))
-    working = {site: state.sent.get(site, state.version) for site in (*roster.busy, *chosen)}
+    working = {site: state.sent.get(site, state.version) for site in (*roster.pending, *chosen)}
     working |= dict.fromkeys(chosen, state.version)
     site, answer = yield First(update.answer, requests, sizes=update.sizes)
     damping, stale = damping_of(plan, len(working)), state.version - working.pop(site)
@@ -151,8 +151,8 @@ def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
         return sorted(due(plan, roster.sites, record.visits))
     if plan.schedule == "sequential":
         return in_turn(plan, due(plan, roster.sites, record.visits), record.attempts, 1, generator)
-    room = (plan.concurrency or len(roster.sites)) - len(roster.busy)
-    return in_turn(plan, set(roster.sites) - set(roster.busy), record.attempts, room, generator)
+    room = (plan.concurrency or len(roster.sites)) - len(roster.pending)
+    return in_turn(plan, set(roster.sites) - set(roster.pending), record.attempts, room, generator)
 
 
 def due(plan: Plan, sites: Collection[str], visits: Mapping[str, int]) -> list[str]:
