@@ -7,11 +7,12 @@ w (Eqs. 14-15). FGPR, after Yue and Kontar, *Federated Gaussian process* (2021),
 
 from __future__ import annotations
 
+from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
-from strategies.pooled_bound import LOCATIONS, noise_of, posterior_at, saved, total_statistics
+from strategies.pooled_bound import noise_of, posterior_at, saved, total_statistics
 from strategies.server.course import log_units
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.gp.sums import SparseSums, profiled
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
@@ -23,7 +24,6 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 

@@ -34,7 +34,7 @@ from fedgp_flower.methods.pvi.model import ALPHA, PREDICTION_DRAWS, SparseModel,
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies import svgp
+from strategies import sgpr, svgp
 from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, Problem, disclosure_by_total, saved
 from strategies.pvi_state import (
     EQUATION,
@@ -72,8 +72,6 @@ from strategies.server.questions import (
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
-AGREEING = 20
-"""Default number of exchanges with Gaussian noise."""
 SETTLED_EXACT, SETTLED = 1e-6, 1e-3
 """PVI has converged if each site's latest update moved q by fewer nats; :data:`SETTLED` for natural gradients."""
 
@@ -234,9 +232,11 @@ class PVI(FederatedStrategy[PVIState]):
         if not self.options.agrees:
             return None
         config, exact = self.config, self.config.model.likelihood == "gaussian"
-        most = self.options.exchanges or (AGREEING if exact else svgp.USUAL)
-        target = self.preparation.training_target
-        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
+        most, target = self.options.exchanges or svgp.USUAL, self.preparation.training_target
+        minimum = 0.0 if self.options.exchanges else sgpr.MINIMUM_GAIN
+        return AgreedParameters(
+            Problem(config.model, config.seed, max(most - 1, 1), target, minimum_gain=minimum), exact
+        )
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """Return Z from pooled histograms, N(0, I) for each block in the product, and points for the others."""

@@ -20,12 +20,13 @@ from numpy import ndarray
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.fitc import at_unit_scale
 from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, numbered
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
-from strategies.pooled_bound import LOCATIONS, Problem, progress
+from strategies.pooled_bound import Problem, progress
 from strategies.pvi_state import Contribution, PVIState, cavity, of_function, posterior
 from strategies.server.questions import Asking, Figures, Roster
 

@@ -34,7 +34,7 @@ from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
@@ -55,7 +55,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import enlarging, pooled_bound
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem
+from strategies.pooled_bound import Problem
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LatentGP
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
@@ -28,7 +28,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS, Problem
+from strategies.pooled_bound import Problem
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy

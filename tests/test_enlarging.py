@@ -9,12 +9,11 @@ import torch
 from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
 from test_sgpr import rows, unit_values
 
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import enlarging, sgpr
 from strategies.enlarging import doubling_gain, ordered, points_per_message, predictive_loss, sufficient_points
-from strategies.pooled_bound import LOCATIONS
 
 
 def at(places: torch.Tensor, kernel: str = "rbf") -> SparseGP:

@@ -48,11 +48,6 @@ def spoil(reply: Message) -> Message:
     return reply
 
 
-def without_arrays(reply: Message) -> Message:
-    del reply.content["arrays"]
-    return reply
-
-
 def arrays_as_metrics(reply: Message) -> Message:
     reply.content["arrays"] = MetricRecord({"target.sum": 1.0})
     return reply
@@ -77,7 +72,6 @@ def without_config(reply: Message) -> Message:
         (numbers(num_examples=[3, 4]), "num-examples"),
         (numbers(seconds=float("inf")), "not finite: seconds"),
         (spoil, "cannot be decoded"),
-        (without_arrays, "lacks the records"),
         (arrays_as_metrics, "lacks the records"),
         (without_config, "lacks the records"),
     ],

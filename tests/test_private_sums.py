@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 from scipy.stats import norm
 
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
@@ -18,7 +19,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import client_class
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at
+from strategies.pooled_bound import noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}

@@ -42,7 +42,7 @@ from fedgp_flower.gp.cells import (
 )
 from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
-from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise, outlook, rounds_to_come
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.priors import hyperpriors, log_prior
@@ -52,7 +52,7 @@ from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
-from strategies.pooled_bound import LOCATIONS, Problem, disclosure_by_sites, disclosure_by_total, inducing_points
+from strategies.pooled_bound import Problem, disclosure_by_sites, disclosure_by_total, inducing_points
 from strategies.server.questions import Roster, drive
 from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round, varying_noise
 

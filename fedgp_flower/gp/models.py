@@ -1,4 +1,7 @@
-"""Exact and sparse GPs; sparse ones have any likelihood and q(v) of v = L⁻¹u, L Lᵀ = K_zz + jitter."""
+"""Exact GPs with Gaussian noise, and sparse GPs with any likelihood.
+
+A sparse GP has the posterior q(v) of the whitened inducing values v = L⁻¹u, where L Lᵀ = K_zz + jitter.
+"""
 
 from __future__ import annotations
 
@@ -29,36 +32,35 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 G = TypeVar("G", bound="WhitenedGP")
 S = TypeVar("S", bound="SparseGP")
 CHUNK, ENTRIES = 4096, 2**22
-"""Rows in a block of training, so that arrays have at most M × CHUNK entries; and entries of K_zx in a block of a
-prediction, 32 MiB, which the allocator returns to the system afterwards."""
+"""Rows in a block of training; entries of K_zx in a block of a prediction, 32 MiB, which the allocator can free."""
 PANEL = 512
 """Columns of a triangular matrix in a block of a product."""
 FLOAT32_JITTER = 1e-6
 """Smallest relative jitter of a kernel matrix in float32, where 1e-8 is below rounding."""
-LOCATIONS, CONSTANT, HYPER = "inducing.locations", "mean.constant", "likelihood.log_parameters"
+LOCATIONS, CONSTANT = "inducing.locations", "mean.constant"
+LOG_NOISE, HYPER = "likelihood.log_noise", "likelihood.log_parameters"
 OUTPUTSCALE, LENGTHSCALE = 2.0, 1.35
 """Initial k(x, x), and ℓ in units of √D, unless ``model.outputscale`` and ``model.lengthscale`` are set."""
 
 
 @dataclass(frozen=True)
 class WhitenedPosterior:
-    """q(v) = N(mean, covariance) of whitened inducing values v = L⁻¹u."""
+    """q(v) = N(mean, covariance) of the whitened inducing values v = L⁻¹u, for each of C functions if several."""
 
     mean: Float[Tensor, "*C M"]
     covariance: Float[Tensor, "*C M M"]
-    """One for each of C functions if there are several."""
 
     @cached_property
     def root(self) -> Float[Tensor, "*C M M"]:
-        """R, lower triangular, R Rᵀ = S."""
+        """The lower triangular R with R Rᵀ = S."""
         return kernel_cholesky(self.covariance, variance=torch.ones(()), jitter=0.0, of="S")
 
     def means(self, cross: Float[Tensor, "*K M N"]) -> Float[Tensor, "*C N"]:
-        """aᵀm for every column a."""
+        """Return aᵀm for every column a of ``cross``."""
         return (self.mean.to(cross)[..., None, :] @ cross)[..., 0, :]
 
     def variances(self, cross: Float[Tensor, "*K M N"]) -> Float[Tensor, "*C N"]:
-        """aᵀSa = |Rᵀa|² for every column a, from the lower blocks of R."""
+        """Return aᵀSa = |Rᵀa|² for every column a of ``cross``, from the lower blocks of R."""
         root, total = self.root.to(cross), cross.new_zeros(cross.shape[-1])
         for start in range(0, cross.shape[-2], PANEL):
             total = total + (root[..., start:, start : start + PANEL].mT @ cross[..., start:, :]).square().sum(-2)
@@ -66,10 +68,10 @@ class WhitenedPosterior:
 
 
 def shared_divergence(q: WhitenedPosterior, precisions: Float[Tensor, "C M M"]) -> Tensor:
-    """KL(q ‖ prior) of C functions minus that of their differences, in nats.
+    """Return KL(q ‖ prior) of C functions minus that of their differences, in nats.
 
-    This is ½ [tr Σ S_c / C + log|Σ S_c⁻¹ / C| + C |μ̄|² − M], since |Aᵀ S A| = |S| |Σ S_c⁻¹ / C|, A an orthonormal basis
-    of differences and S = diag(S_1, …, S_C).
+    It is ½ [tr Σ S_c / C + log|Σ S_c⁻¹ / C| + C |μ̄|² − M] with ``precisions`` S_c⁻¹, since |Aᵀ S A| = |S| |Σ S_c⁻¹ / C|
+    for an orthonormal basis A of the differences and S = diag(S_1, …, S_C).
     """
     count, size = q.mean.shape
     log_determinant = 2 * cholesky(precisions.mean(0), of="the mean of Λ").diagonal().log().sum()
@@ -80,7 +82,7 @@ def shared_divergence(q: WhitenedPosterior, precisions: Float[Tensor, "C M M"]) 
 def whitened(
     kzz: Float[Tensor, "*S M M"], kzx: Float[Tensor, "*S M N"], *, variance: Tensor, jitter: float, of: str = "K_zz"
 ) -> Float[Tensor, "*S M N"]:
-    """W = L⁻¹ K_zx, L Lᵀ = K_zz + jitter · variance · I, the weights of f(x) on v ~ N(0, I)."""
+    """Return W = L⁻¹ K_zx with L Lᵀ = K_zz + jitter · variance · I, the weights of f(x) on v ~ N(0, I)."""
     factor = kernel_cholesky(kzz, variance=variance, jitter=jitter, of=of)
     return torch.linalg.solve_triangular(factor, kzx, upper=False)
 
@@ -102,12 +104,12 @@ class WhitenedGP(ApproximateGP):
         return max(self.requested_jitter, FLOAT32_JITTER) if single else self.requested_jitter
 
     def hold(self: G, posterior: WhitenedPosterior) -> G:
-        """Set q(v), for predictions in evaluation mode."""
+        """Set q(v) and switch to evaluation mode; return the model."""
         self.posterior = posterior
         return self.eval()
 
     def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: object) -> MultivariateNormal:
-        """The function f with moments Wᵀm and K_xx + Wᵀ(S − I)W, or its prior."""
+        """Return f(x) under q(v), with moments Wᵀm and K_xx + Wᵀ(S − I)W; its prior without q(v) or if asked for."""
         inputs = inputs if inputs.ndim > 1 else inputs[:, None]
         unconditional: MultivariateNormal = self.forward(inputs, **kwargs)
         if prior or self.posterior is None:
@@ -118,18 +120,18 @@ class WhitenedGP(ApproximateGP):
         return MultivariateNormal(unconditional.mean + self.posterior.means(cross), covariance)
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
-        """The prior."""
+        """Return the prior of f."""
         return MultivariateNormal(inputs.new_zeros(inputs.shape[:-1]), self.covar_module(inputs))
 
     def project(self, inputs: Tensor) -> Tensor:
-        """The weights W = L⁻¹ K_zx [*B, M, N] of f(x) on v."""
+        """Return the weights W = L⁻¹ K_zx [*B, M, N] of f(x) on v."""
         points, kernel = self.inducing_points.expand(*inputs.shape[:-2], -1, -1), self.covar_module
         kzz, kzx = kernel(points).to_dense(), kernel(points, inputs).to_dense()
         return whitened(kzz, kzx, variance=prior_variance(kernel, points), jitter=self.jitter)
 
 
 class WiredModel(gpytorch.Module):
-    """A kernel and a Gaussian likelihood, with log parameters under their names in messages."""
+    """A kernel and a Gaussian likelihood whose log parameters have wire names, those of the messages."""
 
     covar_module: Kernel
     likelihood: GaussianLikelihood
@@ -141,25 +143,25 @@ class WiredModel(gpytorch.Module):
 
     @property
     def noise(self) -> Tensor:
-        """Noise variance σ² of the standardised target, shape []."""
+        """The noise variance σ² of the standardised target []."""
         noise: Tensor = self.likelihood.noise.squeeze(-1)
         return noise
 
     @property
     def log_noise(self) -> float:
-        """Log σ²."""
+        """The log noise variance."""
         return float(self.likelihood.noise_covar.raw_noise.detach())
 
     def wire_parameters(self) -> dict[str, Parameter]:
-        """Parameters by their names in messages, in a fixed order."""
-        return {**self.wired_kernel(), "likelihood.log_noise": self.likelihood.noise_covar.raw_noise}
+        """Return the parameters by wire name, in a fixed order."""
+        return {**self.wired_kernel(), LOG_NOISE: self.likelihood.noise_covar.raw_noise}
 
     def wired_kernel(self) -> dict[str, Parameter]:
-        """Kernel parameters by their names in messages."""
+        """Return the kernel parameters by wire name."""
         return {f"kernel.{wire_name(name)}": value for name, value in self.kernel.named_parameters()}
 
     def to_arrays(self) -> NamedArrays:
-        """Current parameters by their names in messages, as float64 arrays."""
+        """Return the current parameters by wire name, as float64 arrays."""
         return {n: p.detach().cpu().double().numpy().copy() for n, p in self.wire_parameters().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
@@ -173,7 +175,7 @@ class WiredModel(gpytorch.Module):
 
 
 class SparseGP(WiredModel, WhitenedGP):
-    """Kernel, Gaussian noise and inducing points; parameters in log coordinates, data standardised."""
+    """A sparse GP with Gaussian noise: kernel, noise and inducing points, on standardised data."""
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
         WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
@@ -181,30 +183,33 @@ class SparseGP(WiredModel, WhitenedGP):
 
     @classmethod
     def from_arrays(cls: type[S], model: ModelSection, arrays: Mapping[str, Array]) -> S:
-        """The model with the parameters ``arrays``; the inverse of :meth:`to_arrays`."""
+        """Return the model with the parameters ``arrays``; the inverse of :meth:`to_arrays`."""
         sparse = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         sparse.load(arrays)
         return sparse
 
     def wire_parameters(self) -> dict[str, Parameter]:
-        """Inducing points, then kernel and noise."""
+        """Return inducing points, kernel parameters and log noise by wire name."""
         return {LOCATIONS: self.inducing_points, **super().wire_parameters()}
 
     def factor(self) -> Tensor:
-        """L with L Lᵀ = K_zz + jitter, shape [M, M]."""
+        """Return L with L Lᵀ = K_zz + jitter [M, M]; raise NumericsError if there is none."""
         kzz, variance = self.inducing_covariance()
         return kernel_cholesky(kzz, variance=variance, jitter=self.jitter)
 
     def inducing_covariance(self) -> tuple[Tensor, Tensor]:
-        """K_zz [M, M], and the mean prior variance, the unit of jitter."""
+        """Return K_zz [M, M], and the mean prior variance, the unit of the jitter."""
         return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
 
     def covariances(self, inputs: Rows) -> tuple[Tensor, Tensor]:
-        """K_zx [M, N] and k(x, x) [N]."""
+        """Return K_zx [M, N] and k(x, x) [N]."""
         return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True)
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean aᵀm and variance k_xx - aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx."""
+        """Return mean aᵀm and variance k_xx − aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx.
+
+        Raise NumericsError if a variance is not positive.
+        """
         mean, variance = self.marginals(inputs, posterior)
         variance = variance + self.noise
         if count := int((variance <= 0).sum()):
@@ -212,7 +217,7 @@ class SparseGP(WiredModel, WhitenedGP):
         return mean, variance
 
     def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean aᵀm and variance k_xx − aᵀa + aᵀSa, both [*C, N], a = L⁻¹k_zx, in blocks of rows."""
+        """Return mean aᵀm and variance k_xx − aᵀa + aᵀSa of f, both [*C, N], a = L⁻¹k_zx, in blocks of rows."""
         factor, size = self.factor(), (*posterior.mean.shape[:-1], len(inputs))
         mean, variance = factor.new_empty(size), factor.new_empty(size)
         for rows in torch.arange(len(inputs)).split(math.ceil(ENTRIES / factor[..., 0].numel())):
@@ -224,7 +229,7 @@ class SparseGP(WiredModel, WhitenedGP):
 
     @torch.no_grad()
     def means(self, inputs: Rows, posterior: WhitenedPosterior) -> Tensor:
-        """Means k_xz L⁻ᵀm [N], in N M operations after one solve."""
+        """Return the means k_xz L⁻ᵀm [N], in N M operations after one solve."""
         weights = torch.linalg.solve_triangular(
             self.factor().mT, posterior.mean.to(self.inducing_points)[:, None], upper=True
         )
@@ -233,10 +238,10 @@ class SparseGP(WiredModel, WhitenedGP):
 
 
 class LatentGP(SparseGP):
-    """f = c + g observed through p(y | f): kernel, inducing points, constant c [1], logarithms of parameters [R].
+    """A sparse GP f = c + g with any likelihood p(y | f): a constant c [1] and R log parameters of the likelihood.
 
-    If p(y | f) has C functions, these share inducing points and, unless the likelihood names them, the kernel; c is
-    [C, 1], q(v) = ∏ N(μ_c, S_c), and moments are [C, N].
+    If p(y | f) has C functions, they share inducing points and, unless the likelihood names the functions, the kernel.
+    Then c is [C, 1], q(v) = ∏ N(μ_c, S_c), and moments are [C, N].
     """
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
@@ -256,30 +261,30 @@ class LatentGP(SparseGP):
 
     @classmethod
     def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:
-        """The model with the functions and likelihood parameters of ``arrays``."""
+        """Return the model with the functions and likelihood parameters of ``arrays``."""
         latent = cls(model, torch.as_tensor(arrays[LOCATIONS]))
         latent.hyper = Parameter(torch.zeros(arrays[HYPER].shape if HYPER in arrays else 0, dtype=torch.float64))
         latent.constant = Parameter(torch.zeros(arrays[CONSTANT].shape, dtype=torch.float64))
         latent.load(arrays)
         return latent
 
-    def begin(self, target: Mapping[str, float], beside: float) -> LatentGP:
-        """Set the constant and the likelihood's parameters to initial values from statistics of the target."""
-        start = torch.as_tensor(self.observed.start(target, beside), dtype=torch.float64)
+    def begin(self, target: Mapping[str, float], second_mean: float) -> LatentGP:
+        """Set constant and likelihood parameters from statistics of the target and the mean of its second column."""
+        start = torch.as_tensor(self.observed.start(target, second_mean), dtype=torch.float64)
         self.constant = Parameter(torch.atleast_1d(start))
         self.hyper = Parameter(self.observed.start_parameters(target).clone())
         return self
 
     def wire_parameters(self) -> dict[str, Parameter]:
-        """Inducing points, kernel, constant, and parameters of the likelihood if any."""
+        """Return inducing points, kernel parameters, constant and any likelihood parameters by wire name."""
         hyper = {HYPER: self.hyper} if self.hyper.numel() else {}
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Log ℓ ~ N(½ log D + ½, 1); log a ~ N(log 4, τ²), which keeps amplitudes a of separable classes finite.
+        """Return the log prior: log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²), and ω ~ N(0, ½²) of a warp.
 
-        For ``linear`` a is the variance of a weight, so that k(x, x) = a |x|². The likelihood sets τ, usually 1. A warp
-        has ω ~ N(0, ½²).
+        The prior keeps amplitudes a of separable classes finite; the likelihood sets τ, usually 1. For ``linear`` a is
+        the variance of a weight, so that k(x, x) = a |x|².
         """
         length = 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         priors = {"lengthscale": (length, 1.0), "warp": WARP}
@@ -291,28 +296,28 @@ class LatentGP(SparseGP):
         return total
 
     def nugget(self) -> Float[Tensor, "*C 1"]:
-        """The variance that jitter adds to f at every input, as it does at Z in L Lᵀ."""
+        """Return the variance that the jitter adds to f at every input, as at Z in L Lᵀ."""
         return self.jitter * prior_variance(self.kernel, self.inducing_points)[..., None]
 
     def moments(
         self, cross: Float[Tensor, "*K M N"], prior: Float[Tensor, "*K N"], posterior: WhitenedPosterior
     ) -> tuple[Float[Tensor, "*C N"], Float[Tensor, "*C N"], Float[Tensor, "*C M N"]]:
-        """Mean c + Wᵀμ and variance k(x, x) − |w|² + wᵀSw of f with its nugget, and SW, for W = L⁻¹ k(Z, x)."""
+        """Return mean c + Wᵀμ and variance k(x, x) − |w|² + wᵀSw + nugget of f, and SW, for W = L⁻¹ k(Z, x)."""
         spread, mean = posterior.covariance.to(cross) @ cross, self.constant + posterior.means(cross)
         return mean, prior + self.nugget() + ((spread - cross) * cross).sum(-2), spread
 
     @torch.no_grad()
     def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of f, [N], or [C, N] for C functions."""
+        """Return mean and variance of f, [N], or [C, N] for C functions."""
         mean, variance = self.marginals(inputs, posterior)
         return (self.constant + mean).double(), (variance + self.nugget()).double()
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of an observation, both [N]; for a label p and p (1 − p)."""
+        """Return mean and variance of an observation, both [N]; for a label p and p (1 − p)."""
         return self.observed.moments(*self.latent(inputs, posterior), self.hyper.detach())
 
     def forward(self, inputs: Rows) -> MultivariateNormal:
-        """The prior, with the nugget."""
+        """Return the prior of f with the nugget."""
         prior = super().forward(inputs)
         nugget = self.nugget().expand(*self.nugget().shape[:-1], *inputs.shape[:-1])
         return MultivariateNormal(prior.mean + self.constant, prior.lazy_covariance_matrix.add_diagonal(nugget))
@@ -324,7 +329,7 @@ class LatentGP(SparseGP):
 
 
 def sparse_gp(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
-    """The sparse GP of the configured likelihood with the parameters ``arrays``."""
+    """Return the sparse GP of the configured likelihood with the parameters ``arrays``."""
     return (SparseGP if model.likelihood == "gaussian" else LatentGP).from_arrays(model, arrays)
 
 
@@ -341,17 +346,17 @@ class ExactGP(WiredModel):
         self.register_buffer("targets", targets)
 
     def covariance(self) -> Tensor:
-        """K_xx + σ²I."""
+        """Return K_xx + σ²I [N, N]."""
         prior = self.kernel(self.inputs).to_dense()
         return prior + self.noise * torch.eye(len(prior)).to(prior)
 
     def factor(self, covariance: Tensor | None = None) -> Tensor:
-        """L with L Lᵀ = K_xx + σ²I, without jitter; O(N³)."""
+        """Return L with L Lᵀ = K_xx + σ²I, without jitter, in O(N³); raise NumericsError if there is none."""
         covariance = self.covariance() if covariance is None else covariance
         return cholesky(covariance, of="K_xx + σ²I", hint="Raise `model.noise`.")
 
     def log_evidence(self) -> Tensor:
-        """Log N(y | 0, C) per row, C = K_xx + σ²I, in nats (Guo et al. Eq. 3).
+        """Return log N(y | 0, C) per row, C = K_xx + σ²I, in nats (Guo et al. 2022, Eq. 3).
 
         Its gradient is ∂/∂C = ½ (ααᵀ − C⁻¹) with α = C⁻¹y, in less than half the time of autograd.
         """
@@ -365,7 +370,7 @@ class ExactGP(WiredModel):
 
     @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of noisy observations at new inputs, both [K] (Guo et al. Eq. 5)."""
+        """Return mean and variance of noisy observations at new inputs, both [K] (Guo et al. 2022, Eq. 5)."""
         factor, cross = self.factor(), self.kernel(self.inputs, new).to_dense()
         whitened_targets = torch.linalg.solve_triangular(factor, self.targets[:, None], upper=False)[:, 0]
         cross = torch.linalg.solve_triangular(factor, cross, upper=False)

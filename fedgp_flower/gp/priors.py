@@ -1,4 +1,4 @@
-"""Weak priors of hyperparameters, for those that the data do not determine."""
+"""Weak Gaussian priors of log hyperparameters; they matter only if the data do not determine a hyperparameter."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from gpytorch.kernels import Kernel
 from torch import Tensor
 
 from fedgp_flower.gp.kernels import WARP, is_amplitude, wire_name
+from fedgp_flower.gp.models import LOG_NOISE
 
 Priors: TypeAlias = Mapping[str, tuple[float, float]]
-"""Mean and standard deviation of each logarithm, by name in messages."""
+"""Mean and standard deviation of each log hyperparameter, by wire name."""
 NOISE = (-4.0, 2.0)
+"""Mean and standard deviation of log σ²."""
 
 
 def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
-    """Priors of the log hyperparameters of a kernel of D inputs and of the noise.
+    """Return the priors of the log noise and of the log hyperparameters of a kernel of D inputs.
 
-    For kernels of |x − z|², which grows as D, log ℓ ~ N(½ log D + .3, 1); for ``l1``, a function of Σ |x_d − z_d|,
-    log ℓ ~ N(log D + 1, 1). Scales have log a ~ N(1, 1.5²), or N(−2, 1.5²) for the rough ``l1``. A warp ω ~ N(0, ½²).
+    Lengthscales have log ℓ ~ N(½ log D + .3, 1), since |x − z|² grows in proportion to D. For ``l1``, a function of
+    Σ |x_d − z_d|, log ℓ ~ N(log D + 1, 1). Amplitudes have log a ~ N(1, 1.5²), or N(−2, 1.5²) for ``l1``, which is
+    rough. A warp has ω ~ N(0, ½²), any other parameter N(0, 1).
     """
-    priors = {"likelihood.log_noise": NOISE}
+    priors = {LOG_NOISE: NOISE}
     for name, _ in kernel.named_parameters():
         owner = kernel.get_submodule(name.rpartition(".")[0])
         rough = getattr(getattr(owner, "base_kernel", owner), "rough", False)
@@ -40,5 +43,5 @@ def hyperpriors(kernel: Kernel, num_inputs: int) -> Priors:
 
 
 def log_prior(named: Mapping[str, Tensor], priors: Priors) -> Tensor:
-    """Log density of the logarithms, up to a constant."""
+    """Return the log prior density of the log hyperparameters, up to a constant."""
     return -0.5 * torch.stack([((named[name] - m) / sd).square().sum() for name, (m, sd) in priors.items()]).sum()

@@ -1,4 +1,4 @@
-"""Sums over rows of a sparse GP, and their analytical gradients."""
+"""Sums over rows of a sparse GP, and the analytical gradients of functions of these sums."""
 
 from __future__ import annotations
 
@@ -15,48 +15,41 @@ from torch import Tensor
 
 from fedgp_flower.gp.kernels import L1, Warped, warped
 from fedgp_flower.gp.linalg import kernel_cholesky
-from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP
+from fedgp_flower.gp.models import CHUNK, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.placement import to_arrays
 from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
 from fedgp_flower.typing import NamedArrays, Rows, Targets
 
 ROWS = "rows"
-"""Name of a derivative by the rows X."""
+"""Name of the derivative by the rows X."""
 CACHED_CHUNKS = 8
-"""Chunks of projected rows that are cached between the sums and the gradient."""
+"""Number of chunks of projected rows that a whitener caches between the sums and the gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Smooth:
-    """The squared exponential at fixed parameters, log k(z, x) = [x, x², 1]·c(z), and its derivatives.
+class _RBFTerm:
+    """The kernel a² exp(−½ |(x − z)/ℓ|²) at fixed parameters, and its derivatives.
 
-    c(z) = [z/ℓ², −1/2ℓ², log a² − ½ |z/ℓ|²], so that each direction needs one product with the rows.
+    log k(z, x) = [x, x², 1]·c(z) with c(z) = [z/ℓ², −1/2ℓ², log a² − ½ |z/ℓ|²], so that the covariance and each
+    derivative take one matrix product with the rows.
     """
 
-    exponents: ndarray  # c(Z)  [2D + 1, M]
-    log_scale: float  # log a²
-    points: ndarray  # Zᵀ  [D, M]
-    inverse: ndarray  # 1/ℓ²  [D, 1] or [1, 1]
-
-    @staticmethod
-    def of(kernel: ScaleKernel, inducing: Tensor) -> _Smooth:
-        """The formula at the parameters of a kernel."""
-        points, log_scale = inducing.numpy().T.copy(), float(kernel.raw_outputscale.detach())  # the model may change
-        inverse = np.exp(-2 * kernel.base_kernel.raw_lengthscale.detach().numpy().T)
-        slopes = points * inverse
-        heights = log_scale - (points * slopes).sum(0, keepdims=True) / 2
-        exponents = np.concatenate((slopes, np.broadcast_to(-inverse / 2, slopes.shape), heights))
-        return _Smooth(exponents, log_scale, points, inverse)
+    def __init__(self, kernel: ScaleKernel, inducing: Tensor) -> None:
+        self.points = inducing.numpy().T.copy()  # Zᵀ  [D, M]; a copy, since the model may change
+        self.log_scale = float(kernel.raw_outputscale.detach())  # log a²
+        self.inverse = np.exp(-2 * kernel.base_kernel.raw_lengthscale.detach().numpy().T)  # 1/ℓ²  [D, 1] or [1, 1]
+        linear = self.points * self.inverse
+        constant = self.log_scale - (self.points * linear).sum(0, keepdims=True) / 2
+        self.exponents = np.concatenate((linear, np.broadcast_to(-self.inverse / 2, linear.shape), constant))  # c(Z)
 
     def covariance(self, rows: ndarray) -> tuple[ndarray, ndarray]:
-        """K_zx of rows as [N, M], the layout of triangular solves, and [x, x², 1] [N, 2D + 1] for the derivatives."""
+        """Return K_xz [N, M], transposed for the triangular solves, and [x, x², 1] [N, 2D + 1] for the derivatives."""
         moments = np.concatenate((rows, rows * rows, np.ones((len(rows), 1), rows.dtype)), 1)
         logarithms = moments @ self.exponents
         np.minimum(logarithms, self.log_scale, out=logarithms)
         return np.exp(logarithms, out=logarithms), moments
 
     def pulled_back(self, moments: ndarray, adjoint: ndarray, *, at_points: bool) -> NamedArrays:
-        """Derivatives through k(Z, X) from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
+        """Return the derivatives through k(Z, X) from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and [X, X², 1].
 
         With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H, ∂F/∂Z = G/ℓ², doubled for X = Z (``at_points``),
         and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ². For X ≠ Z also ∂F/∂X = (Hᵀ Z − q ⊙ X)/ℓ².
@@ -74,22 +67,16 @@ class _Smooth:
         return {**named, ROWS: by_rows}
 
 
-@dataclass(frozen=True, slots=True)
-class _Rough:
-    """The kernel ``l1`` at fixed parameters, log k(z, x) = log a² − d, d = Σ |x − z|/ℓ, and its derivatives."""
+class _L1Term:
+    """The kernel ``l1``, a² e^(−d) with d = Σ |x − z|/ℓ, at fixed parameters, and its derivatives."""
 
-    points: Tensor  # Z/ℓ  [M, D]
-    log_scale: float  # log a²
-    lengths: Tensor  # ℓ  [1, D] or [1, 1]
-
-    @staticmethod
-    def of(kernel: ScaleKernel, inducing: Tensor) -> _Rough:
-        """The formula at the parameters of a kernel."""
-        lengths = kernel.base_kernel.lengthscale.detach().clone()
-        return _Rough(inducing / lengths, float(kernel.raw_outputscale.detach()), lengths)
+    def __init__(self, kernel: ScaleKernel, inducing: Tensor) -> None:
+        self.lengths = kernel.base_kernel.lengthscale.detach().clone()  # ℓ  [1, D] or [1, 1]
+        self.points = inducing / self.lengths  # Z/ℓ  [M, D]
+        self.log_scale = float(kernel.raw_outputscale.detach())  # log a²
 
     def covariance(self, rows: ndarray) -> tuple[ndarray, tuple[Tensor, ...]]:
-        """K_zx of rows as [N, M], and X/ℓ, Z/ℓ and d for the derivatives."""
+        """Return K_xz [N, M], and X/ℓ, Z/ℓ and d for the derivatives."""
         with torch.enable_grad():
             left = (torch.from_numpy(rows) / self.lengths).requires_grad_()
             right = self.points.detach().requires_grad_()
@@ -97,7 +84,7 @@ class _Rough:
         return np.exp(self.log_scale - distances.detach().numpy()), (left, right, distances)
 
     def pulled_back(self, cache: tuple[Tensor, ...], adjoint: ndarray, *, at_points: bool) -> NamedArrays:
-        """Derivatives through k(Z, X) from Hᵀ = (K̄ ⊙ K)ᵀ [N, M] and ∂F/∂d = −H."""
+        """Return the derivatives through k(Z, X) from Hᵀ = (K̄ ⊙ K)ᵀ [N, M], with ∂F/∂d = −H."""
         rows, points, distances = cache
         by_rows, by_points = torch.autograd.grad(distances, cache[:2], -torch.from_numpy(adjoint), retain_graph=True)
         by_length = -(rows * by_rows).sum(0).detach() - (points * by_points).sum(0).detach()
@@ -108,19 +95,22 @@ class _Rough:
         return {name: np.asarray(share, dtype=np.float64) for name, share in named.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    """A sum of kernels with analytical derivatives."""
+CLOSED_FORMS: Mapping[type, type[_RBFTerm] | type[_L1Term]] = {RBFKernel: _RBFTerm, L1: _L1Term}
 
-    terms: Mapping[str, _Smooth | _Rough]
+
+@dataclass(frozen=True, slots=True)
+class _ClosedForm:
+    """A sum of kernels with analytical derivatives, at fixed parameters, with or without a warp of the inputs."""
+
+    terms: Mapping[str, _RBFTerm | _L1Term]
     """Terms by the prefix of their parameters in messages."""
-    inducing: Tensor  # Z before it is warped  [M, D]
+    inducing: Tensor  # Z before the warp  [M, D]
     log_slopes: Tensor | None
-    """ω of warped inputs [1, D]; None where they are not."""
+    """ω of the warp [1, D]; None without a warp."""
 
     @staticmethod
-    def of(model: SparseGP) -> _Closed | None:
-        """The kernel of a model on the CPU; None if a term has no formula."""
+    def of(model: SparseGP) -> _ClosedForm | None:
+        """Return the closed form of a model's kernel; None on a GPU or if a term has no closed form."""
         kernel, inducing, log_slopes = model.kernel, model.inducing_points.detach().clone(), None
         points = inducing
         if isinstance(kernel, Warped):
@@ -131,27 +121,30 @@ class _Closed:
             named = {f"kernel.kernels.{number}": term for number, term in enumerate(kernel.kernels)}
         terms = {}
         for name, term in named.items():
-            kind = FORMULAS.get(type(term.base_kernel)) if isinstance(term, ScaleKernel) else None
+            kind = CLOSED_FORMS.get(type(term.base_kernel)) if isinstance(term, ScaleKernel) else None
             if kind is None or inducing.is_cuda:
                 return None
-            terms[name] = kind.of(term, points)
-        return _Closed(terms, inducing, log_slopes)
+            terms[name] = kind(term, points)
+        return _ClosedForm(terms, inducing, log_slopes)
 
     @property
     def variance(self) -> float:
-        """k(x, x), which is constant."""
+        """k(x, x), the same for every x."""
         return sum(math.exp(term.log_scale) for term in self.terms.values())
 
     def covariances(self, rows: Tensor) -> list[tuple[ndarray, Any]]:
-        """K_zx [N, M] of every term, with a cache for its derivatives."""
+        """Return K_xz [N, M] of every term, with a cache for its derivatives."""
         rows = rows if self.log_slopes is None else warped(rows, self.log_slopes)
         return [term.covariance(rows.numpy()) for term in self.terms.values()]
 
     def pulled_back(
         self, terms: Sequence[tuple[ndarray, Any]], incoming: ndarray, by_variance: float, rows: Tensor | None = None
     ) -> NamedArrays:
-        """Derivatives by name in messages, from the adjoints of k(Z, X) [N, M] and of k(x, x); X is Z without rows."""
-        by_points, by_rows, shares = np.zeros(()), np.zeros(()), {"likelihood.log_noise": np.zeros(1)}
+        """Return the derivatives by wire name, from the adjoints of K_xz [N, M] and k(x, x).
+
+        ``terms`` are the :meth:`covariances` of ``rows`` [N, D]; None means the inducing points.
+        """
+        by_points, by_rows, shares = np.zeros(()), np.zeros(()), {LOG_NOISE: np.zeros(1)}
         for (name, term), (covariance, cache) in zip(self.terms.items(), terms, strict=True):
             by_term = term.pulled_back(cache, incoming * covariance, at_points=rows is None)
             by_points = by_points + by_term.pop(LOCATIONS)
@@ -164,48 +157,48 @@ class _Closed:
 
     @torch.enable_grad()
     def _through_warp(self, by_points: ndarray, rows: Tensor | None, by_rows: ndarray) -> tuple[ndarray, ndarray]:
-        """Derivatives by Z [M, D] and by ω [1, D], from those by g(Z) [M, D] and, with rows, by g(X) [N, D]."""
+        """Return the derivatives by Z [M, D] and ω [1, D] from those by g(Z) [M, D] and, with rows, g(X) [N, D]."""
         assert self.log_slopes is not None
         points, log_slopes = self.inducing.detach().requires_grad_(), self.log_slopes.detach().requires_grad_()
-        ends, slopes = [warped(points, log_slopes)], [torch.as_tensor(by_points).to(points)]
+        outputs, adjoints = [warped(points, log_slopes)], [torch.as_tensor(by_points).to(points)]
         if rows is not None:
-            ends, slopes = [*ends, warped(rows, log_slopes)], [*slopes, torch.as_tensor(by_rows).to(points)]
-        found = torch.autograd.grad(ends, (points, log_slopes), slopes)
+            outputs, adjoints = [*outputs, warped(rows, log_slopes)], [*adjoints, torch.as_tensor(by_rows).to(points)]
+        found = torch.autograd.grad(outputs, (points, log_slopes), adjoints)
         return found[0].double().numpy(), found[1].double().numpy()
 
 
-FORMULAS: Mapping[type, type[_Smooth] | type[_Rough]] = {RBFKernel: _Smooth, L1: _Rough}
-
-
 def _sum_of(terms: Sequence[tuple[ndarray, Any]]) -> ndarray:
-    """K_zx of all terms [N, M]."""
+    """Return the sum of the terms' K_xz [N, M]."""
     return terms[0][0] if len(terms) == 1 else np.add.reduce([covariance for covariance, _ in terms])
 
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """Rows projected to the inducing points, without their targets."""
+    """Rows projected onto the inducing points, without their targets."""
 
     inputs: Tensor  # [N, D]
     cross: Tensor  # W = L⁻¹ K_zx  [M, N]
     variances: Tensor  # k(x, x)  [N]
     closed: list[tuple[ndarray, Any]] | None = None
-    """Terms of :class:`_Closed`."""
+    """K_xz of each term and its cache, if the kernel has a closed form."""
 
 
 def gram(cross: Tensor) -> Tensor:
-    """W Wᵀ [M, M]; NumPy computes only half of it, as both factors are one array."""
+    """Return W Wᵀ [M, M] of W [M, N]; NumPy computes only half of it, as both factors are one array."""
     if cross.is_cuda:
         return torch.mm(cross, cross.mT)
     return torch.from_numpy(cross.numpy() @ cross.numpy().T)
 
 
 class Whitener:
-    """Projects rows to W = L⁻¹ K_zx, L Lᵀ = K_zz + jitter, at fixed parameters of a model."""
+    """Project rows to W = L⁻¹ K_zx, L Lᵀ = K_zz + jitter, at fixed parameters of a model.
+
+    Raise NumericsError if K_zz is not positive definite.
+    """
 
     @torch.no_grad()
     def __init__(self, model: SparseGP, cached: int = CACHED_CHUNKS) -> None:
-        self.closed = _Closed.of(model)
+        self.closed = _ClosedForm.of(model)
         if self.closed is None:
             self.covariance, self.variance = model.inducing_covariance()
         else:
@@ -236,21 +229,34 @@ class Whitener:
         return Projected(inputs, cross, inputs.new_full((len(inputs),), self.closed.variance), terms)
 
     def pulled_back(self, model: SparseGP, rows: Projected, incoming: Tensor, by_variances: Tensor) -> NamedArrays:
-        """Derivatives through k(Z, X) and k(x, x), from their adjoints [N, M] and [N]."""
+        """Return the derivatives through K_xz and k(x, x) by wire name, from their adjoints [N, M] and [N]."""
         if self.closed is not None and rows.closed is not None:
             return self.closed.pulled_back(rows.closed, incoming.numpy(), float(by_variances.sum()), rows.inputs)
         return _by_autograd(model, model.covariances(rows.inputs), (incoming.mT, by_variances))
 
-    def pulled_back_at_points(self, model: SparseGP, incoming: Tensor) -> NamedArrays:
-        """Derivatives through K_zz and its jitter, from its adjoint [M, M]."""
+    def pulled_back_factor(self, model: SparseGP, product: Tensor) -> NamedArrays:
+        """Return the derivatives through K_zz = L Lᵀ and its jitter by wire name, from Q [M, M] with L̄ = −tril L⁻ᵀ Q.
+
+        K̄_zz = −sym(L⁻ᵀ Φ(Q) L⁻¹), where Φ takes the lower triangle and half the diagonal (Murray 2016). Q is changed.
+        """
+        inner = product.mul_(-0.5).tril_()
+        inner.diagonal().mul_(0.5)
+        half = torch.linalg.solve_triangular(self.factor.mT, inner, upper=True)
+        half = torch.linalg.solve_triangular(self.factor, half, upper=False, left=False)
+        incoming = half + half.mT
         by_variance = model.jitter * incoming.diagonal().sum()
         if self.closed is None:
             return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
         return self.closed.pulled_back(self.terms, incoming.numpy(), float(by_variance))
 
 
+def accumulated(total: NamedArrays, share: NamedArrays) -> NamedArrays:
+    """Return the sum of two sets of arrays by name; an empty total stands for zero."""
+    return {name: np.asarray(total[name] + array) for name, array in share.items()} if total else share
+
+
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
-    """Sums over rows, chunk by chunk and without a graph; a given ``whitener`` caches rows for the gradient."""
+    """Return the sums over rows, chunk by chunk and without a graph; a given ``whitener`` caches the rows."""
     chunks = (whitener or Whitener(model)).projected(model, inputs, last=whitener is None)
     total: list[Tensor] = []
     variance, count = 0.0, float(len(targets))
@@ -264,7 +270,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
 def rows_gradient(
     model: SparseGP, inputs: Rows, targets: Targets, adjoints: Adjoints, whitener: Whitener | None = None
 ) -> NamedArrays:
-    """The part of dF/dw that depends on rows, by name in messages: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw.
+    """Return the part of dF/dw that depends on rows, by wire name: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw.
 
     K̄_zx = L⁻ᵀ (2 ∂F/∂A W + ∂F/∂b yᵀ). The Cholesky factor is held fixed; see :func:`inducing_gradient`.
     """
@@ -276,47 +282,47 @@ def rows_gradient(
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         incoming = torch.outer(y, projection).addmm_(rows.cross.mT, gram)  # [N, M]
-        share = whitener.pulled_back(model, rows, incoming, torch.full_like(y, float(adjoints.prior_variance)))
-        total = {name: np.asarray(total[name] + more) for name, more in share.items()} if total else share
+        by_variances = torch.full_like(y, float(adjoints.prior_variance))
+        total = accumulated(total, whitener.pulled_back(model, rows, incoming, by_variances))
     return total
 
 
 def inducing_gradient(
     model: SparseGP, sums: SparseSums, adjoints: Adjoints, whitener: Whitener | None = None
 ) -> NamedArrays:
-    """The part of dF/dw through K_zz = L Lᵀ, from totals.
+    """Return the part of dF/dw through K_zz = L Lᵀ, from totals, by wire name.
 
-    With Q = 2 ∂F/∂A A + ∂F/∂b bᵀ = Lᵀ K̄_zx Wᵀ summed over all rows, L̄ = −tril L⁻ᵀ Q and K̄_zz = −sym(L⁻ᵀ Φ(Q) L⁻¹),
-    where Φ takes the lower triangle and half the diagonal (Murray 2016).
+    Q = 2 ∂F/∂A A + ∂F/∂b bᵀ = Lᵀ K̄_zx Wᵀ summed over all rows; see :meth:`Whitener.pulled_back_factor`.
     """
     whitener = whitener or Whitener(model)
-    factor = whitener.factor
     parts = sums.gram, sums.projection, adjoints.gram, adjoints.projection
-    gram, projection, by_gram, by_projection = (factor.new_tensor(part) for part in parts)
-    inner = torch.mm(by_gram, gram).neg_().addr_(by_projection, projection, alpha=-0.5).tril_()
-    inner.diagonal().mul_(0.5)
-    left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
-    half = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
-    return whitener.pulled_back_at_points(model, half + half.mT)
+    gram, projection, by_gram, by_projection = (whitener.factor.new_tensor(part) for part in parts)
+    product = torch.mm(by_gram, gram).mul_(2).addr_(by_projection, projection)
+    return whitener.pulled_back_factor(model, product)
 
 
 def _by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> NamedArrays:
-    """Gradients of the parameters by name in messages, from adjoints of the outputs."""
+    """Return the gradients of the parameters by wire name, from adjoints of the outputs."""
     named = model.wire_parameters()
     grads = torch.autograd.grad(outputs, [*named.values()], incoming, allow_unused=True, materialize_grads=True)
     return dict(zip(named, to_arrays(*grads), strict=True))
 
 
+def with_gradient(value: float, model: SparseGP, gradient: NamedArrays) -> Tensor:
+    """Return a scalar with this value and this gradient by the model's parameters; other parameters have none."""
+    total = torch.tensor(value, dtype=torch.float64)
+    for name, parameter in model.wire_parameters().items():
+        if name in gradient:
+            slope = torch.as_tensor(gradient[name]).to(parameter)
+            total = total + (slope * (parameter - parameter.detach())).sum()
+    return total
+
+
 def pooled_bound(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
-    """Titsias' bound of all rows, in nats, with its gradient in O(M² + M·CHUNK) memory."""
-    named, whitener = model.wire_parameters(), Whitener(model)
+    """Return Titsias' bound of all rows, in nats, with its gradient in O(M² + M·CHUNK) memory."""
+    whitener = Whitener(model)
     sums = pooled_sums(model, inputs, targets, whitener)
     bound = bound_gradient(sums, model.log_noise)
-    shares = rows_gradient(model, inputs, targets, bound, whitener)
-    through = inducing_gradient(model, sums, bound, whitener)
-    shares["likelihood.log_noise"] += bound.log_noise
-    value = torch.tensor(bound.value, dtype=torch.float64)
-    for name, parameter in named.items():
-        slope = torch.as_tensor(shares[name] + through[name]).to(parameter.device)
-        value = value + (slope * (parameter - parameter.detach())).sum()  # adds only a gradient
-    return value
+    through_rows = rows_gradient(model, inputs, targets, bound, whitener)
+    gradient = accumulated(through_rows, inducing_gradient(model, sums, bound, whitener))
+    return with_gradient(bound.value, model, gradient | {LOG_NOISE: gradient[LOG_NOISE] + bound.log_noise})
