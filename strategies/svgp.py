@@ -46,7 +46,7 @@ EXCHANGES_BEFORE = 2
 """Exchanges before training: descriptions, and histograms of inputs."""
 HALVINGS = 4
 """The memory of L-BFGS is cleared after so many halvings in a row; the run ends after twice as many."""
-USUAL = 57
+DEFAULT_EXCHANGES = 57
 """Default number of exchanges; with those that agree on columns, 60."""
 COMPARISON_PERIOD = 5
 """Evaluations between comparisons of the sites' sums, which cost K systems of M equations."""
@@ -214,7 +214,7 @@ class SVGP(FederatedStrategy[SVGPState]):
     @property
     def problem(self) -> Problem:
         """The constants of the run; the jitter is that of the sites, which may compute in float32."""
-        model, exchanges = self.config.model, self.options.exchanges or USUAL
+        model, exchanges = self.config.model, self.options.exchanges or DEFAULT_EXCHANGES
         if self.config.precision == "float32":
             model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
         return Problem(model, self.config.seed, exchanges, self.preparation.training_target)

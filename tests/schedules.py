@@ -12,13 +12,12 @@ from flwr.app import Message, RecordDict
 
 from fedgp_flower.errors import FedGPError
 
-_CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
-_CLASSES |= {"sfvi__hidden": 3}
+_TWO = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
+_CLASSES = _TWO | {"sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
     "sgpr": {"method": "sgpr", "sgpr__exchanges": 9},
     "fsgp": {"method": "fsgp"},
-    "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture"},
+    "svgp": {"method": "svgp", **_TWO},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "adam", "pvi__steps": 5},
     "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__schedule": "synchronous"}
@@ -34,10 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi networks": {"method": "sfvi", "sfvi__model": "hierarchical-bnn", **_CLASSES},
     "sfvi-avg networks": {"method": "sfvi-avg", "sfvi__model": "fedpop", "sfvi__local_steps": 3, **_CLASSES},
     "pvi-glm": {"method": "pvi-glm"},
-    "pvi-bnn": {"method": "pvi-bnn", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "bnn__hidden": 4, "pvi__steps": 5},
-    "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "deep__local_steps": 3},
+    "pvi-bnn": {"method": "pvi-bnn", **_TWO, "bnn__hidden": 4, "pvi__steps": 5},
+    "deep-kernel": {"method": "deep-kernel", **_TWO, "deep__local_steps": 3},
     "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 9, "privacy__secure_aggregation": True},
     "sgpr-private": {
         "method": "sgpr-private",
@@ -47,8 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "mixed-model": {"method": "mixed-model", "formula": "y ~ x + (1 | site)"},
     "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
-    "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture"},
+    "pvi classes": {"method": "pvi", **_TWO},
     "rough": {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "test_fraction": 0.8},
     "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
     | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2},

@@ -18,7 +18,6 @@ from matplotlib import pyplot
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.run.dependence import effects
-from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import BUILT_IN
 
 FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
@@ -146,30 +145,6 @@ def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_
     assert set(run.metrics.labels.values()) == set(sites)
     [day] = [column for column in run.metrics.data["columns"] if column["name"] == "days(day)"]
     assert day["sd"] == 1.0  # one day, whichever way it is written: constant, said and kept
-
-
-def test_tables_of_sites_give_the_figures_of_real_machines(tmp_path):
-    """With a level of one patient, dates, a column that never varies, and held-out rows beside one of the tables."""
-    day = pd.Timestamp("2024-03-01") + pd.to_timedelta(np.arange(90) % 50, unit="D")
-    whole = table().assign(day=day.strftime("%d.%m.%Y"), ward="common", built=1999)
-    whole.loc[[5, 40], "ward"], whole.loc[::3, "ward"] = "rare", "second"
-    for start, name in enumerate("abc"):
-        whole[30 * start : 30 * start + 24].to_csv(tmp_path / f"{name}.csv", index=False)
-    whole[60:66].to_csv(tmp_path / "c.test.csv", index=False)
-    paths = [tmp_path / f"{name}.csv" for name in "abc"]
-    keys = FEW | {"dates": "season", "target": "outcome", "output-dir": str(tmp_path), "sgpr.exchanges": 4}
-    nodes = [{"data-path": str(path)} for path in paths]
-    real = fg.load_run(run_in_process(keys | {"name": "real", "min-sites": 3}, nodes=nodes))
-    simulated = fg.run(",".join(map(str, paths)), options=keys | {"name": "simulated"})
-    assert real.metrics.test["rmse"] > 0
-    for part in ("test", "mean", "linear"):
-        expected, found = (getattr(run.metrics, part) for run in (real, simulated))
-        for figure in expected.keys() - {"per_site"}:
-            assert found[figure] == pytest.approx(expected[figure], rel=1e-9), (part, figure)
-    levels = {column["name"]: column.get("levels") for column in simulated.saved.schema["features"]}
-    assert levels["ward"] == ["common", "other", "second"]
-    assert [row["num_examples"] for row in simulated.metrics.per_site] == [5, 5, 6]
-    assert (simulated.predictions is not None, real.predictions) == (True, None)
 
 
 def admissions(rows: int = 72) -> pd.DataFrame:

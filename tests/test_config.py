@@ -111,9 +111,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"model.likelihood": "categorical"}, "needs 'gaussian'"),
         ({"sfvi.model": "multinomial", "sfvi.random-slopes": "a"}, "`sfvi.random-slopes`"),
     ],
-    "deep-kernel": [
-        ({"optimizer.learning-rate": 0.3}, "learning-rate"),
-    ],
+    "deep-kernel": [({"optimizer.learning-rate": 0.3}, "learning-rate")],
     "hierarchical-gp": [({"hierarchical.deviation": "rough", "model.likelihood": "poisson"}, "needs 'gaussian'")],
     "sgpr-private": [
         (PRIVATE | {"baselines.linear": True}, "`baselines.linear`"),

@@ -112,12 +112,18 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
     keys = config(dataset="five-blocks", split=0, partitioner="natural", partition={"column": "site"})
     paths = write_partition(keys, 5, tmp_path / "sites")
     assert [path.name for path in paths] == [f"site-0{k}.csv" for k in range(5)]
-    for path, simulated in zip(paths, load_all_sites(keys, 5), strict=True):
+    tables = config(dataset=",".join(map(str, paths)))
+    dealt, read = load_all_sites(keys, 5), load_all_sites(tables, count_sites(tables))
+    for path, simulated, one in zip(paths, dealt, read, strict=True):
         node = {"data-path": str(path), "test-path": str(path.with_suffix(".test.csv")), "label": "ward"}
-        real = load_site(config(), node)
-        assert real.train.equals(simulated.train)
-        assert real.test.equals(simulated.test)
+        real, found = load_site(config(), node), load_site(tables, {"data-path": str(path)})  # what lies beside it
+        for other in (simulated, one, found):
+            assert real.train.equals(other.train)
+            assert real.test.equals(other.test)
         assert (real.site, real.label, real.partitions) == (path.stem, "ward", 0)
+        assert (one.label, one.simulated, one.shared_table, found.simulated) == (path.stem, True, False, False)
+    paths[4].with_suffix(".test.csv").unlink()
+    assert len(load_all_sites(tables, 5)[4].test) == len(load_site(tables, {"data-path": str(paths[4])}).test) == 8
     with pytest.raises(DataError, match=r"site-00\.csv exists already"):
         write_partition(keys, 5, tmp_path / "sites")
 
@@ -158,20 +164,6 @@ def test_groups_stay_together_and_the_future_is_held_out(tmp_path):
         config(holdout="time:day", split=0)
     with pytest.raises(DataError, match=r"a\.csv: missing column `ward`"):
         load_site(config(holdout="group:ward", features="x"), {"data-path": str(tmp_path / "a.csv")})
-
-
-def test_tables_of_sites_are_read_alike_in_simulation_and_by_a_node(tmp_path):
-    paths = write_partition(
-        config(dataset="five-blocks", split=0, partitioner="natural", partition={"column": "site"}), 5, tmp_path
-    )
-    paths[4].with_suffix(".test.csv").unlink()
-    keys = config(dataset=",".join(map(str, paths)))
-    for path, site in zip(paths, load_all_sites(keys, count_sites(keys)), strict=True):
-        node = load_site(keys, {"data-path": str(path)})  # what lies beside the table is found
-        assert (site.label, site.simulated, site.shared_table, node.simulated) == (path.stem, True, False, False)
-        assert node.train.equals(site.train)
-        assert node.test.equals(site.test)
-        assert len(site.test) == (20 if path != paths[4] else 8)
 
 
 def test_a_real_site_holds_out_rows_by_its_id(tmp_path):

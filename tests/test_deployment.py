@@ -37,7 +37,7 @@ def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     table_of_patients(tmp_path / "south.test.csv", 2)  # the other site holds out rows by itself
     keys = ["method=fsgp", "num-server-rounds=1", "model.num-inducing=8", "name=run", "target=days"]
     keys += ["dates=season", "missing=indicator"]
-    keys += ["baselines.linear=false", "baselines.local-only=false", "keep-predictions=false"]
+    keys += ["baselines.linear=false", "baselines.local-only=false"]
     command = [sys.executable, "-m", "fedgp_flower.cli", "deploy", "demo", *keys, f"output-dir={tmp_path}"]
     command += ["--folder", str(tmp_path / "deploy"), "--data", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -47,7 +47,9 @@ def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     assert metrics["failures"] == []
     assert str(tmp_path / "run" / "report.html") in done.stdout
     config = read_config(tmp_path / "run" / "config.toml") | {"dataset": ",".join(map(str, files)), "name": "again"}
-    again = read_run(run_in_process(config)).metrics
+    simulated = read_run(run_in_process(config))
+    again = simulated.metrics
+    assert (simulated.predictions is not None, read_run(tmp_path / "run").predictions) == (True, None)
     assert metrics["test"] == pytest.approx(dict(again.test), rel=1e-9)
     assert metrics["data"]["columns"] == again.data["columns"]
     assert "burns" not in str(again.data)  # a level of one patient counts among others

@@ -43,12 +43,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return csv_nodes(tmp_path_factory.mktemp("three"), tables)
 
 
-@pytest.fixture(scope="module")
-def calm(three: list[dict[str, Any]]) -> tuple[Any, Recorder]:
-    recorder = Recorder()
-    return run(FaultyGrid(tiny(), three), recorder), recorder
-
-
 class Units:
     """A site with several units, each with a deviation and a noise of its own; it sends their sum."""
 
@@ -118,8 +112,9 @@ def test_widths_rest_where_those_of_em_do() -> None:
     assert widened(late) is late
 
 
-def test_a_run_converges_and_says_so(calm: tuple[Any, Recorder]) -> None:
-    strategy, recorder = calm
+def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
+    recorder = Recorder()
+    strategy = run(FaultyGrid(tiny(), three), recorder)
     assert strategy.round < 20
     assert strategy.outcome.metrics["converged"]
     details = strategy.outcome.metrics["method_details"]

@@ -1,7 +1,6 @@
 """Likelihoods equal GPyTorch, quadrature and closed forms; kernels from expressions and packages."""
 
 import math
-import sys
 from pathlib import Path
 
 import gpytorch
@@ -16,12 +15,7 @@ from scipy.special import expit, log_expit
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
-from fedgp_flower.gp.likelihoods import (
-    GaussianNoise,
-    Logit,
-    Noise,
-    build_point_likelihood,
-)
+from fedgp_flower.gp.likelihoods import GaussianNoise, Logit, Noise, build_point_likelihood
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.gp.models import SparseGP
@@ -253,29 +247,9 @@ def test_the_predictive_probability_is_that_of_both_labels():
     assert float(log_one[0].exp()) == pytest.approx(exact, abs=1e-12)
 
 
-TOY = """
-import gpytorch
-
-def rational_quadratic(num_inputs, ard):
-    return gpytorch.kernels.RQKernel(ard_num_dims=num_inputs if ard else None)
-
-def bounded(num_inputs, ard):
-    return gpytorch.kernels.RBFKernel(lengthscale_constraint=gpytorch.constraints.Interval(0.1, 2.0))
-"""
-POINTS = "[fedgp_flower.kernels]\nrational_quadratic = toy_kernels:rational_quadratic\nbounded = toy_kernels:bounded\n"
-POINTS += "with-dash = toy_kernels:bounded\n"
-
-
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "toy_kernels.py").write_text(TOY)
-    info = tmp_path / "toy_kernels-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-kernels\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text(POINTS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    sys.modules.pop("toy_kernels", None)
+def toy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "toy_package")
 
 
 def rows(n: int = 6, d: int = 2) -> torch.Tensor:

@@ -199,9 +199,8 @@ def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_run_says_it_before_training_and_in_its_report(tmp_path: Path, caplog: Any) -> None:
     frames = {str(k): waves(60, k).assign(x1=lambda own, k=k: own["x1"] + 50 * (k == 2)) for k in range(3)}
-    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), name="run")
-    with no_waiting(), caplog.at_level(logging.INFO):
-        folder = server_app.execute(FaultyGrid(flat, csv_nodes(tmp_path, frames)), flat, lambda row, total: None)
+    with caplog.at_level(logging.INFO):
+        folder = finished(tmp_path, frames)
     words = [
         "target `y`: 144 training rows at 3 sites; 2 inputs of 2 columns",
         "`x1`: mean far from that of the other sites at 2",

@@ -12,7 +12,7 @@ from scipy import integrate, stats
 from scipy.special import expit, gammaln
 
 import fedgp_flower as fg
-from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
+from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, count_quantiles, count_scores
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.gp.likelihoods import build_point_likelihood
@@ -122,7 +122,6 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
 @pytest.mark.parametrize(
     ("law", "frozen"),
     [
-        (PoissonLaw(), lambda f: stats.poisson(np.exp(f))),
         (NegativeBinomialLaw(ALPHA), lambda f: stats.nbinom(1 / ALPHA, 1 / (1 + ALPHA * np.exp(f)))),
         (BinomialLaw(np.array([9.0])), lambda f: stats.binom(9, expit(f))),
     ],

@@ -12,6 +12,7 @@ import torch
 from faults import configured
 from scipy import stats
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
+from test_sfvi import mixed
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError
@@ -268,31 +269,11 @@ def test_other_densities_are_scipy_s(likelihood):
     np.testing.assert_allclose(model.log_local(site, z_global, effects), expected, rtol=1e-10)
 
 
-def keys(path: Path, **changes):
-    own = {
-        "method": "sfvi",
-        "dataset": str(path),
-        "features": "unit,a,b",
-        "target": "y",
-        "partitioner": "natural",
-        "partition__column": "site",
-        "min_sites": 1,
-        "sfvi__model": "glmm",
-        "sfvi__unit_column": "unit",
-        "sfvi__random_slopes": "a",
-        "sfvi__structure": "full",
-    }
-    return configured(**{**own, **changes})
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(tmp_path):
     table().to_csv(tmp_path / "visits.csv", index=False)
-    return tmp_path / "visits.csv"
-
-
-def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(path, tmp_path):
-    folder = run_in_process(keys(path, name="run", output_dir=str(tmp_path), num_server_rounds=15), 3)
+    keys = {"model__likelihood": "gaussian", "sfvi__random_slopes": "a", "num_server_rounds": 15, "name": "run"}
+    keys |= {"standardise": True, "test_fraction": 0.2, "sfvi__samples": 4, "output_dir": str(tmp_path)}
+    folder = run_in_process(mixed(tmp_path / "visits.csv", "site", **keys), 3)
     read = load_run(folder)
     frame = table().head(4)
     new = read.posterior.predict(frame)

@@ -36,13 +36,7 @@ def table(folder: Path) -> str:
 def test_units_of_any_size_take_part(keys: dict[str, object], tmp_path: Path) -> None:
     """Noise that a unit fits to one row is none: its held-out rows then had a negative log density of 80 000."""
     natural = {"dataset": table(tmp_path), "target": "y", "partitioner": "natural", "partition__column": "unit"}
-    common = {
-        "split": 0,
-        "model__num_inducing": 8,
-        "num_server_rounds": 8,
-        "output_dir": str(tmp_path),
-        "name": "run",
-    }
+    common = {"split": 0, "model__num_inducing": 8, "num_server_rounds": 8, "output_dir": str(tmp_path), "name": "run"}
     found = read_run(run_in_process(configured(**{**natural, **common, **keys}), 0)).metrics
     assert len(found.per_site) == sum(rows < 40 for rows in ROWS)
     assert found.data["sites"] == len(ROWS)

@@ -16,11 +16,10 @@ from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
 from fedgp_flower.methods.sgpr.duals import Duals, expectations, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import REAL_VALUED, ModelSection
-from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import Problem
 from strategies.server.questions import Roster, drive
-from strategies.svgp import SVGP, initial_state, natural_step, one_round, rejected, trial
+from strategies.svgp import initial_state, natural_step, one_round, rejected, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
 SEVERAL = ("categorical", "heteroscedastic")
@@ -253,11 +252,6 @@ CLASSES = {"method": "svgp", "sgpr__exchanges": 0, "num_server_rounds": 5}
 CLASSES |= {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
 
 
-def test_a_likelihood_alone_chooses_the_algorithm() -> None:
-    for likelihood in KINDS:
-        assert strategy_class(parse_config({"model.likelihood": likelihood})) is SVGP
-
-
 def test_single_precision_comes_near() -> None:
     double, single = (run(FaultyGrid(configured(**CLASSES, precision=own), 4)) for own in ("float64", "float32"))
     assert single.outcome.metrics["test"]["nll"] == pytest.approx(double.outcome.metrics["test"]["nll"], abs=2e-3)
@@ -282,8 +276,9 @@ def table_of(likelihood: str) -> pd.DataFrame:
 def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path: Any) -> None:
     frame = table_of(likelihood)
     options = {"output-dir": str(tmp_path), "model.likelihood": likelihood, "model.num-inducing": 8}
-    options |= {"baselines.max-evaluations": 30, "evaluate-every": 0}
+    options |= {"baselines.max-evaluations": 6, "evaluate-every": 0}
     finished = fg.run(frame, target="target", sites=3, num_rounds=6, options=options)
+    assert finished.config["method"] == "svgp"  # for the likelihood
     metrics, posterior = finished.metrics, fg.load_run(finished.path).posterior
     for figures in (metrics.test, metrics.local_only, metrics.pooled):
         assert np.isfinite(figures["nll"])
