@@ -26,7 +26,7 @@ def network(grid: FaultyGrid, **keys: Any) -> Network:
 def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
     grid = FaultyGrid(configured(), count)
     net = network(grid, **keys)
-    net.introduce(DESCRIBE)
+    net.ask_new_nodes(DESCRIBE)
     return grid, net
 
 
@@ -157,7 +157,7 @@ def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> 
     grid, net = met(max_failures=1)
     first = net.nodes["1"]
     grid.join({"partition-id": 1, "num-partitions": 3})
-    assert net.introduce(DESCRIBE) == {}
+    assert net.ask_new_nodes(DESCRIBE) == {}
     assert net.nodes["1"] == first
     assert [(f.site, "two machines" in f.reason) for f in net.failures] == [("1", True)]
     assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, KEYS, WARNING, WORDS, Guard, Outgoing
+from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, WARNING, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, SiteClient, handlers
 from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
 from fedgp_flower.config import RunConfig
@@ -28,7 +28,7 @@ from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.privacy.questions import context_digest
+from fedgp_flower.privacy.questions import KEYS, WORDS, context_digest
 from fedgp_flower.records import (
     APART,
     CONSTANTS,

@@ -29,8 +29,14 @@ from fedgp_flower.privacy import audit, masks
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import (
+    ANSWERS,
+    KEYS,
+    LAYOUT,
     LEAST_SITES,
     MAX_CHANGES,
+    MEMBERS,
+    REQUEST,
+    WORDS,
     History,
     MaskedQuestion,
     admitted,
@@ -47,14 +53,10 @@ logger = logging.getLogger("fedgp")
 
 CONFIGURATION = "configuration"
 """Config key of a configuration that the message itself carries."""
-REQUEST, MEMBERS, ANSWERS, LAYOUT = "masked", "members", "answers", "layout"
-"""Config keys of a masked request, of the roster, and of a reply: the question's hash, and a new layout."""
-WORDS = "masked"
-"""Name of the single array of a masked reply."""
 WARNING = "warning"
 """Config key of a reply: warnings of the site's policy and about its rows."""
-KEYS, DESCRIBE = "query.keys", "query.describe"
-"""Message types that a site always answers without masks."""
+DESCRIBE = "query.describe"
+"""Message type that asks for the columns and sums of a site; it and ``KEYS`` are always answered without masks."""
 KEPT_REPLY = "masks.reply"
 
 
