@@ -20,6 +20,7 @@ import numpy as np
 
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
@@ -35,7 +36,7 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
 from strategies import sgpr, svgp
-from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, Problem, disclosure_by_total, saved
+from strategies.pooled_bound import ROWS_PER_POINT, Problem, disclosure_by_total, saved
 from strategies.pvi_state import (
     EQUATION,
     PVIState,
@@ -232,7 +233,7 @@ class PVI(FederatedStrategy[PVIState]):
         if not self.options.agrees:
             return None
         config, exact = self.config, self.config.model.likelihood == "gaussian"
-        most, target = self.options.exchanges or svgp.USUAL, self.preparation.training_target
+        most, target = self.options.exchanges or svgp.DEFAULT_EXCHANGES, self.preparation.training_target
         minimum = 0.0 if self.options.exchanges else sgpr.MINIMUM_GAIN
         return AgreedParameters(
             Problem(config.model, config.seed, max(most - 1, 1), target, minimum_gain=minimum), exact
