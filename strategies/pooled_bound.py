@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.kernels import amplitude_names
-from fedgp_flower.gp.models import CONSTANT, LOG_NOISE, SparseGP
+from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting, exact_posterior, profiled, scaled
@@ -23,7 +23,6 @@ from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Doubt, Roster, Summed, Total
 
-LOCATIONS = "inducing.locations"
 ROWS_PER_POINT = 3
 """With fewer rows per inducing point, sums nearly reveal the rows."""
 RECENT_ROUNDS, FORECAST_EXCHANGES = 5, 20

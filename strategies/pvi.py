@@ -20,6 +20,7 @@ import numpy as np
 
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
@@ -34,8 +35,8 @@ from fedgp_flower.methods.pvi.model import ALPHA, PREDICTION_DRAWS, SparseModel,
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies import svgp
-from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, Problem, disclosure_by_total, saved
+from strategies import sgpr, svgp
+from strategies.pooled_bound import ROWS_PER_POINT, Problem, disclosure_by_total, saved
 from strategies.pvi_state import (
     EQUATION,
     PVIState,
@@ -72,8 +73,6 @@ from strategies.server.questions import (
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
-AGREEING = 20
-"""Default number of exchanges with Gaussian noise."""
 SETTLED_EXACT, SETTLED = 1e-6, 1e-3
 """PVI has converged if each site's latest update moved q by fewer nats; :data:`SETTLED` for natural gradients."""
 
@@ -93,7 +92,7 @@ def one_round(state: PVIState, roster: Roster, plan: Plan, update: Update) -> As
         replies = yield Each(update.answer, requests, sizes=update.sizes)
         # 3. tₖ ← tₖ^(1−ρ) t̂ₖ^ρ,  q ∝ p ∏ₖ tₖ
         return (yield from fold(state, replies, damping_of(plan, max(len(replies), 1)), plan, update))
-    working = {site: state.sent.get(site, state.version) for site in (*roster.busy, *chosen)}
+    working = {site: state.sent.get(site, state.version) for site in (*roster.pending, *chosen)}
     working |= dict.fromkeys(chosen, state.version)
     site, answer = yield First(update.answer, requests, sizes=update.sizes)
     damping, stale = damping_of(plan, len(working)), state.version - working.pop(site)
@@ -151,8 +150,8 @@ def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
         return sorted(due(plan, roster.sites, record.visits))
     if plan.schedule == "sequential":
         return in_turn(plan, due(plan, roster.sites, record.visits), record.attempts, 1, generator)
-    room = (plan.concurrency or len(roster.sites)) - len(roster.busy)
-    return in_turn(plan, set(roster.sites) - set(roster.busy), record.attempts, room, generator)
+    room = (plan.concurrency or len(roster.sites)) - len(roster.pending)
+    return in_turn(plan, set(roster.sites) - set(roster.pending), record.attempts, room, generator)
 
 
 def due(plan: Plan, sites: Collection[str], visits: Mapping[str, int]) -> list[str]:
@@ -234,9 +233,11 @@ class PVI(FederatedStrategy[PVIState]):
         if not self.options.agrees:
             return None
         config, exact = self.config, self.config.model.likelihood == "gaussian"
-        most = self.options.exchanges or (AGREEING if exact else svgp.USUAL)
-        target = self.preparation.training_target
-        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
+        most, target = self.options.exchanges or svgp.DEFAULT_EXCHANGES, self.preparation.training_target
+        minimum = 0.0 if self.options.exchanges else sgpr.MINIMUM_GAIN
+        return AgreedParameters(
+            Problem(config.model, config.seed, max(most - 1, 1), target, minimum_gain=minimum), exact
+        )
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """Return Z from pooled histograms, N(0, I) for each block in the product, and points for the others."""

@@ -1,16 +1,17 @@
-"""SVGP for classes, counts and outliers: the pooled variational bound in dual form, one exchange an evaluation.
+"""SVGP for classes, counts and outliers: the pooled variational bound in dual form, one exchange per evaluation.
 
-The server keeps (B, b), what all rows say of the whitened inducing values, and sends parameters w with
-q(v) = N((I + B)⁻¹ b, (I + B)⁻¹). Sites answer with sums: the expected log likelihood, its gradient by w, and what
-(B, b) would be where it no longer moves. From these alone the server takes a natural-gradient step in (B, b) and a
-quasi-Newton step in w, to which (B, b) is carried as pseudo-observations (:mod:`fedgp_flower.methods.sgpr.duals`). A
-trial that loses is taken back, and both steps are halved. Whatever the partition, the run is the same.
+The server keeps the natural parameters (B, b) of all rows for the whitened inducing values v, and sends parameters w
+with q(v) = N((I + B)⁻¹ b, (I + B)⁻¹). Sites answer with sums over their rows: the expected log likelihood, its gradient
+by w, and the statistics of a natural-gradient step. From the totals the server takes that step in (B, b) and an L-BFGS
+step in w, and transfers (B, b) to the new w as pseudo-observations (:mod:`fedgp_flower.methods.sgpr.duals`). If the
+objective falls, the server returns to the previous point and halves both steps. The run does not depend on how the rows
+are divided among sites.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, L
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server, pseudo_sums
+from fedgp_flower.methods.sgpr.duals import Duals, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
@@ -33,49 +34,53 @@ from strategies.server.questions import Asking, Figures, Predicted, Roster, Summ
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
-WARM = 3
-"""Evaluations with the first parameters, while q settles."""
+WARM_UP = 3
+"""Evaluations at the first parameters, until q(v) settles; also those without gain after which the run ends."""
 MEMORY = 30
-"""Pairs of steps and gradient changes that the quasi-Newton step knows."""
-FIRST, LARGEST = 0.1, 1.0
-"""Largest entry of a step: of the first one, and of any; logarithms as they are, Z in units of ``UNIT`` ℓ."""
-UNIT = 0.3
-BEFORE = 2
-"""Exchanges before training: descriptions, where inputs lie."""
+"""Largest number of pairs of L-BFGS."""
+FIRST_STEP, LARGEST_STEP = 0.1, 1.0
+"""Largest entry of the first step, and of any step, in the units of :func:`units`."""
+LOCATION_UNIT = 0.3
+"""Unit of inducing points in a step, as a share of the lengthscale."""
+EXCHANGES_BEFORE = 2
+"""Exchanges before training: descriptions, and histograms of inputs."""
 HALVINGS = 4
-"""After so many in a row the memory is cleared, after twice as many the run has ended."""
-USUAL = 57
-"""Exchanges where the configuration leaves them to the method: with those that agree on columns, 60."""
-COMPARED = 5
-"""Evaluations from one comparison of what sites say, which costs K systems of M equations, to the next."""
+"""The memory of L-BFGS is cleared after so many halvings in a row; the run ends after twice as many."""
+DEFAULT_EXCHANGES = 57
+"""Default number of exchanges; with those that agree on columns, 60."""
+COMPARISON_PERIOD = 5
+"""Evaluations between comparisons of the sites' sums, which cost K systems of M equations."""
 TOLERANCE = 1e-6
-"""Nats per row: the ascent ends where the latest evaluations gained less than this."""
+"""The run ends when the latest evaluations each gained less than this, in nats per row."""
 
 
 @message()
 class SVGPState:
-    """The latest accepted evaluation and those before it: all that the next trial follows from."""
+    """The latest accepted evaluation, and the memory of L-BFGS; they determine the next trial point."""
 
     values: Mapping[str, AnyShape]  # w
     precision: Float[ndarray, "*C M M"]  # B at w
     shift: Float[ndarray, "*C M"]  # b at w
     relative: bool
     """Whether only the differences of functions matter."""
-    found: Expectations | None
-    """At w and q(v); None before the first evaluation."""
     points: Float[ndarray, "E P"]
     """w at accepted evaluations, the latest last."""
     gradients: Float[ndarray, "E P"]
-    """Of the objective there."""
-    objectives: Float[ndarray, " E"]  # (F + log p(w))/N, nats per row
-    bound: float  # F, nats; 0 before the first evaluation
-    evaluations: int
-    halvings: int
+    """Gradients of the objective at ``points``."""
+    objectives: Float[ndarray, " E"] = field(default_factory=lambda: np.empty(0))
+    """(F + log p(w))/N at ``points``, in nats per row."""
+    found: Expectations | None = None
+    """Totals at w and q(v); None before the first evaluation."""
+    bound: float = 0.0
+    """F in nats; 0 before the first evaluation."""
+    evaluations: int = 0
+    """Number of accepted evaluations."""
+    halvings: int = 0
     """The next trial takes 2^−halvings of each step."""
-    sites: tuple[str, ...]
-    """Whose rows the evaluation is of."""
-    exchanges: int
-    """With every site, those before training among them."""
+    sites: tuple[str, ...] = ()
+    """Sites whose rows are in ``found``."""
+    exchanges: int = EXCHANGES_BEFORE
+    """Exchanges with every site so far."""
 
     @property
     def duals(self) -> Duals:
@@ -83,85 +88,79 @@ class SVGPState:
         return Duals(torch.from_numpy(self.precision), torch.from_numpy(self.shift), self.relative)
 
 
-def at(latent: LatentGP) -> SVGPState:
-    """Before the first evaluation, where q is the prior."""
+def initial_state(latent: LatentGP) -> SVGPState:
+    """Return the state before the first evaluation, where q(v) is the prior."""
     values = latent.to_arrays()
-    nothing, size = np.empty((0, pack(values).size)), (*values[CONSTANT].shape[:-1], len(values[LOCATIONS]))
-    zeros = np.zeros((*size, size[-1])), np.zeros(size)
-    return SVGPState(
-        values, *zeros, latent.observed.relative, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE
-    )
+    none, size = np.empty((0, pack(values).size)), (*values[CONSTANT].shape[:-1], len(values[LOCATIONS]))
+    return SVGPState(values, np.zeros((*size, size[-1])), np.zeros(size), latent.observed.relative, none, none)
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
-    """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
-    model = problem.model.model_copy(
-        update={"num_inducing": min(problem.model.num_inducing, sum(roster.rows.values()))}
-    )
+    """Return the first state: Z from pooled histograms of inputs, c from the mean of the target."""
+    count = min(problem.model.num_inducing, sum(roster.rows.values()))
+    model = problem.model.model_copy(update={"num_inducing": count})
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
-    beside = float(shape.beside) / float(shape.histogram[0].sum())
-    return at(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, beside))
+    second_mean = float(shape.beside) / float(shape.histogram[0].sum())
+    return initial_state(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, second_mean))
 
 
 def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
-    """One exchange: evaluate the trial that the state implies; take it, or take it back."""
+    """Evaluate the next trial point, one exchange; return the state there, or after a rejection."""
     model, state = problem.model, replace(state, exchanges=state.exchanges + 1)
-    old, duals, point = LatentGP.from_arrays(model, state.values), improved(state), trial(state, model)
+    old, duals, point = LatentGP.from_arrays(model, state.values), natural_step(state), trial(state, model)
     new = LatentGP.from_arrays(model, point)
     with torch.no_grad():
-        moved = carried(duals, old, new, new.factor())
+        moved = transferred(duals, old, new, new.factor())
         q = moved.posterior()
-    asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
-    lengths = dict(zip("MC", asked.mean.shape[::-1], strict=False))
-    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes=lengths)
-    if summed.total is None or summed.silent or summed.sites != roster.sites:
-        return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
+    request = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
+    sizes = dict(zip("MC", request.mean.shape[::-1], strict=False))
+    summed: Summed[Expectations] = yield Total(Expectations, request, roster.sites, sizes=sizes)
+    if summed.total is None or summed.silent or summed.sites != roster.sites:  # an overflow may silence a site
+        return (state if state.found is None else rejected(state)), {}
     found, rows = summed.total, sum(roster.rows.values())
     bound = float(found.fit) - float(moved.divergence())
     objective = (bound + float(new.log_prior().detach())) / rows
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
-        return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
-    if state.evaluations % COMPARED == 0 and HYPER not in found.values:  # Student-t noise is not concave
-        pseudo = [pseudo_sums(part, asked.mean, roster.rows[site]) for site, part in summed.parts.items()]
-        levels = np.broadcast_to(pooled_bound.unit_function(new), asked.mean.shape).reshape(-1, asked.mean.shape[-1])
-        for level, *each in zip(levels, *pseudo, strict=True):  # of each function
+        return rejected(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
+    if state.evaluations % COMPARISON_PERIOD == 0 and HYPER not in found.values:  # Student-t noise is not log-concave
+        pseudo = [pseudo_sums(part, request.mean, roster.rows[site]) for site, part in summed.parts.items()]
+        ones = np.broadcast_to(pooled_bound.unit_function(new), request.mean.shape)
+        for one, *each in zip(ones.reshape(-1, ones.shape[-1]), *pseudo, strict=True):  # for each function
             parts = dict(zip(summed.parts, each, strict=True))
-            yield from pooled_bound.report_contradictions(parts, level, at_unit_noise)
+            yield from pooled_bound.report_contradictions(parts, one, at_unit_noise)
     if summed.sites != state.sites:
-        state = remembering(state, 0)
+        state = with_memory(state, 0)
     local = gradient_at_server(duals, old, new, found)
     gradient = pack({name: (share + local[name]) / rows for name, share in found.values.items()})
+    state = replace(with_memory(state, MEMORY), values=point, found=found, bound=bound, sites=summed.sites)
+    state = replace(state, precision=moved.precision.numpy(), shift=moved.shift.numpy())
+    state = replace(state, evaluations=state.evaluations + 1, halvings=max(state.halvings - 1, 0))
     points, gradients = np.vstack([state.points, pack(point)]), np.vstack([state.gradients, gradient])
-    objectives, known = np.append(state.objectives, objective), (moved.precision.numpy(), moved.shift.numpy())
-    memory = points[-MEMORY - 1 :], gradients[-MEMORY - 1 :], objectives[-MEMORY - 1 :]
-    count, halvings = state.evaluations + 1, max(state.halvings - 1, 0)
-    state = SVGPState(
-        point, *known, state.relative, found, *memory, bound, count, halvings, summed.sites, state.exchanges
-    )
+    state = replace(state, points=points, gradients=gradients, objectives=np.append(state.objectives, objective))
     return state, {"objective": objective, "bound": bound}
 
 
-def taken_back(state: SVGPState) -> SVGPState:
-    """The same evaluation with half the steps; now and then without the memory."""
+def rejected(state: SVGPState) -> SVGPState:
+    """Return the latest accepted state with half the steps, and after :data:`HALVINGS` of them without memory."""
     halved = replace(state, halvings=state.halvings + 1)
-    return halved if halved.halvings % HALVINGS else remembering(halved, 1)
+    return halved if halved.halvings % HALVINGS else with_memory(halved, 1)
 
 
-def remembering(state: SVGPState, count: int) -> SVGPState:
-    """With the latest evaluations alone."""
-    rest = slice(len(state.objectives) - count, None)
-    return replace(state, points=state.points[rest], gradients=state.gradients[rest], objectives=state.objectives[rest])
+def with_memory(state: SVGPState, count: int) -> SVGPState:
+    """Return the state with at most the latest ``count`` evaluations in memory."""
+    kept = slice(max(len(state.objectives) - count, 0), None)
+    return replace(state, points=state.points[kept], gradients=state.gradients[kept], objectives=state.objectives[kept])
 
 
-def improved(state: SVGPState) -> Duals:
-    """(B, b) after the natural-gradient step."""
+def natural_step(state: SVGPState) -> Duals:
+    """Return (B, b) after the natural-gradient step."""
     return state.duals if state.found is None else state.duals.stepped(state.found, 0.5**state.halvings)
 
 
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
-    """The next w: uphill by L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`."""
-    if state.evaluations < WARM or not len(state.points):
+    """Return w after a step of L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`."""
+    if state.evaluations < WARM_UP or not len(state.points):
         return dict(state.values)
     scale = units(state.values, model)
     points, gradients = state.points / scale, state.gradients * scale
@@ -172,40 +171,40 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     ]
     inverse = pairs[-1][0] @ pairs[-1][1] / (pairs[-1][1] @ pairs[-1][1]) if pairs else 1.0
     step = two_loops(gradients[-1], pairs, np.full(len(scale), inverse))
-    limit = LARGEST if pairs else FIRST
+    limit = LARGEST_STEP if pairs else FIRST_STEP
     largest = float(np.abs(step).max())
     step *= limit / largest if largest > limit or not pairs else 1.0
     return unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
 
 
 def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
-    """The unit of each entry of w: of Z a share of the first lengthscale, of all others one."""
+    """Return the unit of each entry of w [P]: a share of the initial lengthscale for Z, 1 for the others."""
     start = LatentGP(model, torch.from_numpy(values[LOCATIONS])).to_arrays()
     lengths = [np.exp(array).mean() for name, array in start.items() if "lengthscale" in name]
-    unit = UNIT * float(np.mean(lengths)) if lengths else 1.0
+    unit = LOCATION_UNIT * float(np.mean(lengths)) if lengths else 1.0
     return pack({name: np.full_like(array, unit if name == LOCATIONS else 1.0) for name, array in values.items()})
 
 
 def finished(problem: Problem, state: SVGPState) -> bool:
-    """Whether nothing is gained any more, or the exchanges are used up."""
+    """Return whether the run has converged or has no exchanges left."""
     return converged(state) or state.exchanges >= problem.exchanges
 
 
 def converged(state: SVGPState) -> bool:
-    """Whether nothing is gained any more."""
-    gained = np.diff(state.objectives[-WARM - 1 :])
-    flat = len(gained) == WARM and state.evaluations > 2 * WARM and gained.max() < TOLERANCE
+    """Return whether the latest evaluations gained nearly nothing, or too many trials in a row were rejected."""
+    gained = np.diff(state.objectives[-WARM_UP - 1 :])
+    flat = len(gained) == WARM_UP and state.evaluations > 2 * WARM_UP and gained.max() < TOLERANCE
     return bool(flat) or state.halvings >= 2 * HALVINGS
 
 
 def posterior(state: SVGPState) -> PooledPosterior:
-    """The accepted parameters, with q after the step that their totals allow."""
-    q = improved(state).posterior()
+    """Return the accepted parameters, with q(v) after the natural-gradient step from their totals."""
+    q = natural_step(state).posterior()
     return PooledPosterior(state.values, q.mean.numpy(), q.covariance.numpy())
 
 
 class SVGP(FederatedStrategy[SVGPState]):
-    """Natural-gradient and quasi-Newton steps on the pooled bound of any likelihood, from sums."""
+    """Maximise the pooled variational bound of any likelihood by natural-gradient and L-BFGS steps, from sums."""
 
     method = "svgp"
     options_class = SVGPOptions
@@ -214,34 +213,34 @@ class SVGP(FederatedStrategy[SVGPState]):
 
     @property
     def problem(self) -> Problem:
-        """What stays the same during a run, with the jitter that sites use: they whiten as the server does."""
-        model, exchanges = self.config.model, self.options.exchanges or USUAL
+        """The constants of the run; the jitter is that of the sites, which may compute in float32."""
+        model, exchanges = self.config.model, self.options.exchanges or DEFAULT_EXCHANGES
         if self.config.precision == "float32":
             model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
         return Problem(model, self.config.seed, exchanges, self.preparation.training_target)
 
     def initialise(self, roster: Roster) -> Asking[SVGPState]:
-        """Before the first evaluation."""
+        """Return the state before the first evaluation."""
         return (yield from start(self.problem, roster))
 
     def one_round(self, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
-        """One evaluation."""
+        """Return the state after one evaluation."""
         return (yield from one_round(self.problem, state, roster))
 
     def finished(self, state: SVGPState) -> bool:
-        """Whether nothing is gained any more, or the exchanges are used up."""
+        """Whether the run has converged or has no exchanges left."""
         return finished(self.problem, state)
 
     def converged(self, state: SVGPState) -> bool:
-        """Whether nothing is gained any more."""
+        """Whether the run has converged."""
         return converged(state)
 
     def exchanges_to_come(self, state: SVGPState) -> list[tuple[int, float]]:
-        """As many as are left, if it does not converge before."""
+        """Return the number of exchanges left, of equal cost; the run may converge earlier."""
         return [(max(0, self.problem.exchanges - state.exchanges), 1.0)]
 
     def predictive(self, state: SVGPState, roster: Roster) -> Asking[Predicted]:
-        """The posterior at the accepted parameters; no site is asked."""
+        """Return the posterior at the accepted parameters, without an exchange."""
         del roster
         yield from ()
         found, gains = posterior(state), np.diff(state.objectives[-pooled_bound.RECENT_ROUNDS - 1 :])
@@ -250,19 +249,17 @@ class SVGP(FederatedStrategy[SVGPState]):
         return Predicted(found, pooled_bound.saved(found, self.problem.model), details)
 
     def public(self, state: SVGPState) -> NamedArrays:
-        """The parameters."""
+        """Return the parameters."""
         return encode(Parameters(state.values))
 
     def adopt(self, state: SVGPState, arrays: NamedArrays) -> SVGPState:
-        """Other parameters start anew; the same ones change nothing."""
+        """Return a state that starts from other parameters; equal parameters keep the state."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        return (
-            state
-            if np.array_equal(pack(given), pack(state.values))
-            else at(LatentGP.from_arrays(self.problem.model, given))
-        )
+        if np.array_equal(pack(given), pack(state.values)):
+            return state
+        return initial_state(LatentGP.from_arrays(self.problem.model, given))
 
     def warnings(self) -> list[str]:
-        """Whether the total of sums nearly reveals rows."""
+        """Return a warning if even the total over sites nearly reveals rows."""
         points = len(self.current.values[LOCATIONS])
         return super().warnings() + pooled_bound.disclosure_by_total(points, self.roster().rows)

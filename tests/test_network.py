@@ -22,7 +22,7 @@ DESCRIBE = "query.describe"
 def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
     grid = FaultyGrid(configured(), count)
     net = Network(grid, "run", 5.0, **keys)
-    net.introduce(DESCRIBE)
+    net.ask_new_nodes(DESCRIBE)
     return grid, net
 
 
@@ -153,7 +153,7 @@ def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> 
     grid, net = met(max_failures=1)
     first = net.nodes["1"]
     grid.join({"partition-id": 1, "num-partitions": 3})
-    assert net.introduce(DESCRIBE) == {}
+    assert net.ask_new_nodes(DESCRIBE) == {}
     assert net.nodes["1"] == first
     assert [(f.site, "two machines" in f.reason) for f in net.failures] == [("1", True)]
     assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first

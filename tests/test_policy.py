@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, refusal, require_others, violated
 
 from fedgp_flower import cli, client_app
-from fedgp_flower.clients.guard import DESCRIBE, KEYS, WORDS, Guard, Outgoing
+from fedgp_flower.clients.guard import DESCRIBE, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError, ProtocolError
@@ -24,6 +24,7 @@ from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
 from fedgp_flower.privacy.disclosure import OTHER, is_identifier, kept_levels, merged_cells
 from fedgp_flower.privacy.policy import FEW_ROWS, Decision, Policy, Rules
+from fedgp_flower.privacy.questions import KEYS, WORDS
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run import leaves
 from fedgp_flower.run.in_process import NODE_OFFSET, InProcessGrid, run_in_process

@@ -207,7 +207,7 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
     strategy = run(FaultyGrid(flat, 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
-    assert any("were empty. Masks hide whose" in line for line in strategy.outcome.metrics["warnings"])
+    assert any("were empty. Masks hide from which sites" in line for line in strategy.outcome.metrics["warnings"])
 
 
 def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):

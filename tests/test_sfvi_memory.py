@@ -210,9 +210,9 @@ def test_a_context_is_named_by_what_it_holds() -> None:
         SharedContext.of(arrays_of_all, texts, {"point": np.ones((2, 3))}),
         SharedContext.of(arrays_of_all, texts),
     )
-    assert len({context.whole, *(other.whole for other in others)}) == 6
+    assert len({context.digest, *(other.digest for other in others)}) == 6
     same = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
-    assert same.whole == context.whole
+    assert same.digest == context.digest
     assert same.constants["points"].numpy().shape == (2, 3)
 
 

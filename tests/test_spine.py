@@ -304,7 +304,7 @@ def test_an_app_of_another_kind_is_told_what_to_use() -> None:
     """A ClientApp that registers `train` alone, as Flower's quickstart has it."""
     quickstart = ClientApp()
     quickstart.train()(lambda message, context: message)
-    with pytest.raises(RunError, match=r"make it with `fedgp_flower\.make_client_app`"), no_waiting():
+    with pytest.raises(RunError, match=r"create it with `fedgp_flower\.make_client_app`"), no_waiting():
         FSGP(sites=2, wait_seconds=0.5).start(own_grid(quickstart, 2), num_rounds=1)
 
 

@@ -14,13 +14,13 @@ from fedgp_flower.clients import baselines
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
-from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server, pseudo_sums
+from fedgp_flower.methods.sgpr.duals import Duals, expectations, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import REAL_VALUED, ModelSection
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import Problem
 from strategies.server.questions import Roster, drive
-from strategies.svgp import at, improved, one_round, taken_back, trial
+from strategies.svgp import initial_state, natural_step, one_round, rejected, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
 SEVERAL = ("categorical", "heteroscedastic")
@@ -109,7 +109,7 @@ def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str
     def evaluated(values: dict[str, np.ndarray]) -> tuple[float, Any, LatentGP]:
         new = LatentGP.from_arrays(section(likelihood, kernel=kernel), values)
         with torch.no_grad():
-            moved = carried(duals, old, new, factor(new))
+            moved = transferred(duals, old, new, factor(new))
         found = expectations(new, *data, moved.posterior())
         return float(found.fit) - float(moved.divergence()) + float(new.log_prior().detach()), found, new
 
@@ -148,7 +148,7 @@ def test_information_of_rows_at_the_old_inducing_points_moves_exactly() -> None:
         section("gaussian", jitter=0.0), moved_by(old, 0.3) | {"likelihood.log_parameters": old.hyper.detach().numpy()}
     )
     with torch.no_grad():
-        moved = carried(settled(old, data, 1, 1.0), old, new, factor(new))
+        moved = transferred(settled(old, data, 1, 1.0), old, new, factor(new))
     fresh = settled(new, data, 1, 1.0)
     torch.testing.assert_close(moved.precision, fresh.precision, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(moved.shift, fresh.shift, rtol=1e-8, atol=1e-8)
@@ -187,7 +187,7 @@ def roster(sites: dict[str, Site]) -> Roster:
 
 
 def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
-    state = at(latent(likelihood))
+    state = initial_state(latent(likelihood))
     for _ in range(number):
         state, _ = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
     return state
@@ -207,7 +207,7 @@ def test_a_run_does_not_depend_on_the_partition(likelihood: str) -> None:
 
 def test_the_bound_rises_until_its_slope_is_small() -> None:
     likelihood, sites = "bernoulli", dealt("bernoulli", 60)
-    state, bounds = at(latent(likelihood)), []
+    state, bounds = initial_state(latent(likelihood)), []
     for _ in range(40):
         state, figures = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
         bounds.append(figures["objective"])
@@ -227,10 +227,13 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     for name, value in state.values.items():
         whole, half = trial(proud, model)[name] - value, trial(back, model)[name] - value
         assert half == pytest.approx(whole / 2, rel=1e-12, abs=1e-15)
-    whole, half = improved(proud).precision - state.duals.precision, improved(back).precision - state.duals.precision
+    whole, half = (
+        natural_step(proud).precision - state.duals.precision,
+        natural_step(back).precision - state.duals.precision,
+    )
     torch.testing.assert_close(half, whole / 2)
     for _ in range(3):
-        back = taken_back(back)
+        back = rejected(back)
     assert len(back.points) == len(back.objectives) == 1  # the memory is cleared
 
 
@@ -238,7 +241,7 @@ def test_the_precision_stays_definite_where_outliers_bend_the_likelihood() -> No
     """Directions along which the bound is not concave stay as in the prior; the others are taken whole."""
     state = rounds(dealt("student-t", 60), "student-t", 2)
     before, bent = state.duals.factor(), np.diag(np.r_[-50.0 * np.ones(3), 2.0 * np.ones(INDUCING - 3)])
-    after = improved(replace(state, found=replace(state.found, curvature=bent))).precision
+    after = natural_step(replace(state, found=replace(state.found, curvature=bent))).precision
     assert float(torch.linalg.eigvalsh(after)[0]) > -1e-12
     whitened = torch.linalg.solve(before, torch.linalg.solve(before, torch.from_numpy(bent)).mT)
     wanted = torch.linalg.eigvalsh(whitened).clamp(min=0)

@@ -29,8 +29,14 @@ from fedgp_flower.privacy import audit, masks
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import (
+    ANSWERS,
+    KEYS,
+    LAYOUT,
     LEAST_SITES,
     MAX_CHANGES,
+    MEMBERS,
+    REQUEST,
+    WORDS,
     History,
     MaskedQuestion,
     admitted,
@@ -47,14 +53,10 @@ logger = logging.getLogger("fedgp")
 
 CONFIGURATION = "configuration"
 """Config key of settings that a message brings by itself."""
-REQUEST, MEMBERS, ANSWERS, LAYOUT = "masked", "members", "answers", "layout"
-"""Config key of a request, of the context's roster, and of a reply: H, and the layout where the server has none."""
-WORDS = "masked"
-"""The one array of a masked reply."""
 WARNING = "warning"
 """Config key of a reply: what the site's policy warns of, and what it suspects of its rows."""
-KEYS, DESCRIBE = "query.keys", "query.describe"
-"""What is answered in the clear always."""
+DESCRIBE = "query.describe"
+"""Message type that asks for the columns and sums of a site; it and ``KEYS`` are always answered without masks."""
 KEPT_REPLY = "masks.reply"
 
 

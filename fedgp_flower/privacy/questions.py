@@ -18,6 +18,10 @@ from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Identity, Member, Trust
 from fedgp_flower.typing import Array, NamedArrays
 
+KEYS = "query.keys"
+"""Message type that asks for a site's run key."""
+REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS = "masked", "members", "answers", "layout", "masked"
+"""Config keys of a request, of the context's roster, of a reply (H, and the layout if needed); the array of a reply."""
 LEAST_SITES = 3
 """Fewest sites in a total; with two, each site could subtract its summand to find the other's."""
 MAX_CHANGES = 2

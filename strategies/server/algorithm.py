@@ -34,11 +34,11 @@ class Algorithm(ABC, Generic[S]):
     exchanges_a_round: ClassVar[int] = 1
     """Exchanges in a round, if exchanges are limited."""
     watched: ClassVar[str] = ""
-    """The figure, in nats a row, that tells whether a stochastic method has converged."""
+    """The figure, in nats per row, by which convergence of a stochastic method is judged."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
     """The scores that sites send, of predictions or of a model that they fit themselves."""
     anneals: ClassVar[float | None] = None
-    """If the rate falls at the end: the share of the rounds before that."""
+    """Share of the rounds before the learning rate falls; None if it does not fall."""
     predicts = True
     """Whether sites can predict single rows from the result of :meth:`predictive`."""
     trains = True
@@ -67,7 +67,7 @@ class Algorithm(ABC, Generic[S]):
 
     @abstractmethod
     def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
-        """Return what a state predicts with."""
+        """Return the message from which sites predict, and the posterior to save."""
 
     def public(self, state: S) -> NamedArrays:
         """Return ``result.arrays``, to which Flower's wrappers apply clipping and noise: by default ``parameters``."""
@@ -90,25 +90,25 @@ class Algorithm(ABC, Generic[S]):
         return {}
 
     def finished(self, state: S) -> bool:
-        """Whether training has ended: it has converged (and the rate has fallen, if it does), or no round trains."""
+        """Whether training has ended: it has converged and, if the method anneals, the learning rate has fallen."""
         if self.anneals and self.arrived:
             return bool(self.tolerances(state)) or self.round >= self.horizon()
         return not self.trains and self.round > 0
 
     def horizon(self) -> int:
-        """Return the last round of the rate's schedule: as planned, or sooner if the course has converged."""
+        """Return the last round of the rate's schedule: as planned, or earlier if the course has converged."""
         if self.anneals is None or not self.arrived:
             return self.planned_rounds
         return min(self.planned_rounds, math.ceil(self.arrived / self.anneals))
 
     def watching(self) -> bool:
-        """Whether this round's figure is informative; it is not once the rate falls."""
+        """Whether this round's figure is added to the course: only before the rate falls."""
         return self.anneals is None or self.round <= self.anneals * self.planned_rounds
 
     def tolerances(self, state: S) -> NamedArrays:
         """Return units, such as posterior standard deviations, of the parameters that must converge, by name.
 
-        If there are any, they are replaced by their mean once they have converged.
+        Parameters with units are replaced by their mean once they have converged.
         """
         return {}
 
@@ -162,7 +162,7 @@ class Algorithm(ABC, Generic[S]):
         return 1.0
 
     def warnings(self) -> list[str]:
-        """Return warnings on this method for readers of the results."""
+        """Return warnings about this method for readers of the results."""
         return []
 
     def final(self, state: S, roster: Roster) -> Asking[Json]:

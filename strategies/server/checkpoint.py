@@ -20,7 +20,7 @@ from strategies.server.session import Session
 
 STATE, COURSE = "state.", "course."
 NOT_KEPT = {"arrays", "sums", "refused", "constant"}
-"""Fields of an agreement that are not among a checkpoint's facts: its arrays, and what sites send again."""
+"""Fields of an agreement that a checkpoint's facts omit: its arrays, and data that sites send again."""
 
 
 @dataclass(slots=True)
@@ -30,29 +30,29 @@ class Clock:
     seconds: dict[str, float] = field(default_factory=lambda: {"setup": 0.0, "training": 0.0, "evaluation": 0.0})
     started: float = field(default_factory=time.perf_counter)
     part: str = "setup"
-    booked: dict[str, float] = field(default_factory=dict)
+    at_round_end: dict[str, float] = field(default_factory=dict)
     """Seconds and bytes up to the latest complete round."""
 
     def switch(self, part: str) -> str:
         """Add the time since the last call to the current part and start another; return the previous part."""
         now = time.perf_counter()
         self.seconds[self.part] += now - self.started
-        self.started, left, self.part = now, self.part, part
-        return left
+        self.started, previous, self.part = now, self.part, part
+        return previous
 
     def since_last_round(self, traffic: Traffic) -> dict[str, float]:
         """Return visits and exchanges so far, and seconds and bytes since the previous round ended."""
         self.switch(self.part)
         total = {"seconds": sum(self.seconds.values()), "bytes_up": traffic.bytes_up, "bytes_down": traffic.bytes_down}
-        spent = {name: value - self.booked.get(name, 0) for name, value in total.items()}
-        self.booked = total
+        spent = {name: value - self.at_round_end.get(name, 0) for name, value in total.items()}
+        self.at_round_end = total
         return {"communications": traffic.communications, "exchanges": traffic.exchanges, **spent}
 
 
 def seconds_to_come(spent: Sequence[tuple[float, int, float]], waiting: float, exchanges: int, work: float) -> float:
     """Return the remaining seconds of training, from seconds, exchanges and work of each round so far.
 
-    Each exchange waits for w seconds; the rest of the time is proportional to the work:
+    Each exchange waits w seconds; the rest of the time is proportional to the work:
     exchanges · w + work · Σ max(s − e w, 0) / Σ work so far.
     """
     computed = sum(max(seconds - count * waiting, 0.0) for seconds, count, _ in spent)
@@ -98,8 +98,8 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
     if session.masking is not None:
         session.masking.restore(facts["privacy"])
     clock.seconds = dict(facts["seconds"])
-    clock.booked = {"seconds": sum(clock.seconds.values())}
-    clock.booked |= {name: before[name] for name in ("bytes_up", "bytes_down")}
+    clock.at_round_end = {"seconds": sum(clock.seconds.values())}
+    clock.at_round_end |= {name: before[name] for name in ("bytes_up", "bytes_down")}
     return decode(state_class, arrays_of(snapshot, STATE))
 
 
@@ -116,20 +116,21 @@ def dataset_of(session: Session) -> str:
 def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     """Compute the configured baselines and return the summary of the run; raise RunError if no site scored rows."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
-    preparation, wanted = algorithm.preparation, session.config.baselines
+    preparation, enabled = algorithm.preparation, session.config.baselines
     predicts = algorithm.predicts and session.config.model.likelihood not in MULTICLASS
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
-    scoring.local_only = scoring.local_baseline() if wanted.local_only else None
-    pooled, trees = scoring.pooled_baselines() if wanted.pooled and preparation.simulated else (None, None)
-    first, line = scoring.simple_baselines() if wanted.linear else (None, None)
+    scoring.local_only = scoring.local_baseline() if enabled.local_only else None
+    pooled, boosting = scoring.pooled_baselines() if enabled.pooled and preparation.simulated else (None, None)
+    mean_only, linear = scoring.simple_baselines() if enabled.linear else (None, None)
     if scored_by == 0:
         raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
     details = algorithm.details()
     clock.switch("evaluation")
     evaluation = scoring.evaluation or Evaluation(test={}, test_standardised={}, per_site=[], calibration={})
-    baselines = {"mean": first, "linear": line, "local_only": scoring.local_only, "pooled": pooled, "boosting": trees}
+    baselines = {"mean": mean_only, "linear": linear, "local_only": scoring.local_only}
+    baselines |= {"pooled": pooled, "boosting": boosting}
     seconds = {"total": sum(clock.seconds.values()), **clock.seconds, "sites": network.site_seconds}
-    labels, rows, mean = preparation.labels, preparation.rows, first or {}
+    labels, rows, mean = preparation.labels, preparation.rows, mean_only or {}
     metrics = {
         "method": session.config.method,
         "dataset": dataset_of(session),

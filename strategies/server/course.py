@@ -1,11 +1,11 @@
 """Convergence of a stochastic method: the limit of its bound and parameters, from their values in each round.
 
-At a constant rate the iterates of a stochastic method end up scattered around a limit μ. Their means b_1 … b_n over
-equal batches of the latest half of all rounds are modelled, coordinate by coordinate, by
+At a constant learning rate the iterates of a stochastic method scatter around a limit μ. The means b_1 … b_n over equal
+batches of the latest half of all rounds are modelled, coordinate by coordinate, by
 
     b_{i+1} = μ + φ (b_i − μ) + e_i.
 
-Least squares give φ, corrected for its bias (1 + 3φ)/(n − 1) (Kendall 1954), then μ and its standard error
+Least squares gives φ, corrected for its bias (1 + 3φ)/(n − 1) (Kendall 1954), then μ and its standard error
 sd(e) / ((1 − φ) √(n − 1)); both are large while a trend continues. The estimate is the mean of the batches (Polyak and
 Juditsky 1992). Its distance from μ is at most |mean − μ| + 2.5 standard errors.
 """
@@ -26,19 +26,19 @@ from fedgp_flower.typing import Array, NamedArrays
 MIN_BATCHES, MAX_BATCHES = 20, 40
 """Batches before the first estimate; at the maximum, neighbouring batches are merged in pairs."""
 MAX_PHI = 0.99
-"""A continuing trend is then extrapolated by a hundred batches."""
+"""Largest φ; it extrapolates a continuing trend by a hundred batches."""
 STANDARD_ERRORS = 2.5
 NEAR = 0.3
 """Distance, in units such as posterior standard deviations, at which a parameter counts as converged."""
 BOUND_TOLERANCE = 0.01
-"""The same for a bound, in nats a row."""
+"""Distance, in nats per row, at which a bound counts as converged."""
 
 LOG_UNIT = 0.1
-"""Change of a logarithm that counts as much as a posterior standard deviation."""
+"""Unit of a logarithm, in place of a posterior standard deviation."""
 
 
 def log_units(logarithms: Mapping[str, ndarray]) -> NamedArrays:
-    """Return the units of hyperparameters in logarithms."""
+    """Return the units of log hyperparameters."""
     return {name: np.full_like(array, LOG_UNIT) for name, array in logarithms.items()}
 
 

@@ -147,7 +147,7 @@ def _wait_for_sites(network: Network, config: RunConfig) -> dict[str, SiteDescri
         partitions = max((one.partitions for one in described.values()), default=0)
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # otherwise further sites may still connect
-        if len(network.heard if known else described) >= wanted:
+        if len(network.asked_nodes if known else described) >= wanted:
             network.require(config.min_sites)
             return described
         if time.monotonic() > deadline:
@@ -155,7 +155,7 @@ def _wait_for_sites(network: Network, config: RunConfig) -> dict[str, SiteDescri
                 logger.warning("%d of %d sites after %g s; starting", len(described), wanted, config.wait_seconds)
                 return described
             raise RunError(
-                f"{len(described)} usable site(s) of {len(network.heard)} connected after `wait-seconds` = "
+                f"{len(described)} usable site(s) of {len(network.asked_nodes)} connected after `wait-seconds` = "
                 f"{config.wait_seconds:g}; wanted {wanted}. "
                 + "; ".join(f"{failure.site}: {failure.reason}" for failure in network.failures)
             )
@@ -165,10 +165,10 @@ def _wait_for_sites(network: Network, config: RunConfig) -> dict[str, SiteDescri
 def _new_descriptions(network: Network) -> dict[str, SiteDescription]:
     """Return the descriptions of sites on new nodes."""
     found: dict[str, SiteDescription] = {}
-    for site, answer in network.introduce("query.describe").items():
+    for site, answer in network.ask_new_nodes("query.describe").items():
         texts, count = answer.texts, answer.number
         if not {"schema", "label"} <= texts.keys():
-            network.dismiss(site, "its description lacks a schema or a label: other version of the app")
+            network.dismiss(site, "its description lacks a schema or a label: it has another version of the app")
             continue
         counts = count("dropped"), count("partitions"), count("bare") > 0, count(TRUST) > 0
         found[site] = SiteDescription(answer.arrays, texts["schema"], count("num-examples"), texts["label"], *counts)
@@ -177,7 +177,7 @@ def _new_descriptions(network: Network) -> dict[str, SiteDescription]:
 
 def admit_new_nodes(network: Network, agreement: Agreement) -> None:
     """Add the sites on nodes that are new since the last round: restarted sites and late ones."""
-    if set(network.grid.get_node_ids()) - network.heard:
+    if set(network.grid.get_node_ids()) - network.asked_nodes:
         _add_sites(network, agreement, _new_descriptions(network))
 
 
@@ -245,7 +245,7 @@ def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]
 
 
 SPREADS = (8.0, 2.0, 1.25, 1.05)
-"""Ratios of neighbouring scales, one for each exchange."""
+"""Ratio of neighbouring candidate scales in each exchange."""
 CANDIDATES = 8
 CAUCHY_SCALE = 0.6120031809624805
 """Scale of the Cauchy distribution that fits a standard normal one best: E 1/(1 + z²/s²) = ½."""

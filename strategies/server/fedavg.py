@@ -58,8 +58,8 @@ def averaged(
 ) -> Asking[tuple[AveragingState, Figures]]:
     """Sampled sites take local steps and the rule combines them; under masks it sees the mean as one site."""
     rate = local.learning_rate * local.decay ** (roster.round - 1)
-    most = ADAM * local.steps if local.name == "adam" else math.inf  # the steps of SGD and L-BFGS have no such bound
-    step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows
+    longest = ADAM * local.steps if local.name == "adam" else math.inf  # steps of SGD and L-BFGS have no such bound
+    step, rows = Step(state.parameters, rate, min(MOVE, rate * longest)), roster.rows
     if roster.totals_only:
         summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
         answers = {} if summed.total is None else {"all": summed.total.mean()}

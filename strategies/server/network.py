@@ -1,7 +1,8 @@
-"""The sites behind a Flower Grid by site id: their nodes, messages, failures and traffic.
+"""The sites of a Flower Grid by site id: their nodes, messages, failures and traffic.
 
 The *context* holds the agreed columns and scales, the configuration and constants. No round changes it. A site receives
-it once; later messages name it by a digest. A site that has lost it reports this and receives it again.
+the context once; later messages contain only its digest. A site that lost the context reports this and receives it
+again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Expected:
         """Return why a reply cannot be used, or None."""
         try:
             arrays = arrays_of(reply.content, "arrays")
-        except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+        except Exception as error:  # any error in decoding foreign bytes is the sender's fault
             return f"arrays cannot be decoded ({type(error).__name__})"
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
@@ -68,28 +69,28 @@ ANYTHING = Expected()
 
 @dataclass(slots=True)
 class SharedContext:
-    """The records that travel to each node once, and the nodes that have them."""
+    """The records that each node receives once, and the nodes that have them."""
 
     record: ConfigRecord
     constants: ArrayRecord
-    whole: str
-    """The hash to which masks are bound; messages name its beginning. Empty before the agreement."""
+    digest: str
+    """The hash that masks depend on; messages contain its beginning. Empty before the agreement."""
     nodes: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(
         arrays: Mapping[str, np.ndarray], texts: Mapping[str, str], constants: Mapping[str, np.ndarray] | None = None
     ) -> SharedContext:
-        """Return the context of float64 arrays, which travel as lists of numbers, texts, and constants of any dtype."""
+        """Return the context of float64 arrays, sent as lists of numbers, texts, and constants of any dtype."""
         content: dict[str, list[float] | str] = {name: np.ravel(array).tolist() for name, array in arrays.items()}
         content |= texts
-        whole = context_digest(content, constants or {})
-        return SharedContext(ConfigRecord(dict(content)), array_record(constants or {}), whole)
+        digest = context_digest(content, constants or {})
+        return SharedContext(ConfigRecord(dict(content)), array_record(constants or {}), digest)
 
     def attach(self, message: Message) -> None:
-        """Name the context in a message, and add it if the node does not have it."""
-        if self.whole:
-            _config(message)[SHARED] = self.whole[:16]
+        """Add the context's digest to a message, and the context if the node lacks it."""
+        if self.digest:
+            _config(message)[SHARED] = self.digest[:16]
             if message.metadata.dst_node_id not in self.nodes:
                 message.content[SHARED] = self.record
                 if self.constants:
@@ -135,8 +136,8 @@ class Network:
     max_failures: int = 3
     nodes: dict[str, int] = field(default_factory=dict)
     """The current node of each site."""
-    heard: set[int] = field(default_factory=set)
-    """Nodes that were asked for their site id."""
+    asked_nodes: set[int] = field(default_factory=set)
+    """All nodes that were asked for their site id."""
     traffic: Traffic = field(default_factory=Traffic)
     failures: list[Failure] = field(default_factory=list)
     repairs: dict[str, int] = field(default_factory=dict)
@@ -146,20 +147,20 @@ class Network:
     answered: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     site_seconds: float = 0.0
-    trips: list[float] = field(default_factory=list)
+    round_trips: list[float] = field(default_factory=list)
     round: int = 0
     context: SharedContext = field(default_factory=lambda: SharedContext(ConfigRecord(), ArrayRecord(), ""))
     accepted: set[str] = field(default_factory=set)
     """Ids of messages to which the latest exchange received valid replies."""
-    introduction: Texts = field(default_factory=dict)
+    first_settings: Texts = field(default_factory=dict)
     asked: dict[str, Texts] = field(default_factory=dict)
-    """The fields that a reply to the latest message to a site must repeat, :data:`fedgp_flower.messages.ECHOED`."""
+    """Fields of the latest message to a site that the reply must repeat, :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
     warned: dict[str, set[str]] = field(default_factory=dict)
     """Warnings of sites' policies, with the sites that sent them."""
 
     def sites(self) -> list[str]:
-        """Return all known sites, in the only order that results may depend on."""
+        """Return all known sites in natural order; results may depend on no other order."""
         return sorted(self.nodes, key=natural_order)
 
     def healthy(self) -> list[str]:
@@ -230,10 +231,10 @@ class Network:
             if site and (reply.metadata.reply_to_message_id in self.accepted or self.accept(site, reply, expected))
         ]
 
-    def introduce(self, kind: str) -> dict[str, Answer]:
-        """Ask new nodes for their site; a node with a known site id replaces the earlier node of that site."""
+    def ask_new_nodes(self, kind: str) -> dict[str, Answer]:
+        """Ask new nodes for their site id and return the answers; a new node replaces the earlier node of its site."""
         online = set(self.grid.get_node_ids())
-        replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.heard))
+        replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.asked_nodes))
         self.traffic.exchanges += bool(replies)
         for _ in range(2):
             replies |= self._ask_nodes([n for n, reply in replies.items() if reply is None or reply.has_error()], kind)
@@ -245,18 +246,18 @@ class Network:
                 known = self.nodes.get(site)  # Flower still lists a killed node for some time
                 if site in found or (known in online and claimed_site(self._ask_nodes([known], kind)[known]) == site):
                     reason = f"two machines claim to be site {site!r}; give each a different `site` in --node-config"
-            self.heard.add(node)
+            self.asked_nodes.add(node)
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node
                 self.streak.pop(site, None)
                 found[site] = _answer(reply)
                 self._note_warnings(site, reply)
             else:
-                self._record(site or f"node {len(self.heard)}", reason or "no reply")
+                self._record(site or f"node {len(self.asked_nodes)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
 
     def _ask_nodes(self, nodes: Sequence[int], kind: str) -> dict[int, Message | None]:
-        messages = [self._message(node, kind, ArrayRecord(), self.introduction) for node in nodes]
+        messages = [self._message(node, kind, ArrayRecord(), self.first_settings) for node in nodes]
         return dict(zip(nodes, self.round_trip(messages), strict=True))
 
     def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
@@ -271,7 +272,7 @@ class Network:
             replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
             if not arrived:
                 time.sleep(pause_after(time.monotonic() - begun))
-        self.trips.append(time.monotonic() - begun)
+        self.round_trips.append(time.monotonic() - begun)
         return [replies.get(message_id) for message_id in ids]
 
     def push(self, messages: Sequence[Message]) -> list[str]:
@@ -299,24 +300,24 @@ class Network:
     def refusal(
         self, reply: Message | None, expected: Expected, site: str | None = None, asked: Texts | None = None
     ) -> str | None:
-        """Return why a reply cannot be used, or None; ``asked`` is what the reply of ``site`` must repeat, if known."""
+        """Return why a reply cannot be used, or None; ``asked`` holds the fields that the reply must repeat."""
         if reply is None:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
             lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
             foreign = any("function registered" in line for line in lines)
-            hint = "; its ClientApp is not from this project: make it with `fedgp_flower.make_client_app`" * foreign
+            hint = "; its ClientApp is from another project: create it with `fedgp_flower.make_client_app`" * foreign
             return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}{hint}"
         if reason := _oversized(reply):
             return reason
         config = _config(reply)
         if "error" in config:
             return str(config["error"])
-        wanted: Texts = {"run": self.run} if asked is None else asked
-        other = [name for name in wanted if config.get(name) != wanted[name]]  # an old reply, or one of another run
+        repeated: Texts = {"run": self.run} if asked is None else asked
+        different = [name for name, value in repeated.items() if config.get(name) != value]
         return (
             _wrong_form(reply, config, site)
-            or (f"the reply answers another question: its {' and '.join(other)} differ" if other else None)
+            or (f"the reply answers another question: its {' and '.join(different)} differ" if different else None)
             or _wrong_metrics(reply)
             or expected.refusal(reply)
         )
@@ -350,7 +351,7 @@ class Network:
     def latest_failures(self) -> str:
         """Return the last sentence of an error message: the latest failures."""
         latest = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
-        return f"Latest failures: {latest}" if latest else "No site failed: no other site was connected."
+        return f"Latest failures: {latest}" if latest else "No site failed; no other site was connected."
 
     def _note(self, site: str, reply: Message) -> None:
         """Count a valid reply and its seconds, repairs and warnings."""
@@ -429,7 +430,7 @@ def _copy(message: Message) -> Message:
 
 
 def _oversized(reply: Message) -> str | None:
-    """Return which part of a reply is larger than this app ever sends, or None; checked before all else."""
+    """Return which part of a reply exceeds the limits of this app, or None; this check comes first."""
     if (found := bytes_of(reply.content)) > MOST_BYTES:
         return f"the reply has {found} bytes; the limit is {MOST_BYTES}"
     for name, record in reply.content.items():
@@ -449,7 +450,7 @@ def _wrong_form(reply: Message, config: ConfigRecord, site: str | None) -> str |
     if config.get(LACKS):
         return "the site lacks the context although it was sent again"
     if config.get("schema-version") != SCHEMA_VERSION:
-        return f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
+        return f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: another version of the app"
     if site is not None and config["site"] != site:
         return f"site {site!r} was asked, but the reply claims to be from another site"
     return None
@@ -463,6 +464,6 @@ def _wrong_metrics(reply: Message) -> str | None:
         return "the reply lacks `num-examples`, a count of rows"
     infinite = sorted(name for name, value in metrics.items() if not np.isfinite(value).all())
     if infinite:
-        return f"metrics that are not finite: {', '.join(infinite)}"
+        return f"these metrics are not finite: {', '.join(infinite)}"
     lists = sorted(name for name, value in metrics.items() if np.ndim(value) and name not in HISTOGRAM_SHAPES)
-    return f"lists instead of single numbers: {', '.join(lists)}" if lists else None
+    return f"these metrics are lists instead of single numbers: {', '.join(lists)}" if lists else None

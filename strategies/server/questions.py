@@ -1,15 +1,14 @@
-"""The questions of an algorithm, the answers to them, and its predictions; an algorithm knows no Flower.
+"""The questions of an algorithm, their answers, and its predictions; algorithms do not depend on Flower.
 
-Two rules. *Only the algorithm's file changes a state*: a round is a generator that yields questions, receives answers
-and returns the next state. *That file does not handle communication*: the driver (:mod:`strategies.server.strategy`)
-handles failures and retries::
+An algorithm changes the state: a round is a generator that yields questions, receives answers and returns the next
+state. The driver (:mod:`strategies.server.strategy`) handles communication, failures and retries::
 
     def one_round(state, sites):
         totals = yield Total(Statistics, state.parameters)        # Statistics, summed over the sites that answered
         answers = yield Each(Refined, {site: cavity})             # {site: Refined}, without the sites that failed
         site, answer = yield First(Refined, {site: cavity})       # the next outstanding answer; None if it was lost
         yield Refuse("north", "its precision is not positive")    # the answer is unusable and counts as a failure
-        yield Doubt("south", "its sums contradict the others'")   # the answer is used; the run names the site
+        yield Doubt("south", "its sums contradict the others'")   # the answer is used; the report names the site
         return next_state, {"objective": 1.0}                     # the state and the round's figures for the history
 """
 
@@ -78,7 +77,7 @@ class First(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Reject an answer that no honest site gives; it counts as a failure of the site. The answer is None."""
+    """Reject an answer that no honest site gives; the site has failed. The answer to this question is None."""
 
     site: str
     reason: str
@@ -86,14 +85,14 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Name a site whose answer is possible but contradicts those of the others. The answer is used."""
+    """Report a site whose answer is possible but contradicts those of the others. The answer is used."""
 
     site: str
     reason: str
 
 
-Several: TypeAlias = Each[Any] | Total[Any]
-Question: TypeAlias = Several | First[Any] | Refuse | Doubt
+Synchronous: TypeAlias = Each[Any] | Total[Any]
+Question: TypeAlias = Synchronous | First[Any] | Refuse | Doubt
 Figures: TypeAlias = dict[str, float]
 Asking: TypeAlias = Generator[Question, Any, S]
 """A generator that yields questions and returns an ``S``."""
@@ -104,10 +103,10 @@ class Roster:
     """The sites of a round."""
 
     rows: Mapping[str, int]
-    """Training rows of each healthy site, in the only order that results may depend on."""
+    """Training rows of each healthy site, in natural order."""
     all_sites: tuple[str, ...]
     """All known sites, including those that fail."""
-    busy: tuple[str, ...]
+    pending: tuple[str, ...]
     """Sites that have not answered a :class:`First` question yet."""
     round: int
     totals_only: bool = False
@@ -124,7 +123,7 @@ class Predicted:
     """The return value of ``predictive``."""
 
     request: Any
-    """The message from which every site predicts; ``{site: message}`` if it differs by site."""
+    """The message from which sites predict; ``{site: message}`` if it differs by site."""
     posterior: Posterior | None = None
     """The posterior that a run saves; None for a personal method."""
     details: Facts = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Predicted:
         return self.request[site] if isinstance(self.request, Mapping) else self.request
 
 
-def requests_of(question: Several | First[Any], all_sites: tuple[str, ...]) -> Mapping[str, object]:
+def requests_of(question: Synchronous | First[Any], all_sites: tuple[str, ...]) -> Mapping[str, object]:
     """Return the request of each site that is asked."""
     match question:
         case Total(_, request, sites):
@@ -144,7 +143,7 @@ def requests_of(question: Several | First[Any], all_sites: tuple[str, ...]) -> M
 
 
 def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
-    """Return lengthscales and sds of their logarithms by part of the model; ``how`` says how the sds were found."""
+    """Return lengthscales and sds of their logarithms by part of the model; ``how`` names the method for the sds."""
     return {
         re.sub(r"theta\.|kernels\.|\.log_lengthscale$", "", name): {
             "value": np.exp(log).ravel().tolist(),
@@ -157,7 +156,7 @@ def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.nd
 
 
 def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
-    """Run a generator to its end; the function ``answer`` answers its questions."""
+    """Run a generator to its end and answer its questions by the function ``answer``."""
     reply = None
     while True:
         try:

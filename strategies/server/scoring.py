@@ -44,26 +44,26 @@ from fedgp_flower.shared_messages import (
 )
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 from strategies.server.network import ANYTHING, Expected, answers, natural_order
-from strategies.server.questions import Asking, Each, Figures, Predicted, Several, Summed, Total
+from strategies.server.questions import Asking, Each, Figures, Predicted, Summed, Synchronous, Total
 from strategies.server.session import Asked, Session
 
 logger = logging.getLogger("fedgp")
 
 PENALTIES = 10.0 ** np.arange(-6, 6.25, 0.25)
-"""λ, as the number of rows with the same information as the prior."""
+"""λ: the prior has the information of λ rows."""
 NEWTON_STEPS = 30
 TOLERANCE = 1e-10
-"""Newton decrement, in nats, below which the mode is reached."""
+"""Newton decrement, in nats, at which the search for the mode ends."""
 HALVES = (
     "; runs of each half of the sites, with three or more in each, show which half sends false sums; with fewer sites,"
     " `privacy.secure-aggregation` = false names the site that contradicts the others"
 )
 ALL = ""
-"""Key of the total of all sites under masks, in place of a site."""
+"""Key, in place of a site id, of the total of all sites under masks."""
 
 
 class Evaluation(TypedDict):
-    """Figures over held-out rows in original and standardised units, a row per site in natural order, histograms."""
+    """Figures of held-out rows in original and standardised units, figures of each site, and histograms."""
 
     test: Figures
     test_standardised: Figures
@@ -78,7 +78,7 @@ class Scoring:
         self.session = session
         self.predicted = Predicted(Nothing())
         self.asked: Asked | None = None
-        """The question of the latest evaluation; None if each site answers with metrics, as usual in Flower."""
+        """The question of the latest evaluation; None if each site answers with Flower's metrics."""
         self.evaluation: Evaluation | None = None
         self.local_only: Facts | None = None
         self.warnings: list[str] = []
@@ -99,14 +99,14 @@ class Scoring:
         self.asked = session.prepare(self._question(total, predicted.request))
         return self.asked.messages
 
-    def _question(self, total: type[ScoreSums], request: object) -> Several:
+    def _question(self, total: type[ScoreSums], request: object) -> Synchronous:
         """Return a question for a total under masks, else for each site's scores; one site fits pooled models."""
-        all_sites = self.session.roster().all_sites
+        sites = self.session.roster().all_sites
         if total in (PooledScoreSums, BoostedScoreSums):
-            all_sites = tuple(self.session.network.healthy()[:1])
+            sites = tuple(self.session.network.healthy()[:1])
         elif self.session.masking is not None:
-            return Total(total, request, all_sites)
-        return Each(total, dict.fromkeys(all_sites, request), retries=1)
+            return Total(total, request, sites)
+        return Each(total, dict.fromkeys(sites, request), retries=1)
 
     def evaluate(self, replies: Iterable[Message]) -> Evaluation | None:
         """Return the figures of the replies to an evaluation; None if no site scored a row."""
@@ -117,11 +117,11 @@ class Scoring:
 
     def local_baseline(self) -> Json | None:
         """Return the scores of local models; warn if they are much better than those of the latest evaluation."""
-        run, labels = self.predicted.request, self.session.preparation.labels
-        masked = self.session.masking is not None and not isinstance(run, Nothing)
+        request, labels = self.predicted.request, self.session.preparation.labels
+        masked = self.session.masking is not None and not isinstance(request, Nothing)
         logger.info("comparison: local scores")
         kind: type[LocalScoreSums] = ComparedScoreSums if masked else LocalScoreSums
-        found = self.session.ask(self._question(kind, run if masked else Nothing()))
+        found = self.session.ask(self._question(kind, request if masked else Nothing()))
         if masked:
             sites, better = (0.0, 0.0) if found.total is None else found.total.sites
             self._warn(round(sites), round(better))
@@ -133,11 +133,11 @@ class Scoring:
         return as_baseline(self._figures(found))
 
     def _warn(self, sites: int, better: int, named: str = "") -> None:
-        """Warn that local models of these many sites are much better, and what that may mean if it is the majority."""
+        """Warn if local models are much better at some sites; if at most sites, name possible causes."""
         if better < 1:
             return
         warning = f"{better} of {sites} sites{named} predict held-out rows much better from their own rows"
-        warning += "" if named else "; their logs name them, the server does not know which"
+        warning += "" if named else "; the sites' logs say which, the server does not know"
         if better > sites / 2:
             warning += ". The sums of some site may be false, or the sites follow no common relation"
             warning += "" if named else HALVES
@@ -165,7 +165,7 @@ class Scoring:
         scores = {site: sums for site, sums in scores.items() if sums is not None and sums.rows}
         kinds = Counter(tuple(sums.known) for sums in scores.values()).most_common(1)
         for site in [site for site, sums in scores.items() if tuple(sums.known) != kinds[0][0]]:
-            self.session.network.fail(site, "its scores are of another task than those of most sites")
+            self.session.network.fail(site, "its scores are for another task than those of most sites")
             del scores[site]
         if not scores:
             return None
@@ -175,7 +175,7 @@ class Scoring:
         return combined
 
     def pooled_baselines(self) -> tuple[Json | None, Json | None]:
-        """Return the scores of a GP and of gradient boosting, both of all rows; only in a simulation."""
+        """Return the scores of a GP and of gradient boosting, both fitted to all rows; only in a simulation."""
         points = Points(int(self.predicted.details.get("num_inducing") or 0))
         return self.baseline(PooledScoreSums, points), self.baseline(BoostedScoreSums, Nothing())
 
@@ -188,21 +188,22 @@ class Scoring:
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
             table = self.baseline(LifeTableScoreSums, Nothing())
             return table, None if line is None else self.baseline(LinearScoreSums, line)
-        other = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSIFICATION)
-        if other or likelihood not in DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS or session.config.second_target:
+        other_task = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSIFICATION)
+        supported = likelihood in DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS and not session.config.second_target
+        if other_task or not supported:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
-        moved = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
-        mean = constant(moved, rows, inputs, likelihood, scale)
+        target = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
+        mean = constant(target, rows, inputs, likelihood, scale)
         line = session.run(linear_fit(session.roster().all_sites, likelihood, inputs, len(preparation.classes)))
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
         """Return held-out rows of simulated sites with their predictions, if the configuration keeps them."""
         session = self.session
-        clear = session.preparation.simulated and session.masking is None
-        if not (predicts and clear and session.config.keep_predictions):
+        allowed = session.preparation.simulated and session.masking is None
+        if not (predicts and allowed and session.config.keep_predictions):
             return {}
         scored = [] if self.evaluation is None else [row["site"] for row in self.evaluation["per_site"]]
         requests = {site: self.predicted.at(site) for site in scored}
@@ -301,14 +302,14 @@ def constant(
         intercepts = np.log(shares[1:] / shares[0])[:, None]
         return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1))
     if likelihood == "bernoulli":
-        at, variance = math.log(target["share"] / (1 - target["share"])), 0.0
+        intercept, variance = math.log(target["share"] / (1 - target["share"])), 0.0
     elif likelihood == "poisson":
         variance = math.log1p(max(target["sd"] ** 2 - target["mean"], 0.0) / target["mean"] ** 2)
-        at = math.log(target["mean"]) - variance / 2
+        intercept = math.log(target["mean"]) - variance / 2
     else:
-        at = (target["mean"] - scale[0]) / scale[1]
+        intercept = (target["mean"] - scale[0]) / scale[1]
         variance = (target["sd"] / scale[1]) ** 2 * (rows + 1) / (rows - 1)  # of a new row about the mean of N rows
-    return LinearPredictor(np.zeros(inputs), np.zeros(inputs), at, variance)
+    return LinearPredictor(np.zeros(inputs), np.zeros(inputs), intercept, variance)
 
 
 def linear_fit(
@@ -354,17 +355,17 @@ def ridge(sums: Moments) -> LinearPredictor:
     roots = np.maximum(roots, 0.0)  # eigenvalues of a scatter are negative only by rounding
     projected = vectors.T @ (sums.products[1:] - rows * middle * centre)
     total = float(sums.square) - rows * middle**2
-    left = total - (projected**2 / (roots + PENALTIES[:, None])).sum(axis=1)
-    left = np.maximum(left, rows * np.finfo(float).eps * total)  # rounding error, if all rows lie on a plane
-    chosen = int(np.argmin((rows - 1) * np.log(left) + np.log1p(roots / PENALTIES[:, None]).sum(axis=1)))
+    residual = total - (projected**2 / (roots + PENALTIES[:, None])).sum(axis=1)
+    residual = np.maximum(residual, rows * np.finfo(float).eps * total)  # rounding error, if all rows lie on a plane
+    chosen = int(np.argmin((rows - 1) * np.log(residual) + np.log1p(roots / PENALTIES[:, None]).sum(axis=1)))
     shrunk = roots + PENALTIES[chosen]
-    noise = float(left[chosen]) / (rows - 1)
+    noise = float(residual[chosen]) / (rows - 1)
     spread = vectors.T * np.sqrt(noise / shrunk)[:, None]
     return LinearPredictor(centre, vectors @ (projected / shrunk), middle, noise * (1 + 1 / rows), spread)
 
 
 def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[LinearPredictor | None]:
-    """Return log t = w₀ + xᵀw + σ ε with the noise of the likelihood; ``mean`` is a time to start from.
+    """Return log t = w₀ + xᵀw + σ ε with the noise of the likelihood; the search starts at the time ``mean``.
 
     The coefficients are at the mode of log p(t | v, τ) − ½‖v‖² with τ = 1/σ and v = wτ.
     """
@@ -389,17 +390,17 @@ def _mode(
 ) -> Asking[Array | None]:
     """Return the mode of log likelihood − ½ wᵀPw by Newton's method from ``at``; None if no site answers.
 
-    A step that lowers it or is not ``valid`` is halved; no entry of a step is longer than ``longest``.
+    A step that lowers the value or is not ``valid`` is halved; no entry of a step exceeds ``longest``.
     """
     step, value = np.zeros(len(at)), -math.inf
     for _ in range(NEWTON_STEPS):
-        if valid(tried := at + step):
-            summed: Summed[Any] = yield question(tried)
+        if valid(trial := at + step):
+            summed: Summed[Any] = yield question(trial)
             if (sums := summed.total) is None:
                 return None
-            now = float(sums.likelihood - 0.5 * tried @ penalty @ tried)
-            if now >= value:
-                at, value, gradient = tried, now, sums.gradient.ravel() - penalty @ tried
+            trial_value = float(sums.likelihood - 0.5 * trial @ penalty @ trial)
+            if trial_value >= value:
+                at, value, gradient = trial, trial_value, sums.gradient.ravel() - penalty @ trial
                 step = np.linalg.solve(sums.information + penalty, gradient)
                 if gradient @ step < TOLERANCE:
                     break

@@ -1,4 +1,4 @@
-"""The sites of a run and their agreement; :meth:`Session.ask` is the only way to ask them."""
+"""The sites of a run and their agreement; algorithms ask the sites by :meth:`Session.ask`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedgp_flower.messages import (
 )
 from fedgp_flower.options import SECOND_COLUMN, MethodOptions
 from fedgp_flower.outcome import Snapshot
-from fedgp_flower.privacy.questions import length, written_members
+from fedgp_flower.privacy.questions import MEMBERS, length, written_members
 from fedgp_flower.records import APART, array_record, arrays_of, bytes_of, packed_record
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
@@ -51,18 +51,18 @@ from strategies.server.questions import (
     Refuse,
     Roster,
     S,
-    Several,
     Summed,
+    Synchronous,
     Total,
     answered_by,
     requests_of,
 )
 from strategies.server.shapes import note_ranges
-from strategies.server.totals import MEMBERS, MaskedContract, Masking
+from strategies.server.totals import MaskedContract, Masking
 
 logger = logging.getLogger("fedgp")
 
-SPARE_BYTES = 1 << 16  # of the arrays of a reply, for their names and shapes
+SPARE_BYTES = 1 << 16  # allowance for names and shapes of the arrays of a reply
 
 
 class ContradictionError(FedGPError):
@@ -75,10 +75,10 @@ class ContradictionError(FedGPError):
 
 @dataclass(frozen=True, slots=True)
 class Contract(Expected):
-    """The form of an answer: that of its class, with known lengths, from the site's number of rows.
+    """The form of an answer: its class, known lengths, and each site's number of rows.
 
-    A class may check an answer by itself (``refusal``) or against the others (``outliers``). Checks that cost O(M³) run
-    on the total, and on each site only if the total fails.
+    A class may check a single answer (``refusal``) or compare the answers of all sites (``outliers``). Checks that cost
+    O(M³) run on the total, and on each site only if the total fails.
     """
 
     answer: type
@@ -86,7 +86,7 @@ class Contract(Expected):
     described: Mapping[str, Described]
     requests: Mapping[str, object]
     enrolling: bool = False
-    """Before the first round a refusal is not a failure: the others agree again without that site."""
+    """Whether a refusal is no failure: before the first round, the other sites agree again without that site."""
     added: bool = False
     """Whether the answers are summands of a total."""
     seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Contract(Expected):
         return None if self.enrolling else reason
 
     def settled(self, replies: Iterable[Message], fail: Callable[[str, str], None]) -> Summed[Any] | dict[str, Any]:
-        """Return the answers, or their total, without those that no honest site gives; these count as failures."""
+        """Return the answers, or their total, without impossible answers, which count as failures."""
         if self.contradicted:
             raise ContradictionError(self.contradicted)
         answers = {str(claimed_site(reply)): self.read(reply) for reply in replies}
@@ -138,7 +138,7 @@ class Contract(Expected):
         if id(reply) not in self.seen:
             try:
                 numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
-            except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+            except Exception as error:  # any error in decoding foreign bytes is the sender's fault
                 raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
             self.seen[id(reply)] = reply, from_parts(self.answer, arrays, numbers, self.sizes)
         return self.seen[id(reply)][1]
@@ -150,7 +150,7 @@ class Asked:
 
     messages: list[Message]
     contract: Contract | MaskedContract
-    question: Several
+    question: Synchronous
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +172,12 @@ class Session:
         self.network, self.config, self.options = network, config, options
         self.descriptions: Mapping[str, SiteDescription] = {}
         self.masking: Masking | None = None
-        self.began = network.round > 0
-        """Whether the first round has begun; the agreement is final from then on."""
+        self.training_began = network.round > 0
+        """Whether the first round has begun; the agreement is then final."""
         self.training = False
         """Whether questions belong to a training round, so that sites that answer took part."""
         self.clippable = False
-        """Whether arrays travel unpacked, so that Flower's wrappers can clip them."""
+        """Whether arrays are sent unpacked, so that Flower's wrappers can clip them."""
         self.user_settings: dict[str, ConfigRecord] = {}
         """A user's settings for each message of training (``train``) or evaluation (``evaluate``)."""
         self.outstanding: dict[str, Outstanding] = {}
@@ -186,7 +186,7 @@ class Session:
         self.doubted: dict[str, str] = {}
         """Sites whose answers contradicted the others', with the reason."""
         self._arrived: list[Message] = []
-        network.introduction = {"configuration": self.configuration()}
+        network.first_settings = {"configuration": self.configuration()}
 
     def configuration(self) -> str:
         """Return the configuration that sites receive: the keys that differ from their defaults, as JSON."""
@@ -249,23 +249,23 @@ class Session:
             privacy = privacy.model_copy(update={"secure_aggregation": True})
             self.config = self.config.model_copy(update={"privacy": privacy})
             self.config.options.check(self.config)
-            self.network.introduction = {"configuration": self.configuration()}
+            self.network.first_settings = {"configuration": self.configuration()}
         if privacy.secure_aggregation:
             self.masking = Masking.enrol(self.network, self.configuration(), privacy.min_sites, simulated)
         logger.info("%s", self.what_the_server_sees())
 
     def roster(self) -> Roster:
         """Return the current sites."""
-        rows, busy = self.preparation.rows, tuple(asked.site for asked in self.outstanding.values())
+        rows, pending = self.preparation.rows, tuple(asked.site for asked in self.outstanding.values())
         healthy, all_sites = self.network.healthy(), self.network.sites()
         if self.masking is not None:
             healthy, all_sites = self.masking.taking_part(healthy), self.masking.taking_part(all_sites)
         known = {site: rows[site] for site in healthy}
-        return Roster(known, tuple(all_sites), busy, self.network.round, self.masking is not None)
+        return Roster(known, tuple(all_sites), pending, self.network.round, self.masking is not None)
 
     def begin_round(self) -> None:
         """Count a round, admit new and returning sites, and check that there are enough."""
-        self.began = True
+        self.training_began = True
         self.network.end_round()
         self.network.round += 1
         enrolment.admit_new_nodes(self.network, self.preparation)
@@ -310,7 +310,7 @@ class Session:
         """Run a generator outside of a round, such as the one that returns the first state."""
         return answered_by(asking, self.ask)
 
-    def prepare(self, question: Several) -> Asked:
+    def prepare(self, question: Synchronous) -> Asked:
         """Return the messages of a question: the first half of :meth:`ask`."""
         requests, kind = requests_of(question, self.roster().sites), kind_of(question.answer)
         match question:
@@ -331,23 +331,23 @@ class Session:
         return [self.message(site, kind, request, settings) for site in contract.question.sites]
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
-        """Return the answer for the algorithm from valid replies: the second half of :meth:`ask`."""
+        """Return the algorithm's answer from valid replies: the second half of :meth:`ask`."""
         if isinstance(asked.contract, MaskedContract):
             reply: Any = self._masked_total(asked.contract, replies)
         else:
             reply = asked.contract.settled(replies, self.network.fail)
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
-        if not self.began:
+        if not self.training_began:
             note_ranges(asked.question.answer, reply, self.preparation.columns)
         return reply
 
     def _masked_total(self, contract: MaskedContract, replies: Iterable[Message]) -> Summed[Any]:
-        """Return the total of the sites that answer; after a silent site the others are asked again without it."""
+        """Return the total of the sites that answer; if a site is silent, ask the other sites again without it."""
         assert self.masking is not None
         while True:
             answers = {str(claimed_site(reply)): reply for reply in replies}
-            usable = self.masking.with_usual_layout(contract, answers)
+            usable = self.masking.with_common_layout(contract, answers)
             for site in answers.keys() - usable.keys():
                 self.network.fail(site, "its arrays are not those that most sites send")
             silent = [site for site in contract.question.sites if site not in usable]
@@ -379,10 +379,10 @@ class Session:
                 " only totals"
             )
 
-    def _contract(self, question: Several | First[Any], requests: Mapping[str, object]) -> Contract:
+    def _contract(self, question: Synchronous | First[Any], requests: Mapping[str, object]) -> Contract:
         sizes, added = self.preparation.sizes(question.sizes), isinstance(question, Total)
         described = {site: enrolment.described(self.preparation, site) for site in requests}
-        return Contract(question.answer, sizes, described, requests, not self.began, added)
+        return Contract(question.answer, sizes, described, requests, not self.training_began, added)
 
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send new requests and wait for the first of all outstanding answers."""
@@ -417,8 +417,8 @@ class Session:
     def _lost(self) -> str | None:
         """Return a site whose answer will not come, because of the timeout or because it moved to another node."""
         for pushed, asked in list(self.outstanding.items()):
-            gone = self.network.nodes.get(asked.site) != asked.message.metadata.dst_node_id
-            if gone or time.monotonic() > asked.deadline:
+            moved = self.network.nodes.get(asked.site) != asked.message.metadata.dst_node_id
+            if moved or time.monotonic() > asked.deadline:
                 del self.outstanding[pushed]
                 self._arrived = [reply for reply in self._arrived if reply.metadata.reply_to_message_id != pushed]
                 self.network.fail(asked.site, f"no reply within {self.network.timeout:g} s, or its node is gone")

@@ -35,8 +35,8 @@ def shape_of_inputs(roster: Roster) -> Asking[Shape]:
         return replace(summed.total, start=start)
     answers: dict[str, Shape] = yield Each(Shape, {site: Nothing() for site in roster.sites}, retries=1)
     layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
-    usual = Counter(layouts.values()).most_common(1)
-    for site in [site for site, found in layouts.items() if found != usual[0][0]]:
+    most_common = Counter(layouts.values()).most_common(1)
+    for site in [site for site, found in layouts.items() if found != most_common[0][0]]:
         yield Refuse(site, "its arrays are not those that most sites send")
         del answers[site]
     if not answers:

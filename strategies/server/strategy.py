@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
@@ -58,9 +57,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         known, kind = keys(cls.options_class), inspect.Parameter.KEYWORD_ONLY
-        shown = [inspect.Parameter(name, kind, default=keyword.default) for name, keyword in known.items()]
+        shown = [inspect.Parameter(name, kind, default=default) for name, (_, default, _) in known.items()]
         cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        lines = [f"    {name}: {k.meaning} (`{k.key}`, default {k.default!r})" for name, k in known.items()]
+        lines = [f"    {name}: {meaning} (`{key}`, default {own!r})" for name, (key, own, meaning) in known.items()]
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
     def __init__(self, **keywords: Value | None) -> None:
@@ -79,14 +78,14 @@ class FederatedStrategy(Algorithm[S], Strategy):
         facts: Json = {} if snapshot is None else snapshot.facts
         course = {} if snapshot is None else checkpoint.arrays_of(snapshot, checkpoint.COURSE)
         self.clock, self.course = checkpoint.Clock(), decode(Course, course) if course else None
-        self.begun = int(facts.get("round", 0))
+        self.latest_round = int(facts.get("round", 0))
         self.merged = bool(facts.get("merged"))
         """Whether answers of sites have ever changed the state."""
         self.asked: Asked | None = None
         self.evaluated = (-1, 0)
         """The round of the latest evaluation and its number of replies."""
         self.expected = {}
-        self.spent: list[tuple[float, int, float]] = []
+        self.round_costs: list[tuple[float, int, float]] = []
         """Seconds, exchanges and work of each round so far."""
         self.outcome: Summary | None = None
 
@@ -147,7 +146,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         # Sites keep state under this id; a resumed run keeps its id.
         new = f"{self.config.digest()}-{secrets.token_hex(4)}"
         run = new if self.snapshot is None else self.snapshot.facts.get("run", new)
-        self.network = Network(grid, run, self.timeout, self.config.max_failures, round=self.begun)
+        self.network = Network(grid, run, self.timeout, self.config.max_failures, round=self.latest_round)
         self.session = Session(self.network, self.config, self.options_class)
         self.scoring = Scoring(self.session)
         self.session.meet(self.snapshot)
@@ -179,8 +178,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         """Return the messages of the round's first question; ``arrays``, if any, replace the public ones."""
         self.enrol(grid)
         session = self.session
-        if self.begun < server_round:
-            self.begun = server_round
+        if self.latest_round < server_round:
+            self.latest_round = server_round
             session.begin_round()
         self._adopt_arrays(arrays)
         session.user_settings["train"] = config
@@ -230,7 +229,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             )
 
     def _train_one_round(self, result: Result) -> None:
-        """Run a round, repeat it while required sites miss it, then write its row of the history and a checkpoint."""
+        """Run a round, repeat it while required sites fail, then write its row of the history and a checkpoint."""
         number, config = self.round + 1, ConfigRecord(dict(self.session.user_settings["train"]))
         network, missed = self.network, Counter[str]()
         begun, earlier = time.monotonic(), network.traffic.exchanges
@@ -254,23 +253,24 @@ class FederatedStrategy(Algorithm[S], Strategy):
         row = {"round": number, **self.clock.since_last_round(network.traffic), **figures}
         row |= {"failures": len(network.failures), "repairs": sum(network.repairs.values())}
         exchanges = network.traffic.exchanges - earlier
-        left, row["seconds_to_come"] = self._forecast(before, time.monotonic() - begun, exchanges)
-        self.observer.on_round(row, number + left)
+        rounds_left, row["seconds_to_come"] = self._forecast(before, time.monotonic() - begun, exchanges)
+        self.observer.on_round(row, number + rounds_left)
         self.observer.on_checkpoint(checkpoint.checkpoint(self, self.clock, self.merged))
 
     def _forecast(self, before: S, seconds: float, exchanges: int) -> tuple[int, float]:
         """Return the remaining rounds and seconds after a round; the shortest round trip counts as pure waiting."""
-        work, trips, a_round = self.work(before, self.current), self.network.trips, self.exchanges_a_round
-        self.spent.append((seconds, exchanges, exchanges * work))
+        work, round_trips = self.work(before, self.current), self.network.round_trips
+        self.round_costs.append((seconds, exchanges, exchanges * work))
         plan = self.exchanges_to_come(self.current)
         parts = [(exchanges * (self.horizon() - self.round), work)] if plan is None else plan
-        room = a_round * (self.config.num_server_rounds - self.round)
-        each = [cost for number, cost in parts for _ in range(number)][:room]
-        left = checkpoint.seconds_to_come(self.spent, min(trips), len(each), sum(each))
+        most = self.exchanges_a_round * (self.config.num_server_rounds - self.round)
+        costs = [cost for number, cost in parts for _ in range(number)][:most]
+        left = checkpoint.seconds_to_come(self.round_costs, min(round_trips), len(costs), sum(costs))
         if plan is not None and not self.expected:
-            self.expected = {"expected_exchanges": exchanges + len(each), "expected_seconds": seconds + left}
-            logger.info("training takes at most %.2g more minutes; a round trip %.2g s", left / 60, np.median(trips))
-        return -(-len(each) // a_round), left
+            self.expected = {"expected_exchanges": exchanges + len(costs), "expected_seconds": seconds + left}
+            trip = np.median(round_trips)
+            logger.info("training takes at most %.2g more minutes; a round trip takes %.2g s", left / 60, trip)
+        return -(-len(costs) // self.exchanges_a_round), left
 
     def _missing_sites(self, failed: int, missed: Counter[str]) -> list[str]:
         """Return the sites for which a round that needs all sites is repeated."""
@@ -295,12 +295,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
         """Evaluate once a round; later calls in the same round return no figures."""
         if self.evaluated[0] == self.round:
             return {}
-        left = self.clock.switch("evaluation")
+        previous = self.clock.switch("evaluation")
         messages = list(self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
         replies = self.network.exchange(messages, self.scoring.expected, retries=1)
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated = self.round, len(replies)
-        self.clock.switch(left)
+        self.clock.switch(previous)
         if record is not None:
             result.evaluate_metrics_clientapp[self.round] = record
         return floats(record)
@@ -323,9 +323,9 @@ def require_clippable(name: str, asked: Asked | None, known: NamedArrays) -> Non
         back = stepped_from(asked.contract.answer, next(iter(asked.contract.requests.values())))
     if back is None or shapes_of(back) != shapes_of(known):
         raise ConfigError(
-            f"{name} cannot run inside Flower's wrappers or Flower's loop: these clip and average the arrays that sites"
-            " return, and its sites do not return the run's arrays. Call its `start`, or choose a method of federated"
-            " averaging"
+            f"{name} cannot run inside Flower's wrappers or Flower's loop: they clip and average the arrays that sites"
+            f" return, and the sites of {name} do not return the run's arrays. Call its `start`, or choose a method of"
+            " federated averaging"
         )
 
 
@@ -339,29 +339,20 @@ def shapes_of(arrays: NamedArrays) -> dict[str, tuple[int, ...]]:
     return {name: np.shape(array) for name, array in arrays.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Keyword:
-    """A keyword argument: its key in the configuration, default and meaning."""
-
-    key: str
-    default: object
-    meaning: str
-
-
 @cache
-def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
-    """Return the keywords of a Strategy: fields of the configuration, prefixed by the section if a name is taken."""
+def keys(options: type[MethodOptions]) -> dict[str, tuple[str, object, str]]:
+    """Return key, default and meaning of each keyword of a Strategy, prefixed by the section if a name is taken."""
     tables: list[tuple[str, type[BaseModel]]] = [("", CoreConfig)]
     tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
     shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}
     tables += [(name, type(section)) for name, section in shared.items() if name not in NOT_FOR_A_STRATEGY]
-    found: dict[str, Keyword] = {}
+    found: dict[str, tuple[str, object, str]] = {}
     for table, section in tables:
         for name, info in section.model_fields.items():
             if not info.exclude and (table or name not in NOT_FOR_A_STRATEGY | shared.keys()):
                 key = f"{table}.{name}".removeprefix(".").replace("_", "-")
                 default, meaning = IN_A_PROGRAM.get(key, info.default), meanings(section).get(name, "")
-                found[f"{table}_{name}" if name in found else name] = Keyword(key, default, meaning)
+                found[f"{table}_{name}" if name in found else name] = key, default, meaning
     return found
 
 
@@ -375,5 +366,5 @@ def configured(method: str, options: type[MethodOptions], given: Mapping[str, Va
             hint = f"; did you mean {' or '.join(close)}?" if close else f"; allowed: {', '.join(sorted(known))}"
             raise TypeError(f"unexpected keyword argument {name!r}{hint}")
         if value is not None:  # None: the default
-            flat[known[name].key] = value
+            flat[known[name][0]] = value
     return parse(flat, {method: options})

@@ -1,8 +1,8 @@
-"""Totals under masks on the server's side: the sites that take part, the question, and the sum.
+"""Totals under masks at the server: the sites that take part, the question, and the sum.
 
-An algorithm that asks a :class:`~strategies.server.questions.Total` cannot tell whether it was masked. A silent site is
-left out of all later totals of the run: each change of the roster lets the server compare the totals before and after
-it, and sites accept only few changes. Sites that join late do not take part.
+An algorithm asks the same :class:`~strategies.server.questions.Total` with and without masks. A silent site is left out
+of all later totals of the run: each change of the roster lets the server compare the totals before and after the
+change, so sites accept only few changes. Sites that join late do not take part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, refusal_of
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Member
-from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat
+from fedgp_flower.privacy.questions import (
+    ANSWERS,
+    KEYS,
+    LAYOUT,
+    REQUEST,
+    WORDS,
+    MaskedQuestion,
+    content_digest,
+    length,
+    unflat,
+)
 from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
@@ -30,10 +40,8 @@ from strategies.server.questions import Summed, Total
 
 logger = logging.getLogger("fedgp")
 
-REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers", "layout", "masked", "query.keys"
-"""Names in messages, see :mod:`fedgp_flower.clients.guard`."""
 SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, which site is silent"
-"""What the server still sees of each site."""
+"""Data of each site that the server sees despite masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +61,11 @@ class MaskedContract(Expected):
     def refusal(self, reply: Message) -> str | None:
         """Return why a reply cannot be used, or None."""
         if settings_of(reply).get(ANSWERS) != self.question.digest:
-            return "it answers another question, or the site was sent another roster or other scales than the others"
+            return "it answers another question, or the site received another roster or other scales than the others"
         try:
             arrays = numpy_arrays(reply.content.array_records["arrays"])
             shape = (length(self.layout(reply)) + 1, 2)
-        except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+        except Exception as error:  # any error in decoding foreign bytes is the sender's fault
             return f"a masked summand cannot be decoded ({type(error).__name__})"
         if set(arrays) != {WORDS}:
             return f"expected one masked array, found {', '.join(sorted(arrays)) or 'none'}"
@@ -72,7 +80,7 @@ class MaskedContract(Expected):
 
 @dataclass(slots=True)
 class Masking:
-    """The sites of a run that take part in totals, and counts for the record."""
+    """The sites of a run that take part in totals, and counts for ``metrics.json``."""
 
     network: Network
     members: dict[str, Member]
@@ -80,7 +88,7 @@ class Masking:
     simulated: bool
     number: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
-    """Sites that were silent once, and the round."""
+    """Silent sites, with the round."""
     totals: int = 0
     empty: int = 0
     """Summands that were masked zeros."""
@@ -96,7 +104,7 @@ class Masking:
                 masking.members[site] = Member(site, answer.texts["key"], answer.texts["signature"])
                 masking.number = max(masking.number, answer.number("latest-question") + 1)
             else:
-                network.fail(site, "it sent no key of the run: other version of the app")
+                network.fail(site, "it sent no key of the run: it has another version of the app")
         masking.require(masking.members)
         return masking
 
@@ -123,7 +131,7 @@ class Masking:
             round=self.network.round,
             number=self.number,
             kind=kind_of(total.answer),
-            content=content_digest(self.network.context.whole, encode(total.request)),
+            content=content_digest(self.network.context.digest, encode(total.request)),
             layout=layout(total.answer, sizes, total.request),
             members=tuple(self.members[site] for site in roster),
         )
@@ -142,9 +150,9 @@ class Masking:
     def summed(
         self, contract: MaskedContract, replies: Mapping[str, Message], sizes: Mapping[str, int], rows: int
     ) -> Summed[Any]:
-        """Return the total of the replies of all sites of the question, which have this many rows.
+        """Return the total of the replies of all sites of the question, which have ``rows`` rows together.
 
-        Raises RunError if the masks do not cancel, or if such rows cannot have this total.
+        Raises RunError if the masks do not cancel, or if no such rows have this total.
         """
         sites = tuple(site for site in self.members if site in replies)
         count, vector = masks.total(
@@ -167,17 +175,15 @@ class Masking:
             found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
-        reason = (
-            None if silent else refusal_of(found, Described(rows))
-        )  # conditions on one site's rows hold for all rows
-        if reason:
+        if not silent and (reason := refusal_of(found, Described(rows))):  # the checks of one site hold for all rows
             raise RunError(
                 f"no {rows} rows have such a total of `{name}`: {reason}. Under masks the site at fault cannot be"
                 " identified; `privacy.secure-aggregation = false` names it"
             )
         return Summed(found, sites, silent)
 
-    def with_usual_layout(self, contract: MaskedContract, replies: Mapping[str, Message]) -> dict[str, Message]:
+    @staticmethod
+    def with_common_layout(contract: MaskedContract, replies: Mapping[str, Message]) -> dict[str, Message]:
         """Return the replies with the layout that most sites send."""
         layouts = {site: json.dumps(contract.layout(reply)) for site, reply in replies.items()}
         most = Counter(layouts.values()).most_common(1)
@@ -196,13 +202,13 @@ class Masking:
         """Return warnings for readers of the results."""
         found = [
             f"Site {site} was {why} and did not take part in later totals. The totals before and after differ by its"
-            " summand; if its late reply reached the server, the server can compute it."
+            " summand; if its late reply reached the server, the server can compute the summand."
             for site, why in self.left_out.items()
         ]
         if self.empty:
             found.append(
-                f"{self.empty} summand(s) under masks were empty. Masks hide whose, but the number of rows in a total"
-                " may reveal it; totals with and without them differ by the summand of that site."
+                f"{self.empty} summand(s) under masks were empty. Masks hide from which sites, but the number of rows"
+                " in a total may reveal it; totals with and without such a site differ by its summand."
             )
         return found
 
@@ -211,6 +217,6 @@ class Masking:
         return {"left_out": dict(self.left_out), "totals": self.totals, "empty_summands": self.empty}
 
     def restore(self, facts: Facts) -> None:
-        """Undo :meth:`facts`."""
+        """Continue from the entries of a checkpoint."""
         self.left_out = dict(facts["left_out"])
         self.totals, self.empty = int(facts["totals"]), int(facts["empty_summands"])

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import Count, MethodOptions, NonNegative
 
 Form = Literal["tied", "free", "cpo"]
@@ -82,7 +83,7 @@ class PVIOptions(MethodOptions):
     inducing: Literal["distribution", "average", "fixed"] = "distribution"
     """``adam``, ``lbfgs``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
     exchanges: Count = 0
-    """``sums``: most exchanges with every site; 0: 20 with Gaussian noise, else 60."""
+    """``sums``: most exchanges with every site; 0: while a step promises .001 nats a row, up to 60."""
     steps: Count = 0
     """Steps of ``adam`` in a visit, twice as many in the first; 0: 150. Evaluations of ``lbfgs``; 0: 400. Most steps of
     ``pvi-bnn``; 0: 300."""
@@ -106,6 +107,10 @@ class PVIOptions(MethodOptions):
     def default_inducing(self) -> int:
         """The default of ``sgpr`` if Z and β come from sums."""
         return 300 if self.agrees else super().default_inducing
+
+    def kernel_for(self, likelihood: str) -> str:
+        """Return the kernel of ``sgpr`` if Z and β come from its sums."""
+        return SGPROptions.default_kernel if self.agrees and likelihood == "gaussian" else self.default_kernel
 
     @property
     def hyperprior(self) -> str:

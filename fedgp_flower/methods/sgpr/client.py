@@ -1,4 +1,4 @@
-"""The site's half of sgpr, svgp, sgpr-private, fsgp and fgpr: sums, gradients, expectations, steps, prediction."""
+"""The clients of sgpr, svgp, sgpr-private, fsgp and fgpr: sums, gradients, expectations, local steps, predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
@@ -43,63 +42,56 @@ from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
-ROWS = 250
-"""Of a site, at most, that its fit sees: O(n³)."""
-EVALUATIONS = 60
-LEAST_CURVATURE = 0.25
-"""Of a log posterior along any direction, that of the widest prior: where rows leave a logarithm open, its sd is 2."""
+MODE_ROWS, MODE_EVALUATIONS = 250, 60
+"""Largest number of rows in the exact GP of a local mode, O(n³), and of evaluations of its log posterior."""
+MINIMUM_CURVATURE = 0.25
+"""Smallest curvature of the local log posterior in any direction, that of the widest prior, which has sd 2."""
 DIFFERENCE = 1e-3
-"""Step of a central difference, in logarithms."""
+"""Step of θ in a central difference."""
 _whiteners: dict[Hashable, Whitener] = {}
-"""What all sites of this process compute from the latest parameters alone."""
-LATEST, LARGEST = 8, 2e7
-"""How many: a message asks for the sums at several parameters; and numbers in them, if each is as large as the next."""
+"""Whiteners at the latest parameters; all sites in this process share them."""
+CACHED_WHITENERS, CACHED_ENTRIES = 8, 2e7
+"""Largest number of cached whiteners, and of entries in their M × M matrices."""
 ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
-"""What says nothing of training rows beyond their number, and what is paid for, with differential privacy."""
+"""Messages answered under differential privacy: noisy sums, and those that disclose only the number of rows."""
 ASKED = "asked"
-"""Array of the site's state: the hash of the question that its latest release answered."""
+"""Array of the site's state: the hash of the request of its latest release."""
 
 
 class SparseClient(SiteClient):
-    """A sparse GP at the server's parameters w = {β, Z}, seeing only this site's rows."""
+    """The site's part of a sparse GP at the server's parameters w = {β, Z}."""
 
     model: SparseGP
-    """At the parameters of the message; it is one of GPyTorch and predicts by the q(v) that the message carries."""
+    """The model at the parameters of the latest message."""
 
     def load(self, values: Mapping[str, ndarray]) -> SparseGP:
-        """The model at given parameters; it is built once for all parameters of a message that are alike."""
-        known = vars(self).get("model")
-        if (
-            known
-            and known.inducing_points.shape == values[LOCATIONS].shape
-            and set(known.wire_parameters()) <= {*values}
-        ):
+        """Return the model at these parameters; parameters of the same names and shapes reuse the model."""
+        known: Any = vars(self).get("model")
+        same = known and known.inducing_points.shape == values[LOCATIONS].shape
+        if same and set(known.wire_parameters()) <= {*values}:
             known.load(values)
         else:
             self.model = self.placement.module(sparse_gp(self.config.model, values))
         return self.model
 
-    def whitener(self, values: Mapping[str, ndarray]) -> Whitener:
-        """What projects rows at given parameters, which the model then has; in one process the next site has them."""
+    def whitened(self, values: Mapping[str, ndarray]) -> tuple[SparseGP, Whitener]:
+        """Return the model at these parameters, and its whitener, which other sites of this process may have made."""
         model, key = self.load(values), (self.config.model, self.placement, *(a.tobytes() for a in values.values()))
         if key not in _whiteners:
             entries = values[LOCATIONS].shape[0] ** 2
-            while _whiteners and (len(_whiteners) == LATEST or (len(_whiteners) + 1) * entries > LARGEST):
+            limit = min(CACHED_WHITENERS, int(CACHED_ENTRIES // entries))
+            while _whiteners and len(_whiteners) >= limit:
                 del _whiteners[next(iter(_whiteners))]
             _whiteners[key] = Whitener(model, cached=0)
-        return _whiteners[key]
+        return model, _whiteners[key]
 
     def statistics(self, request: Parameters) -> SparseStatistics:
-        """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""
-        return SparseStatistics(**vars(self.sums(request.values)))
-
-    def sums(self, values: Mapping[str, ndarray]) -> SparseSums:
-        """The sums of this site's rows at given parameters."""
-        whitener = self.whitener(values)
-        return pooled_sums(self.model, *self.tensors, whitener)
+        """Return the sums over this site's rows (Guo et al. 2022, Eqs. 14-15)."""
+        model, whitener = self.whitened(request.values)
+        return SparseStatistics(**vars(pooled_sums(model, *self.tensors, whitener)))
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
-        """Prediction from the exact pooled posterior."""
+        """Return mean and variance of noisy observations at new inputs [N, D], under the q(v) of the message."""
         q, x = request.whitened(), self.placement.tensor(inputs)
         with torch.no_grad():
             mean, variance = self.load(request.values).hold(q).predict(x, q)
@@ -107,10 +99,10 @@ class SparseClient(SiteClient):
 
 
 class SGPRClient(SparseClient):
-    """Sums and shares of the exact gradient, at several parameters at once."""
+    """The site's sketch, its sums at several parameters at once, and its share of the exact gradient."""
 
     def sketch(self, request: Anchors) -> Sketch:
-        """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
+        """Return sums over cells of this site's rows, and its local mode with the curvature there."""
         inputs, targets = self.tensors
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
         values = values_of(self.rows.x, request.points, max(LEAST_ALIKE, self.least_cell))
@@ -118,41 +110,41 @@ class SGPRClient(SparseClient):
         return Sketch(*found, *values, repeats(self.rows.x, self.rows.y), *mode)
 
     def pairs(self, request: CommonValues) -> PairCounts:
-        """How many of this site's rows have each two of the common values."""
+        """Return how many of this site's rows have each pair of common values."""
         return PairCounts(pair_counts(self.rows.x, request.values, max(LEAST_ALIKE, self.least_cell)))
 
     def trials(self, request: Parameters) -> TrialSums:
-        """The additive sums of this site's rows at each of several parameters."""
+        """Return the sums over this site's rows at each of several parameters."""
         return TrialSums.of([self.evidence_sums(values) for values in apart(request.values)])
 
     def evidence_sums(self, values: Mapping[str, ndarray]) -> WeightedSums:
-        """The sums at given parameters."""
-        whitener = self.whitener(values)
-        return weighted_sums(self.model, *self.tensors, whitener)
+        """Return the FITC sums over this site's rows at these parameters."""
+        model, whitener = self.whitened(values)
+        return weighted_sums(model, *self.tensors, whitener)
 
     def gradients(self, request: PooledPosterior) -> EvidenceGradient:
-        """The part of the gradient that needs this site's rows."""
-        whitener = self.whitener(request.values)
-        gradient, noise = weighted_gradient(self.model, *self.tensors, request.whitened(), whitener)
+        """Return this site's share of the gradient of the log evidence, and its score of varying noise."""
+        model, whitener = self.whitened(request.values)
+        gradient, noise = weighted_gradient(model, *self.tensors, request.whitened(), whitener)
         return EvidenceGradient(pack(gradient), noise)
 
 
 class SVGPClient(SparseClient):
-    """Expectations at the posterior that a message carries, for classes, counts and outliers."""
+    """Expected log likelihoods under the q(v) of a message, for classes, counts and outliers."""
 
     def latent(self, values: Mapping[str, ndarray]) -> tuple[LatentGP, torch.Tensor]:
-        """The model at given parameters and its factor L."""
-        factor = self.whitener(values).factor
-        assert isinstance(self.model, LatentGP)
-        return self.model, factor
+        """Return the model at these parameters, and L with L Lᵀ = K_zz + jitter."""
+        model, whitener = self.whitened(values)
+        assert isinstance(model, LatentGP)
+        return model, whitener.factor
 
     def expectations(self, request: PooledPosterior) -> Expectations:
-        """The expected log likelihood of this site's rows, and its derivatives."""
+        """Return the expected log likelihood of this site's rows, and its derivatives."""
         model, factor = self.latent(request.values)
         return expectations(model, *self.tensors, request.whitened(), factor)
 
     def held_out(self, request: PooledPosterior) -> Prediction:
-        """Predict the held-out rows, each with what stands beside its target."""
+        """Return predictions of the held-out rows, given any second column of their targets."""
         (model, _), rows, tensor = self.latent(request.values), self.rows, self.placement.tensor
         moments = model.latent(tensor(rows.x_test), request.whitened())
         with torch.no_grad():
@@ -161,21 +153,21 @@ class SVGPClient(SparseClient):
     confusion = confusion
 
     def shown(self, request: PooledPosterior) -> NamedArrays:
-        """As usual; nothing of times, which may be censored."""
+        """Return the inherited figures; none of times to events, which may be censored."""
         return {} if SECOND_COLUMN.get(self.config.model.likelihood) == "event" else super().shown(request)
 
     def score(self, request: PooledPosterior) -> Scores:
-        """Scores of the held-out rows by the configured likelihood."""
+        """Return the scores of the held-out rows under the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
         return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.units)
 
 
 class FSGPClient(SparseClient):
-    """Local steps, whose result the server averages."""
+    """Local steps of federated averaging."""
 
     def train(self, request: Step) -> Stepped:
-        """P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
+        """Take P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
         model, (inputs, targets) = self.load(request.values), self.tensors
 
         def objective() -> torch.Tensor:
@@ -188,28 +180,28 @@ class FGPRClient(SiteClient):
     """An exact GP of this site's rows at the server's hyperparameters."""
 
     model: ExactGP
-    """Conditioned on this site's rows, at the hyperparameters of the message."""
+    """The model at the hyperparameters of the latest message, conditioned on this site's rows."""
 
     def load(self, values: Mapping[str, ndarray]) -> ExactGP:
-        """The model of this site's rows at given hyperparameters."""
+        """Return the model of this site's rows at these hyperparameters."""
         model = ExactGP(self.config.model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
         model.load(values)
         self.model = self.placement.module(model)
         return self.model
 
     def train(self, request: Step) -> Stepped:
-        """P local steps on the log evidence per row."""
+        """Take P local steps on the log evidence per row."""
         model = self.load(request.values)
         return stepped(self, model, model.log_evidence, request)
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
-        """Prediction from this site's rows."""
+        """Return mean and variance of noisy observations at new inputs [N, D], from this site's rows."""
         mean, variance = self.load(request.values).predict(self.placement.tensor(inputs))
         return Prediction(to_array(mean), to_array(variance))
 
 
 def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tensor], request: Step) -> Stepped:
-    """Local steps uphill. None where all targets are one number: noise would vanish, and the mean with it."""
+    """Take local gradient steps; none if all targets are equal, since the noise variance would shrink to zero."""
     local = client.config.optimizer
     if np.ptp(client.rows.y) == 0:
         value = float(objective().detach())
@@ -220,19 +212,22 @@ def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tenso
 
 
 class PrivateSGPRClient(SparseClient):
-    """SGPR with differential privacy: noisy sums; the latest, and how many there were, stand in the site's state."""
+    """Noisy sums with differential privacy; the site's state holds the latest release and the number of releases."""
 
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
-        """As usual, of few kinds."""
+        """Return the request; raise ProtocolError for a message that the privacy budget does not cover."""
         if (kind.partition(".")[2] or kind) not in ANSWERED:
-            raise ProtocolError(f"`privacy.epsilon` is set: `{kind}` would tell more of rows than is accounted for")
+            raise ProtocolError(
+                f"`privacy.epsilon` is set: `{kind}` would disclose more about rows than the budget covers"
+            )
         return super().asked(kind, arrays, numbers)
 
     def private(self, request: PrivateRequest) -> PrivateSums:
-        """Sums of the clipped rows with this site's part of the noise.
+        """Return the sums over the clipped rows with this site's part of the noise.
 
-        Who did not get a release asks for it again and gets the same one, which tells nothing more: where it has all of
-        its noise. A part of it would tell more, since the total may have been of others.
+        A repeated request gets the same release, which discloses nothing more, if the site adds the full noise. A part
+        of the noise is never sent twice, because the sites in the total may have changed. Raise ProtocolError if the
+        budget is spent.
         """
         budget, asked = Budget.of(self.config), np.frombuffer(bytes.fromhex(content_digest("", encode(request))), "u1")
         kept = dict(self.state.arrays)
@@ -241,23 +236,24 @@ class PrivateSGPRClient(SparseClient):
         if self.state.updates >= budget.releases:
             raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `sgpr.trials`")
         if request.sharing < 1:
-            raise ProtocolError("`sharing` is a number of sites")
-        whitener, (inputs, targets) = self.whitener(request.values), self.tensors
+            raise ProtocolError("`sharing`, a number of sites, is below 1")
+        (model, whitener), (inputs, targets) = self.whitened(request.values), self.tensors
         simulated = [self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()]
-        generator = np.random.default_rng(simulated if self.site.simulated else None)  # else from the operating system
-        sums = pooled_sums(self.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
+        generator = np.random.default_rng(simulated if self.site.simulated else None)  # None: the operating system
+        sums = pooled_sums(model, inputs, targets.clamp(-EDGE, EDGE), whitener)
         released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, generator)
         self.state.replace({**encode(released), ASKED: asked})
         return released
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
+    """Return the curvature H [H, H] and H θ [H] at the mode θ of the site's log posterior of the hyperparameters.
 
-    θ are the logarithms of kernel and noise; the mode of all sites is (Σ H)⁻¹ Σ Hθ. H is by central differences. Where
-    the fit sees some rows, each of them stands for several.
+    θ are the log hyperparameters of an exact GP of at most :data:`MODE_ROWS` random rows. H is found by central
+    differences; the likelihood part is scaled from the chosen rows to all rows. The server combines the modes
+    as (Σ H)⁻¹ Σ Hθ.
     """
-    chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
+    chosen = np.sort(rng.permutation(len(inputs))[:MODE_ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
     named, priors = model.wire_parameters(), hyperpriors(model.kernel, inputs.shape[1])
     parameters = list(named.values())
@@ -266,16 +262,16 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
     def objective() -> torch.Tensor:
         return len(chosen) * model.log_evidence() + log_prior(named, priors)
 
-    def slopes(place: Array) -> Array:
-        scatter(place, parameters)
+    def gradient(theta: Array) -> Array:
+        scatter(theta, parameters)
         return gather(torch.autograd.grad(objective(), parameters))
 
-    maximise(objective, parameters, max_evaluations=EVALUATIONS, bounds=[LOGARITHM for _ in parameters])
+    maximise(objective, parameters, max_evaluations=MODE_EVALUATIONS, bounds=[LOGARITHM for _ in parameters])
     mode = gather(parameters)
     steps = DIFFERENCE * np.eye(len(mode))
-    whole = np.stack([slopes(mode - step) - slopes(mode + step) for step in steps]) / (2 * DIFFERENCE)
-    alone = np.diag(np.concatenate([np.full(p.numel(), priors[n][1] ** -2.0) for n, p in named.items()]))
-    whole = alone + (whole / 2 + whole.T / 2 - alone) * len(inputs) / len(chosen)
-    bends, axes = np.linalg.eigh(whole)
-    precision = (axes * np.maximum(bends, LEAST_CURVATURE)) @ axes.T
+    curvature = np.stack([gradient(mode - step) - gradient(mode + step) for step in steps]) / (2 * DIFFERENCE)
+    prior = np.diag(np.concatenate([np.full(p.numel(), priors[n][1] ** -2.0) for n, p in named.items()]))
+    curvature = prior + (curvature / 2 + curvature.T / 2 - prior) * len(inputs) / len(chosen)
+    eigenvalues, axes = np.linalg.eigh(curvature)
+    precision = (axes * np.maximum(eigenvalues, MINIMUM_CURVATURE)) @ axes.T
     return precision, precision @ mode
