@@ -206,7 +206,7 @@ def test_a_site_refuses_what_is_not_paid_for():
     strategy = run(FaultyGrid(flat, 3))
     for kind in ("query.statistics", "query.shape", "query.sketch", "query.moments", "query.local_only"):
         with pytest.raises(ProtocolError, match="more about rows than the budget covers"):
-            client_class(strategy.config).asked(object.__new__(client_class(strategy.config)), kind, {}, {})
+            client_class(strategy.config).request_of(object.__new__(client_class(strategy.config)), kind, {}, {})
     start = {f"values.{name}": own for name, own in strategy.current.start.items()}
     for values, sharing in (({name: own + 1 for name, own in start.items()}, 1), (start, 3)):
         request = strategy.network.message("0", "query.private", array_record(values), {"sharing": sharing})

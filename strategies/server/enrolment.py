@@ -145,18 +145,18 @@ def _wait_for_sites(network: Network, config: RunConfig) -> dict[str, SiteDescri
     while True:
         described |= _new_descriptions(network)
         partitions = max((one.partitions for one in described.values()), default=0)
-        wanted = config.sites or partitions or config.min_sites
+        enough = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # otherwise further sites may still connect
-        if len(network.asked_nodes if known else described) >= wanted:
+        if len(network.asked_nodes if known else described) >= enough:
             network.require(config.min_sites)
             return described
         if time.monotonic() > deadline:
             if len(described) >= config.min_sites:
-                logger.warning("%d of %d sites after %g s; starting", len(described), wanted, config.wait_seconds)
+                logger.warning("%d of %d sites after %g s; starting", len(described), enough, config.wait_seconds)
                 return described
             raise RunError(
                 f"{len(described)} usable site(s) of {len(network.asked_nodes)} connected after `wait-seconds` = "
-                f"{config.wait_seconds:g}; wanted {wanted}. "
+                f"{config.wait_seconds:g}; expected {enough}. "
                 + "; ".join(f"{failure.site}: {failure.reason}" for failure in network.failures)
             )
         time.sleep(0.1)
