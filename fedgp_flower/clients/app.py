@@ -21,7 +21,7 @@ from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, Si
 from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
-from fedgp_flower.data.standardisation import Preparation, bare
+from fedgp_flower.data.standardisation import Preparation, without_sums
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.follow_up import CURVES
 from fedgp_flower.gp.linalg import counting_repairs
@@ -173,7 +173,7 @@ def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     numbers = {"num-examples": site.num_examples, "partitions": site.partitions, "dropped": site.dropped}
     texts: dict[str, str | bool] = {"schema": description.schema, "label": site.label}
     if (config.privacy.secure_aggregation or trust) and not bounds:
-        description, numbers = bare(description), {**numbers, "dropped": 0, "bare": 1}
+        description, numbers = without_sums(description), {**numbers, "dropped": 0, "bare": 1}
         told = site.left_out
     else:
         told = "\n".join(filter(None, (site.left_out, "" if bounds else site.suspected)))

@@ -28,7 +28,7 @@ AMOUNT = r"\W?\s*[+-]?\d[\d.,]*\s*\D{0,10}"
 LARGEST = 1e100
 """Largest number allowed: its square does not overflow."""
 OTHERS = 5
-"""Smallest number of other values that is needed to detect a code for missing cells."""
+"""Fewest other values for the detection of a code for missing cells."""
 Mask: TypeAlias = NDArray[np.bool_]
 
 COUNTS = ("poisson", "negative-binomial", "binomial")
@@ -36,7 +36,7 @@ COUNTS = ("poisson", "negative-binomial", "binomial")
 WHOLE, MOST_GRADES = r"-?\d+", 30
 """Pattern of a numeric grade, and the largest number of grades."""
 UNIQUE = 0.9
-"""Share of distinct values in a column of numbers above which repeated rows are no coincidence."""
+"""If a column of numbers has a larger share of distinct values, repeated rows are no coincidence."""
 LEAST_SKEWED = 30
 """Smallest number of rows for a skewness."""
 EMPTY = "empty or NaN cell"
@@ -162,7 +162,7 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
     if codes:
         found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
         warnings += [
-            f"{found}{', …' * (len(codes) > 5)}: a number repeats far from all others and is taken as it is; if it is"
+            f"{found}{', …' * (len(codes) > 5)}: a number repeats far from all others and is used as a number; if it is"
             " a code for a missing cell (−999, 9999), empty those cells and set `missing`"
         ]
     if duplicates := repeated(frame):

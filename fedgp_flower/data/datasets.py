@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -34,40 +35,39 @@ from fedgp_flower.typing import Indices
 
 OPENML = "openml/"
 PARTS = ("train", "validation", "val", "test")
-"""Values of a column ``split`` with the part of each row."""
+"""Values of a column ``split`` that assigns rows to training, validation and test."""
 
 
 def choose_columns(
-    config: CoreConfig, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
+    config: CoreConfig, names: Sequence[str], file: str, default_target: str = "", excluded: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Return feature columns and target; columns ``aside`` are neither unless the configuration names them."""
+    """Return feature columns and target; ``excluded`` columns are neither unless the configuration names them."""
     if config.design is not None:
         require_columns(pd.DataFrame(columns=list(names)), [*config.design.inputs, *config.group_columns], file)
         return list(config.design.inputs), config.design.target
-    spare = {*aside, *config.default_exclusions}
-    usable = [name for name in names if name not in spare]
-    goal = config.outcome or target or ("y" if "y" in names else usable[-1] if usable else "")
+    usable = [name for name in names if name not in {*excluded, *config.default_exclusions}]
+    target = config.outcome or default_target or ("y" if "y" in names else usable[-1] if usable else "")
     given = [name.strip() for name in config.features.split(",") if name.strip()]
-    without = [name.removeprefix("-") for name in given if name.startswith("-") and name not in names]
-    wanted = [name for name in dict.fromkeys(given) if name in names or not name.startswith("-")]
-    if unknown := [name for name in without if name not in names]:
+    removed = [name.removeprefix("-") for name in given if name.startswith("-") and name not in names]
+    chosen = [name for name in dict.fromkeys(given) if name in names or not name.startswith("-")]
+    if unknown := [name for name in removed if name not in names]:
         raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
-    features = wanted or [name for name in usable if name not in (goal, *without)]
-    if named := [name for name in (goal, config.second_target) if name in features]:
+    features = chosen or [name for name in usable if name not in (target, *removed)]
+    if named := [name for name in (target, config.second_target) if name in features]:
         raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
         raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
     nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
-    if nameless and not wanted:
+    if nameless and not chosen:
         raise DataError(
             f"{file}: {', '.join(nameless)} has no name and may be a saved row index; name the columns in `features`"
         )
-    return features, goal
+    return features, target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A data set with checked cells, compared by identity for caches."""
+    """A data set with checked cells; compared by identity, because caches use it as a key."""
 
     file: str
     """Name in messages."""
@@ -88,26 +88,16 @@ class Table:
 
     def rows(self, split: int) -> tuple[Indices, Indices]:
         """Return training and test rows of a standard split; for −1 all rows and no rows."""
-        everything = np.arange(len(self.frame))
+        rows = np.arange(len(self.frame))
         if split < 0:
-            return everything, everything[:0]
+            return rows, rows[:0]
         if split >= len(self.splits):
             have = f"splits 0 to {len(self.splits) - 1}" if self.splits else "no standard splits"
             raise DataError(f"`split` = {split}: {self.file} has {have}; with -1 every site holds out some of its rows")
-        return np.setdiff1d(everything, self.splits[split]), self.splits[split]
+        return np.setdiff1d(rows, self.splits[split]), self.splits[split]
 
 
-@dataclass(frozen=True, slots=True)
-class _Raw:
-    """A data set with unchecked cells."""
-
-    file: str
-    frame: pd.DataFrame
-    splits: tuple[Indices, ...] = ()
-    target: str = ""
-    aside: tuple[str, ...] = ()
-
-
+Splits: TypeAlias = tuple[Indices, ...]
 _READ: dict[object, Table] = {}
 """Cache of the latest tables."""
 
@@ -170,25 +160,29 @@ def checked(
 
 
 def _load(config: CoreConfig, path: Path | None) -> Table:
+    file, default_target, excluded = config.dataset if path is None else path.name, "", tuple[str, ...]()
+    splits: Splits = ()
     builtin = BUILTINS.get(config.dataset)
     if builtin is not None and builtin.make is not None:
-        frame, splits = builtin.make(config.seed)
-        raw = _Raw(builtin.name, frame, splits, builtin.target, (builtin.natural,))
+        raw, splits = builtin.make(config.seed)
+        default_target, excluded = builtin.target, (builtin.natural,)
+    elif path is None:
+        raw, default_target = _from_openml(config.dataset)
     else:
-        raw = _openml(config.dataset) if path is None else _from_file(path)
-    features, target = choose_columns(config, [str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
+        raw, splits, excluded = _from_file(path)
+    features, target = choose_columns(config, [str(name) for name in raw.columns], file, default_target, excluded)
     by = config.partition.column or target
-    require_columns(raw.frame, [*features, target, by], raw.file)
-    frame = checked(raw.frame, features, target, config, raw.file)
+    require_columns(raw, [*features, target, by], file)
+    frame = checked(raw, features, target, config, file)
     features = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     if problems := identifier_problems(frame, features, config.max_levels):
-        raise DataError(f"{raw.file}: {'. '.join(problems)}")
+        raise DataError(f"{file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
-    column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
-    splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
+    column = frame[by] if by in frame else typed(raw.iloc[kept], [by], file)[by]
+    splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in splits)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
-    dropped, keys = len(raw.frame) - len(frame), keys_of(raw.frame.iloc[kept], config, raw.file)
-    return Table(raw.file, frame, tuple(features), target, column, splits, keys, dropped, codes_in(frame))
+    dropped, keys = len(raw) - len(frame), keys_of(raw.iloc[kept], config, file)
+    return Table(file, frame, tuple(features), target, column, splits, keys, dropped, codes_in(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
@@ -199,31 +193,32 @@ def _locate(name: str, folder: Path | None) -> Path | None:
     if found is None and Path(name).expanduser().is_dir():
         raise DataError(f"{name} is a folder, not a table; name the tables in it, such as {name}/*.csv")
     if found is None:
-        here = ", ".join(names_in(folder)) or "none"
+        tables = ", ".join(names_in(folder)) or "none"
         where = f"in {folder}" if folder is not None else "(set `data-dir` or the environment variable FEDGP_DATA)"
         raise DataError(
-            f"`dataset` = '{name}' is not known. Built-ins: {', '.join(BUILTINS)}. Files {where}: {here}."
+            f"`dataset` = '{name}' is not known. Built-ins: {', '.join(BUILTINS)}. Files {where}: {tables}."
             f" It may also be a path to a table or {OPENML}<name>"
         )
     return found
 
 
-def _from_file(path: Path) -> _Raw:
+def _from_file(path: Path) -> tuple[pd.DataFrame, Splits, tuple[str, ...]]:
+    """Return the table of a file, its standard splits, and columns that are neither input nor target."""
     frame = read_table(path)
     listing = splits_file(path)
     if listing.is_file():
-        return _Raw(path.name, frame, _read_splits(listing, len(frame)))
-    aside = parts_in(frame)
-    test = np.flatnonzero(frame["split"].to_numpy() == "test") if aside else np.arange(0)
-    return _Raw(path.name, frame, (test,) if 0 < len(test) < len(frame) else (), aside=aside)
+        return frame, _read_splits(listing, len(frame)), ()
+    excluded = split_columns(frame)
+    test = np.flatnonzero(frame["split"].to_numpy() == "test") if excluded else np.arange(0)
+    return frame, (test,) if 0 < len(test) < len(frame) else (), excluded
 
 
-def parts_in(frame: pd.DataFrame) -> tuple[str, ...]:
+def split_columns(frame: pd.DataFrame) -> tuple[str, ...]:
     """Return the column ``split`` if it assigns rows to training and test; it is neither input nor target."""
     return ("split",) if "split" in frame and frame["split"].isin(PARTS).all() else ()
 
 
-def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
+def _read_splits(path: Path, rows: int) -> Splits:
     """Read the test rows of ``{"n": rows, "test": [[row, …], …]}``, counted from 0."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as text:
@@ -242,7 +237,8 @@ def _read_splits(path: Path, rows: int) -> tuple[Indices, ...]:
     return splits
 
 
-def _openml(name: str) -> _Raw:
+def _from_openml(name: str) -> tuple[pd.DataFrame, str]:
+    """Return the table of an OpenML data set and its target."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # scikit-learn warns that it takes the oldest active version
@@ -252,4 +248,4 @@ def _openml(name: str) -> _Raw:
             f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); check the network"
             " and the name"
         ) from None
-    return _Raw(name, bunch.frame.reset_index(drop=True), target=str((bunch.target_names or [""])[0]))
+    return bunch.frame.reset_index(drop=True), str((bunch.target_names or [""])[0])

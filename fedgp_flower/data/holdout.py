@@ -25,18 +25,18 @@ def keys_of(raw: pd.DataFrame, config: CoreConfig, file: str) -> pd.Series | Non
     return typed(with_numbers(raw, [read], file), [read], file, {read: kind})[read]
 
 
-def whole(column: pd.Series, config: CoreConfig) -> Indices:
-    """Return the rows of the natural groups that ``holdout`` = site holds out, chosen by a hash; at least two stay."""
+def held_out_groups(column: pd.Series, config: CoreConfig) -> Indices:
+    """Return the rows of the natural groups that ``holdout`` = site holds out, chosen by a hash; two or more remain."""
     labels = sorted(column.unique(), key=lambda label: (derived_seed(config.seed, "held-out", label), label))
     count = min(max(1, round(config.test_fraction * len(labels))), len(labels) - 2)
     return np.flatnonzero(column.isin(labels[: max(count, 0)]))
 
 
-def divided(rows: int, keys: pd.Series | None, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
+def split_rows(rows: int, keys: pd.Series | None, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
     """Return positions of a site's training rows and of its held-out rows.
 
-    Groups are ordered by a hash of seed and group, so a group is held out at all its sites or at none. Rows are held
-    out by time if they are later than every training row.
+    Groups are ordered by a hash of seed and group, so a group is held out at all its sites or at none. With times, the
+    held-out rows are later than every training row.
     """
     share, out = config.test_fraction, np.zeros(rows, dtype=bool)
     count = min(round(share * rows), rows - 1)

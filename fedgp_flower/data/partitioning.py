@@ -106,16 +106,10 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
             if not each <= count < sites + each:
                 raise DataError(f"{called}, {each} classes per site, cannot assign every class to a site; {advice}")
             advice += "; take fewer sites or fewer classes per site"
-            mode = "first-deterministic" if sites >= count else "deterministic"  # the paper's, if it covers all classes
+            mode = "first-deterministic" if sites >= count else "deterministic"  # the paper's mode, if it fits
             chosen = flower.PathologicalPartitioner(sites, "class", each, mode, shuffle=False, seed=seed)
-        case "iid":
-            chosen = flower.IidPartitioner(sites)
-        case "linear":
-            chosen = flower.LinearPartitioner(sites)
-        case "square":
-            chosen = flower.SquarePartitioner(sites)
-        case _:
-            chosen = flower.ExponentialPartitioner(sites)
+        case name:  # iid, linear, square or exponential
+            chosen = getattr(flower, f"{name.title()}Partitioner")(sites)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # hides a progress bar
             warnings.simplefilter("ignore")

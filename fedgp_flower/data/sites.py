@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, identifier_problems, kind_of, suspicions
-from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, parts_in
-from fedgp_flower.data.holdout import divided, keys_of, whole
+from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, split_columns
+from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
 from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_file, read_table, table_stem, tables_in
@@ -44,7 +44,7 @@ Data: TypeAlias = (
 LINE = 180
 """Width of a line with names of excluded groups."""
 _LOCK = Lock()
-"""Silencing a library is not thread-safe, so sites that share a process load and partition one at a time."""
+"""Held while a site loads and partitions: silencing a library's output is not thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +199,10 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     train, test = _rows(table, config)
     rows = train[partition.rows[site]]
     if config.split >= 0 or config.holdout == "site":
-        held_out = _share(config, table, test, partition, site)
+        held_out = _test_rows_of(config, table, test, partition, site)
     else:
         keys = None if table.keys is None else table.keys.iloc[rows]
-        rows, held_out = (rows[part] for part in divided(rows.size, keys, config, str(site)))
+        rows, held_out = (rows[part] for part in split_rows(rows.size, keys, config, str(site)))
     if not rows.size:
         raise DataError(f"site {partition.labels[site]} of {table.file}: 0 training rows; at least 1 is needed")
     site_rows = np.concatenate([rows, held_out])
@@ -228,12 +228,14 @@ def _rows(table: Table, config: CoreConfig) -> tuple[Indices, Indices]:
     """Return training rows and common test rows, of a standard split or of held-out sites."""
     if config.holdout != "site":
         return table.rows(config.split)
-    test = whole(partitioning.row_labels(table.column), config)
+    test = held_out_groups(partitioning.row_labels(table.column), config)
     return np.setdiff1d(np.arange(len(table.frame)), test), test
 
 
-def _share(config: CoreConfig, table: Table, test: Indices, partition: partitioning.Partition, site: int) -> Indices:
-    """Return a site's part of the common test rows: those of its natural group, else an equal share."""
+def _test_rows_of(
+    config: CoreConfig, table: Table, test: Indices, partition: partitioning.Partition, site: int
+) -> Indices:
+    """Return a site's part of the common test rows: the rows of its natural group, else an equal share."""
     if config.partitioner == "natural" and config.holdout != "site":
         return test[(partitioning.row_labels(table.column).iloc[test] == partition.labels[site]).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(test.size)
@@ -241,12 +243,12 @@ def _share(config: CoreConfig, table: Table, test: Indices, partition: partition
 
 
 def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
-    """Return lines on the natural groups that are excluded from training and not scored."""
+    """Return lines about the natural groups that are excluded from training and scores."""
     if config.partitioner != "natural":
         return []
     groups = partitioning.row_labels(table.column).iloc[_rows(table, config)[1]]
     if config.holdout == "site":
-        return [f"sites that take no part; their rows are held out: {', '.join(sorted(set(map(str, groups))))}"]
+        return [f"sites whose rows are all held out: {', '.join(sorted(set(map(str, groups))))}"]
     unseen = sorted(set(map(str, groups)) - {*partition.labels, *partition.left_out})
     excluded = {"fewer training rows than `partition.min-rows`": partition.left_out, "no training rows": unseen}
     return [
@@ -304,9 +306,9 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
 
 
 def real_site(
-    config: CoreConfig, node: tuple[str, str, int], tables: Sequence[tuple[str, pd.DataFrame]], usual_target: str = ""
+    config: CoreConfig, node: tuple[str, str, int], tables: Sequence[tuple[str, pd.DataFrame]], default_target: str = ""
 ) -> RawSite:
-    """Return a site with tables, named for errors: training rows and, in a second table, held-out rows.
+    """Return a site from tables with names for errors: the training rows, and held-out rows if there are two tables.
 
     ``node`` is its id, its label and the number of simulated sites.
     """
@@ -316,17 +318,17 @@ def real_site(
     if config.design is not None and SITE in config.design.inputs:  # the site as a fixed effect
         tables = [(name, table if SITE in table else table.assign(**{SITE: label or site})) for name, table in tables]
     file, raw = tables[0]
-    columns = choose_columns(config, [str(name) for name in raw.columns], file, usual_target, parts_in(raw))
-    whole, target = checked(raw, *columns, config, file), columns[1]
-    frame = whole.reset_index(drop=True)
+    columns = choose_columns(config, [str(name) for name in raw.columns], file, default_target, split_columns(raw))
+    kept, target = checked(raw, *columns, config, file), columns[1]
+    frame = kept.reset_index(drop=True)
     inputs = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
     tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
     both = [frame, *tested]
     if not tested:
-        keys, name = keys_of(raw.iloc[whole.index], config, file), label if partitions else site
-        both = [frame.iloc[part].reset_index(drop=True) for part in divided(len(frame), keys, config, name)]
+        keys, name = keys_of(raw.iloc[kept.index], config, file), label if partitions else site
+        both = [frame.iloc[part].reset_index(drop=True) for part in split_rows(len(frame), keys, config, name)]
     if problems := identifier_problems(frame, inputs, config.max_levels):
         raise DataError(f"{file}: {'. '.join(problems)}")
     if not len(both[0]):

@@ -61,7 +61,7 @@ def describe(
     return SiteDescription(summed_arrays(schema, sums, missing, levels, rows), schema, rows)
 
 
-def bare(description: SiteDescription) -> SiteDescription:
+def without_sums(description: SiteDescription) -> SiteDescription:
     """Return a description with placeholder sums: mean 0, sd 1 and equal counts of levels."""
     rows = description.num_examples
     arrays: NamedArrays = {}
@@ -158,8 +158,8 @@ def read_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
     return typed_inputs(read_table(path), preparation, path.name)
 
 
-def no_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
-    """Return the columns of a file that are no inputs, such as ids, as text."""
+def other_columns(path: Path, preparation: Preparation) -> pd.DataFrame:
+    """Return the columns of a file that are not inputs, such as ids, as text."""
     frame = read_table(path, as_written=True)
     return frame.drop(columns=[source(feature, frame.columns) for feature in preparation.features])
 

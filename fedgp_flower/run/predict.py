@@ -25,7 +25,7 @@ from fedgp_flower.data.standardisation import (
     Preparation,
     count_unknown_levels,
     encode_inputs,
-    no_inputs,
+    other_columns,
     read_inputs,
     typed_inputs,
 )
@@ -374,7 +374,7 @@ def predict_file(
     tables = {site: predictor.predict(frame, times=times).assign(**extra) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
     # Other columns, such as ids, come first and unchanged.
-    others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
+    others = other_columns(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
     tables = {site: pd.concat([others, table], axis=1) for site, table in tables.items()}
     combined = pd.concat(tables, names=["site"]).reset_index(level="site")
     if len(tables) == 1:
