@@ -180,8 +180,8 @@ class Fitting:
         shift = weights.T @ (slope + information @ point[:n])
         return np.asarray(np.linalg.solve(weights.T @ information @ weights + np.eye(n), shift))
 
-    def known(self, state: MixedState) -> Totals | Expansion:
-        """The sums or the expansion at the best trial."""
+    def around_best(self, state: MixedState) -> Totals | Expansion:
+        """The log likelihood around the best trial."""
         if not self.gaussian:
             return Expansion(state.value, state.gradient, state.hessian)
         return self.totals(state.totals, state.count, state.point)
@@ -296,11 +296,11 @@ def gaussian_sums(sums: Restricted, k: int) -> NamedArrays:
 def estimated(problem: Fitting, state: MixedState) -> Estimates:
     """The estimates: the best trial plus the last step, if the search is near the maximum."""
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
-    known = problem.known(state)
-    if isinstance(known, Expansion):
+    local = problem.around_best(state)
+    if isinstance(local, Expansion):
         fixed = sum(problem.smooth.widths) + problem.columns.fixed.shape[1]
-        return estimates.of_marginal(state.point, known, step, problem.smooth, (fixed, fixed + problem.terms.count))
-    return estimates.of_restricted(known, state.point, step)
+        return estimates.of_marginal(state.point, local, step, problem.smooth, (fixed, fixed + problem.terms.count))
+    return estimates.of_restricted(local, state.point, step)
 
 
 def converged(state: MixedState) -> bool:
@@ -315,15 +315,15 @@ def profiled(
     parameters: Sequence[tuple[estimates.Function, Array | None]],
 ) -> Asking[list[tuple[float, float]]]:
     """Profile likelihood 95 % intervals of parameters; NaN for an endpoint that Newton's method does not reach."""
-    known, start = problem.known(state), np.append(state.point, [fit.log_noise] * problem.gaussian)
-    best = profile.lowest(known, state.point, start)
-    ends = [best, *(profile.first(best, known, f, row, sign) for f, row in parameters for sign in (-1, 1))]
-    near, before = [known] * len(ends), 0.0
+    local, start = problem.around_best(state), np.append(state.point, [fit.log_noise] * problem.gaussian)
+    best = profile.minimum(local, state.point, start)
+    ends = [best, *(profile.first_step(best, local, f, row, sign) for f, row in parameters for sign in (-1, 1))]
+    near, before = [local] * len(ends), 0.0
     for share in profile.SHARES:
         minimum = float(near[0].deviance(ends[0].centre, None)(torch.tensor(ends[0].point)))
         started = [ends[0], *(end.farther(share / before) if before else end for end in ends[1:])]
         level, before = minimum + share**2 * profile.LEVEL, share
-        ends = [profile.moved(end, at, level) for end, at in zip(started, near, strict=True)]
+        ends = [profile.newton(end, at, level) for end, at in zip(started, near, strict=True)]
         if share == 1 and profile.settled(started, ends):
             break
         points = np.array([state.point if end.lost else end.theta for end in ends])
@@ -473,7 +473,7 @@ class MixedModel(FederatedStrategy[MixedState]):
         if problem.gaussian:
             parameters = [(profile.entry(-1), row) for row in rows]
         else:
-            parameters = [(profile.weighed(row), None) for row in rows]
+            parameters = [(profile.combination(row), None) for row in rows]
 
             def with_shape(at: torch.Tensor) -> torch.Tensor:
                 return torch.cat([self.spreads(state)(torch.cat([at[size:end], at.new_zeros(1)])), at[end:]])

@@ -22,9 +22,8 @@ from fedgp_flower.run.registry import client_class
 from strategies.pooled_bound import noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
-BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
-PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES, **BARE}
+PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES}
 PRIVATE |= {"num_server_rounds": 9, "evaluate_every": 1}
 SIZE = 6
 VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1), LOCATIONS: np.zeros((1, 1))}
@@ -207,7 +206,7 @@ def test_a_site_refuses_what_is_not_paid_for():
     strategy = run(FaultyGrid(flat, 3))
     for kind in ("query.statistics", "query.shape", "query.sketch", "query.moments", "query.local_only"):
         with pytest.raises(ProtocolError, match="more about rows than the budget covers"):
-            client_class(strategy.config).asked(object.__new__(client_class(strategy.config)), kind, {}, {})
+            client_class(strategy.config).request_of(object.__new__(client_class(strategy.config)), kind, {}, {})
     start = {f"values.{name}": own for name, own in strategy.current.start.items()}
     for values, sharing in (({name: own + 1 for name, own in start.items()}, 1), (start, 3)):
         request = strategy.network.message("0", "query.private", array_record(values), {"sharing": sharing})

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from scipy.optimize import minimize
@@ -218,16 +217,12 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def three_classes(rows: int = 90, seed: int = 0) -> pd.DataFrame:
-    rng = np.random.default_rng(seed)
+def three_classes(rows: int = 90) -> Data:
+    rng = np.random.default_rng(0)
     label = np.arange(rows) % 3
     centres = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])
     x = centres[label] + 0.5 * rng.standard_normal((rows, 2))
-    return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float)})
-
-
-def data(frame: pd.DataFrame) -> Data:
-    return Data(torch.tensor(frame[["a", "b"]].to_numpy()), torch.tensor(frame["label"].to_numpy()))
+    return Data(torch.tensor(x), torch.tensor(label.astype(float)))
 
 
 def test_draws_for_each_row_are_those_of_the_weights():
@@ -248,7 +243,7 @@ def test_draws_for_each_row_are_those_of_the_weights():
 
 
 def test_a_visit_raises_the_bound_and_its_factor_is_proper():
-    rows, prior = data(three_classes()), DiagonalGaussian.standard(SIZE)
+    rows, prior = three_classes(), DiagonalGaussian.standard(SIZE)
     start = DiagonalGaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
     q, free_energy, trace = refined(NETWORK, rows, prior, start, VisitSettings(200, 0.02), generator())
     assert free_energy > trace.values[0] + 50

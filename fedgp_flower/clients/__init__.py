@@ -1,5 +1,5 @@
-"""One NumPyClient per method: a learner behind ``fit`` and ``evaluate``."""
+"""The ClientApp of a site: app, guard, state, and the NumPyClient that the methods extend."""
 
-# Whole and before anything else: Flower's simulation loads ClientApp and ServerApp in two threads of one process, and a
-# thread that begins with a module inside GPyTorch can catch the other one's copy half made.
+# Import all of GPyTorch first. Flower's simulation loads ClientApp and ServerApp in two threads of one process; a
+# thread that starts with a submodule of GPyTorch may see the partial import of the other thread.
 import gpytorch as gpytorch

@@ -1,4 +1,4 @@
-"""A site's ClientApp and the one door to its rows: a message, the guard, a handler, the guard, a reply."""
+"""The ClientApp of a site. Every message passes the guard, a handler and the guard again before the reply leaves."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
 @lru_cache(maxsize=8)
 def _parsed(parse: Callable[[dict[str, Value]], RunConfig], text: str) -> RunConfig:
-    """The configuration in a text of JSON; sites that share a process have the same one. Ray pickles the app."""
+    """The configuration from JSON, cached for all sites of a process. Ray pickles the app, so the cache is global."""
     return parse(json.loads(text))
 
 
 class SiteApp(ClientApp):
-    """Answers every message of every method; ``mods`` are Flower's, ``train_mods`` those of training alone."""
+    """Answers the messages of all methods. ``mods`` are Flower mods for all messages, ``train_mods`` for training."""
 
     def __init__(
         self,
@@ -67,40 +67,40 @@ class SiteApp(ClientApp):
     ) -> None:
         super().__init__(mods=mods)
         self.parse, self.client_of, self.load = parse, client_of, load
-        self.train_mods, self.known = train_mods or [], set[str]()
+        self.train_mods, self.registered = train_mods or [], set[str]()
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """The reply to a message; a type seen for the first time is registered with Flower first."""
+        """The reply to a message. A new message type is first registered with Flower."""
         kind = message.metadata.message_type
-        if kind not in self.known:
+        if kind not in self.registered:
             category, _, action = kind.partition(".")
             register = {"train": self.train, "query": self.query, "evaluate": self.evaluate}[category]
             mods = self.train_mods if category == "train" else []
             register(*([action] if action else []), mods=mods)(self.answer)
-            self.known.add(kind)
+            self.registered.add(kind)
         return super().__call__(message, context)
 
     def answer(self, message: Message, context: Context) -> Message:
-        """The reply to a message, logged before it leaves; words of an unforeseen error stay in the site's log."""
+        """The reply to a message, after the guard recorded it. The text of an unexpected error stays in the log."""
         started, guard = time.perf_counter(), Guard(message, context)
         try:
             with counting_repairs() as repairs:
-                found = self._answered(guard)
-            if WORDS not in found.arrays and LACKS not in found.texts:  # what a masked answer took may tell its rows
-                found.numbers.update({f"repairs.{name}": count for name, count in repairs.items()})
-                found.numbers["seconds"] = time.perf_counter() - started
-            found = guard.released(found)
-            record = array_record if guard.given.get(APART) else packed_record
-            metrics = MetricRecord({**found.numbers})
-            reply = _reply(guard, found.texts, arrays=record(found.arrays), metrics=metrics)
+                outgoing = self._answered(guard)
+            if WORDS not in outgoing.arrays and LACKS not in outgoing.texts:  # timing could reveal masked rows
+                outgoing.numbers.update({f"repairs.{name}": count for name, count in repairs.items()})
+                outgoing.numbers["seconds"] = time.perf_counter() - started
+            outgoing = guard.released(outgoing)
+            record = array_record if guard.settings.get(APART) else packed_record
+            metrics = MetricRecord({**outgoing.numbers})
+            reply = _reply(guard, outgoing.texts, arrays=record(outgoing.arrays), metrics=metrics)
         except FedGPError as error:
             reply = _reply(guard, {"error": str(error)})
         except Exception as error:
             logger.exception("site %s could not answer %s", site_id(context.node_config), guard.kind)
             place = traceback.extract_tb(error.__traceback__)[-1]
             what = f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
-            said = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
-            reply = _reply(guard, {"error": f"{what}{said}; see the site's log"})
+            reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+            reply = _reply(guard, {"error": f"{what}{reason}; see the site's log"})
         try:
             guard.record(reply)
         except FedGPError as error:
@@ -108,12 +108,12 @@ class SiteApp(ClientApp):
         return reply
 
     def _answered(self, guard: Guard) -> Outgoing:
-        """What leaves in answer to a message: no row is read before the guard admits it."""
+        """The answer to a message. No row is read before the guard admits the message."""
         message, context, kind = guard.message, guard.context, guard.kind
         shared = _shared(guard)
         if shared is None:
             return Outgoing({}, {"num-examples": 0}, {LACKS: True})
-        text = guard.given.get(CONFIGURATION) or shared.get(CONFIGURATION)
+        text = guard.settings.get(CONFIGURATION) or shared.get(CONFIGURATION)
         config = _parsed(self.parse, str(text) if text else json.dumps(context.run_config, sort_keys=True))
         method = self.client_of(config)
         handler = handlers(method).get(kind)
@@ -130,16 +130,16 @@ class SiteApp(ClientApp):
         before = state.updates
         arrays = arrays_of(message.content, "arrays")
         if guard.masked:
-            request = client.asked(kind, arrays, guard.given)
-            found = guard.summand(request, context_digest(shared, constants), lambda: client.answer(kind, request))
+            request = client.request_of(kind, arrays, guard.settings)
+            outgoing = guard.summand(request, context_digest(shared, constants), lambda: client.answer(kind, request))
         else:
-            found = _plain(client, arrays, guard)
+            outgoing = _plain(client, arrays, guard)
         if state.updates > before:
             save_state(context, state)
-        return found
+        return outgoing
 
     def _site(self, guard: Guard, config: RunConfig, preparation: Preparation | None) -> RawSite:
-        """This node's rows as its policy lets messages know them; what a user's loader reads is not kept."""
+        """The rows of this node that its policy allows. Rows from a user's loader are not stored."""
         context = guard.context
 
         def read(rules: Rules) -> RawSite:
@@ -153,13 +153,13 @@ class SiteApp(ClientApp):
 
 
 def _plain(client: SiteClient, arrays: NamedArrays, guard: Guard) -> Outgoing:
-    """The answer to a question in the clear, through Flower's ``fit`` or ``evaluate``."""
+    """The answer to an unmasked message, by Flower's ``fit`` or ``evaluate``."""
     parameters = list(arrays.values())
-    given: dict[str, Any] = {**guard.given, KIND: guard.kind, NAMES: "\n".join(arrays)}
+    settings: dict[str, Any] = {**guard.settings, KIND: guard.kind, NAMES: "\n".join(arrays)}
     if guard.kind == EVALUATE:
-        loss, count, scores = client.evaluate(parameters, given)
+        loss, count, scores = client.evaluate(parameters, settings)
         return Outgoing({}, {"num-examples": count, "loss": loss, **scores})
-    outputs, count, numbers = client.fit(parameters, given)
+    outputs, count, numbers = client.fit(parameters, settings)
     names = str(numbers.pop(NAMES))
     named = dict(zip(names.split("\n") if names else [], outputs, strict=True))
     texts = {WARNING: guard.rules.warning} if guard.rules.warning else {}
@@ -167,43 +167,43 @@ def _plain(client: SiteClient, arrays: NamedArrays, guard: Guard) -> Outgoing:
 
 
 def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
-    """The answer to ``query.describe``: schema and sums; where masks are wanted, the schema alone."""
+    """The answer to ``query.describe``: schema and sums, or the schema alone if the run or the site requires masks."""
     bounds, trust = config.privacy.bounds, bool(context.node_config.get("trust"))
     description = site.describe(bounds)
     numbers = {"num-examples": site.num_examples, "partitions": site.partitions, "dropped": site.dropped}
     texts: dict[str, str | bool] = {"schema": description.schema, "label": site.label}
     if (config.privacy.secure_aggregation or trust) and not bounds:
         description, numbers = without_sums(description), {**numbers, "dropped": 0, "bare": 1}
-        told = site.left_out
+        warning = site.left_out
     else:
-        told = "\n".join(filter(None, (site.left_out, "" if bounds else site.suspected)))
-    texts |= {WARNING: told} if told else {}
+        warning = "\n".join(filter(None, (site.left_out, "" if bounds else site.suspected)))
+    texts |= {WARNING: warning} if warning else {}
     return Outgoing(dict(description.arrays), {**numbers, **({TRUST: 1} if trust else {})}, texts)
 
 
 def _reply(guard: Guard, texts: Mapping[str, str | bool], **records: ArrayRecord | MetricRecord) -> Message:
-    """A reply, which repeats the question that it answers: the server refuses an answer to another one."""
-    asked = {name: guard.given[name] for name in ECHOED if name in guard.given}
+    """A reply that repeats the settings of its request, so that the server can refuse a reply to another request."""
+    echoed = {name: guard.settings[name] for name in ECHOED if name in guard.settings}
     site = site_id(guard.context.node_config)
-    config = ConfigRecord({"schema-version": SCHEMA_VERSION, "site": site, **asked, **texts})
+    config = ConfigRecord({"schema-version": SCHEMA_VERSION, "site": site, **echoed, **texts})
     return Message(RecordDict({**records, "config": config}), reply_to=guard.message)
 
 
 def _shared(guard: Guard) -> ConfigRecord | None:
-    """What a message is understood by, kept here if the message brings it; None where it was sent and is lost."""
-    digest, content, state = guard.given.get(SHARED), guard.message.content, guard.context.state
+    """The context that all sites share, from the message or else the state; None if this site has lost it."""
+    digest, content, state = guard.settings.get(SHARED), guard.message.content, guard.context.state
     if digest is None:
         return ConfigRecord()
     brought = record_of(content, SHARED, ConfigRecord)
     if brought is not None:
         state[SHARED] = ConfigRecord({**brought, "digest": str(digest)})
         state[CONSTANTS] = record_of(content, CONSTANTS, ArrayRecord) or ArrayRecord()
-    kept = record_of(state, SHARED, ConfigRecord)
-    return kept if kept is not None and kept["digest"] == digest else None
+    stored = record_of(state, SHARED, ConfigRecord)
+    return stored if stored is not None and stored["digest"] == digest else None
 
 
 def _preparation(shared: ConfigRecord) -> Preparation | None:
-    """The columns and scales that the sites agreed on; None before they have."""
+    """The columns and scales that the sites agreed on; None before the agreement."""
     names = ["input.mean", "input.scale", "target.mean", "target.scale", *(name for name in CURVES if name in shared)]
     if "schema" not in shared:
         return None
@@ -212,6 +212,6 @@ def _preparation(shared: ConfigRecord) -> Preparation | None:
 
 @lru_cache(maxsize=8)
 def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    several = ("input.mean", "input.scale", *CURVES)
-    arrays = {name: np.reshape(values, -1 if name in several else ()) for name, values in numbers}
+    vectors = ("input.mean", "input.scale", *CURVES)
+    arrays = {name: np.reshape(values, -1 if name in vectors else ()) for name, values in numbers}
     return Preparation.from_wire(arrays, schema)

@@ -1,4 +1,4 @@
-"""The comparisons beside every method: what a site can do alone, and what one analyst with all rows could do."""
+"""Baselines of every method: a GP of one site's rows, and a GP or boosting of the rows of all sites."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from fedgp_flower.scores import Prediction, Scores, TargetUnits, split_target
 from fedgp_flower.typing import NamedArrays
 
 MOST_POINTS = 100
-"""Inducing points of a baseline, at most: its fit takes hundreds of evaluations."""
+"""Largest number of inducing points while a baseline fits its hyperparameters."""
 EXACT_ROWS, POOLED_ROWS = 400, 3000
-"""Up to so many rows a site, and all rows in one place, are fitted by an exact GP."""
+"""Largest number of rows of one site, and of all sites, for an exact GP."""
 STARTS, START_ROWS = (0.0, 1.0, 2.0), 300
-"""What is added to log ℓ at the starts of a fit of all rows, and how many rows decide between them."""
+"""Shifts of log ℓ at the starts of a fit of all rows, and the number of rows that select the start."""
 LAST_EVALUATIONS = 40
-"""With more rows than :data:`EXACT_ROWS`, of which the start is good already."""
+"""Largest number of evaluations of the selected start with more than :data:`EXACT_ROWS` rows."""
 LEAST_BOOSTED = 100
-"""Rows from which on trees are grown."""
+"""Smallest number of rows for gradient boosting."""
 
 
 def log_prior(model: WiredModel) -> Tensor:
-    """Log density, up to a constant, of weak priors: lengthscales, √outputscale and noise sd are LN(0, 1)."""
+    """Log density, up to a constant, of LN(0, 1) priors of lengthscales, √outputscale and noise standard deviation."""
     variances = ("outputscale", "variance", "noise")
     logs = [(name, value) for name, value in model.wire_parameters().items() if ".log_" in name]
     terms = [(value / 2 if any(part in name for part in variances) else value).square().sum() for name, value in logs]
@@ -58,7 +58,7 @@ def weak_prior(model: ExactGP | SparseGP) -> Tensor:
 
 
 SETTLING, CYCLES, A_CYCLE = 5, 20, 10
-"""Steps of q(v) alone, how often they come between those of all parameters, and how many of these."""
+"""Natural-gradient steps of q(v) in a cycle, number of cycles, and evaluations of all parameters in a cycle."""
 PRIORS: dict[str, Callable[[Any], Tensor]] = {
     "none": lambda model: torch.zeros(()),
     "log-normal": log_prior,
@@ -68,17 +68,17 @@ PRIORS: dict[str, Callable[[Any], Tensor]] = {
 
 
 def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -> Scores:
-    """Scores of a GP of these rows at the mode of its hyperparameters: exact for few rows, else sparse.
+    """Scores of a GP of ``rows`` at the mode of its hyperparameters: exact for few rows, else sparse.
 
-    Of the rows of all sites, with the hyperprior of the method and ``pooled`` inducing points, the fit has several
-    starts; 0: of one site. Where all targets are one number nothing is fitted.
+    With ``pooled`` = 0 the rows are of one site. Otherwise they are of all sites: the fit has several starts, the
+    hyperprior of the method, and ``pooled`` inducing points. A constant target keeps the initial hyperparameters.
     """
     if not len(rows.y_test):
-        return nothing(units)
+        return no_scores(units)
     prior = PRIORS[config.options.hyperprior] if pooled else log_prior
     rng = np.random.default_rng([config.seed, *(b"pooled" if pooled else b"local")])
     if config.model.likelihood != "gaussian":
-        points = _some(rows, min(config.model.num_inducing, MOST_POINTS), rng).x
+        points = _subset(rows, min(config.model.num_inducing, MOST_POINTS), rng).x
         return _variational(rows, config, units, torch.from_numpy(points))
     if len(rows.x) > (POOLED_ROWS if pooled else EXACT_ROWS):
         return _sparse(rows, config, units, rng, prior, pooled)
@@ -87,27 +87,25 @@ def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
 
 
-def nothing(units: TargetUnits) -> Scores:
-    """Scores of no row."""
+def no_scores(units: TargetUnits) -> Scores:
+    """The scores of zero rows."""
     return units.gaussian_scores(Prediction(np.empty(0), np.empty(0)), np.empty(0))
 
 
 def boosting(rows: SiteData, config: RunConfig, units: TargetUnits) -> Scores:
-    """Scores of gradient boosting of all rows; of none where trees have too few rows or no loss for the target."""
+    """Scores of gradient boosting of all rows; no scores if rows are too few or no loss suits the likelihood."""
     likelihood = config.model.likelihood
     few = len(rows.y) < LEAST_BOOSTED or likelihood not in LOSSES
-    few |= (
-        likelihood in CLASSIFICATION and np.unique(rows.y, return_counts=True)[1].min() < 2
-    )  # each fold is predicted by others
-    if few or rows.y.ndim > 1 or np.ptp(rows.y) == 0 or not len(rows.y_test):
-        return nothing(units)
+    rare = likelihood in CLASSIFICATION and np.unique(rows.y, return_counts=True)[1].min() < 2  # folds need each class
+    if few or rare or rows.y.ndim > 1 or np.ptp(rows.y) == 0 or not len(rows.y_test):
+        return no_scores(units)
     return boosted(rows.x, rows.y, likelihood, config.seed).scores(rows, likelihood, units)
 
 
 def _fitted(
     rows: SiteData, config: RunConfig, prior: Callable[[WiredModel], Tensor], start: NamedArrays | None = None
 ) -> ExactGP:
-    """An exact GP at a mode of its hyperparameters, or near it where an evaluation takes seconds."""
+    """An exact GP near a mode of its hyperparameters; with many rows after a few evaluations only."""
     model = Placement.of(config).module(ExactGP(config.model, torch.from_numpy(rows.x), torch.from_numpy(rows.y)))
     model.load(start or model.to_arrays())
     most = config.baselines.max_evaluations
@@ -119,22 +117,22 @@ def _fitted(
 def _exact(
     rows: SiteData, config: RunConfig, prior: Callable[[WiredModel], Tensor], rng: np.random.Generator
 ) -> ExactGP:
-    """An exact GP of all rows from the best of several starts, which some rows decide."""
-    few = _some(rows, START_ROWS, rng)
-    fits = [_fitted(few, config, prior, _moved(few, config, by)) for by in STARTS]
+    """An exact GP of all rows; a subset of the rows selects the best of several starts."""
+    few = _subset(rows, START_ROWS, rng)
+    fits = [_fitted(few, config, prior, _shifted(few, config, by)) for by in STARTS]
     with torch.no_grad():
         heights = [float(model.log_evidence() + prior(model) / len(few.y)) for model in fits]
     return _fitted(rows, config, prior, fits[int(np.nanargmax(heights))].to_arrays())
 
 
-def _moved(rows: SiteData, config: RunConfig, by: float) -> NamedArrays:
-    """The hyperparameters as configured, with log ℓ moved."""
-    usual = ExactGP(config.model, torch.from_numpy(rows.x[:1]), torch.from_numpy(rows.y[:1])).to_arrays()
-    return {name: array + by if "lengthscale" in name else array for name, array in usual.items()}
+def _shifted(rows: SiteData, config: RunConfig, by: float) -> NamedArrays:
+    """The configured hyperparameters with log ℓ shifted."""
+    initial = ExactGP(config.model, torch.from_numpy(rows.x[:1]), torch.from_numpy(rows.y[:1])).to_arrays()
+    return {name: array + by if "lengthscale" in name else array for name, array in initial.items()}
 
 
-def _some(rows: SiteData, count: int, rng: np.random.Generator) -> SiteData:
-    """Some of the training rows."""
+def _subset(rows: SiteData, count: int, rng: np.random.Generator) -> SiteData:
+    """The rows with a random subset of ``count`` training rows."""
     chosen = np.sort(rng.permutation(len(rows.x))[:count])
     return SiteData(rows.x[chosen], rows.y[chosen], rows.x_test, rows.y_test, 0)
 
@@ -148,7 +146,7 @@ def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> Si
 
 
 def _maximise(model: WiredModel, objective: Callable[[], Tensor], rows: SiteData, most: int, *more: Tensor) -> None:
-    """Maximise a function of the model's parameters and of free ones; logarithms stay within their bounds."""
+    """Maximise an objective over the model's parameters, with bounds of logarithms, and over ``more`` tensors."""
     named = model.wire_parameters()
     bounds = [LOGARITHM if ".log_" in name else FREE for name in named]
     if np.ptp(rows.y) or more:
@@ -164,13 +162,13 @@ def _sparse(
     prior: Callable[[WiredModel], Tensor],
     pooled: int,
 ) -> Scores:
-    """At the maximum of Titsias' bound and a log prior; of all rows that of the evidence, at ``pooled`` points."""
+    """Scores of a sparse GP at the mode by Titsias' bound, or by the FITC evidence for the rows of all sites."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
-    points = torch.from_numpy(_some(rows, min(config.model.num_inducing, MOST_POINTS), rng).x)
+    points = torch.from_numpy(_subset(rows, min(config.model.num_inducing, MOST_POINTS), rng).x)
     model, height = place.module(SparseGP(config.model, points)), fitc.log_evidence if pooled else pooled_bound
     if pooled:
-        start = _exact(_some(rows, START_ROWS, rng), config, prior, rng).to_arrays()
+        start = _exact(_subset(rows, START_ROWS, rng), config, prior, rng).to_arrays()
         model.load({**start, LOCATIONS: points.numpy()})
     _maximise(
         model,
@@ -179,7 +177,7 @@ def _sparse(
         config.baselines.max_evaluations,
     )
     if pooled:
-        arrays = {**model.to_arrays(), LOCATIONS: _some(rows, pooled, rng).x}
+        arrays = {**model.to_arrays(), LOCATIONS: _subset(rows, pooled, rng).x}
         model = place.module(SparseGP.from_arrays(config.model, arrays))
         q = fitc.posterior(fitc.weighted_sums(model, inputs, targets))
     else:
@@ -190,7 +188,7 @@ def _sparse(
 
 
 def _settled(model: LatentGP, inputs: Tensor, targets: Tensor, q: WhitenedPosterior) -> WhitenedPosterior:
-    """Another q(v) after natural-gradient steps of ½: f follows the rows before noise explains them."""
+    """q(v) after natural-gradient steps of size ½, which fit f to the rows before the noise explains them."""
     with torch.no_grad():
         cross, prior = model.project(inputs), model.kernel(inputs, diag=True)
     eye = torch.eye(q.mean.shape[-1]).to(cross)
@@ -198,26 +196,25 @@ def _settled(model: LatentGP, inputs: Tensor, targets: Tensor, q: WhitenedPoster
         mean, covariance = q.mean.requires_grad_(), q.covariance.requires_grad_()
         fit = model.observed.expected(targets, *model.moments(cross, prior, q)[:2], model.hyper.detach()).sum()
         slope, curvature = torch.autograd.grad(fit, (mean, covariance))
-        mean, precision, told = mean.detach(), torch.cholesky_inverse(q.root.detach()), -curvature - curvature.mT
-        moved = torch.lerp(precision, eye + told, 0.5)
-        factor, failed = torch.linalg.cholesky_ex(moved)
-        if failed.any():  # around outliers the density is not concave
+        mean, precision, fisher = mean.detach(), torch.cholesky_inverse(q.root.detach()), -curvature - curvature.mT
+        factor, failed = torch.linalg.cholesky_ex(torch.lerp(precision, eye + fisher, 0.5))
+        if failed.any():  # the log density is not concave near outliers
             break
-        shift = torch.lerp(precision @ mean[..., None], slope[..., None] + told @ mean[..., None], 0.5)
+        shift = torch.lerp(precision @ mean[..., None], slope[..., None] + fisher @ mean[..., None], 0.5)
         q = WhitenedPosterior(torch.cholesky_solve(shift, factor)[..., 0], torch.cholesky_inverse(factor))
     return WhitenedPosterior(q.mean.detach(), q.covariance.detach())
 
 
 def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: Tensor) -> Scores:
-    """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
+    """Scores of a sparse variational GP (Hensman et al. 2015) with the configured likelihood and q(v) = N(m, R Rᵀ)."""
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
-    (y, beside), count = split_target(rows.y), len(rows.y)
-    known = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # also where all are zero
+    (y, second), count = split_target(rows.y), len(rows.y)
+    statistics = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # positive if all y are zero
     if units.classes > 2:
-        held = np.bincount(y.astype(int), minlength=units.classes) + 0.5
-        known = dict(zip(map(str, range(units.classes)), (held / held.sum()).tolist(), strict=True))
-    latent = LatentGP(config.model, points).begin(known, (beside.sum() + 1) / count)
+        counts = np.bincount(y.astype(int), minlength=units.classes) + 0.5
+        statistics = dict(zip(map(str, range(units.classes)), (counts / counts.sum()).tolist(), strict=True))
+    latent = LatentGP(config.model, points).begin(statistics, (second.sum() + 1) / count)
     model, size = place.module(latent), (*latent.constant.shape[:-1], len(points))
     first = place.tensor(np.zeros(size)), place.tensor(np.tile(np.eye(size[-1]), (*size[:-1], 1, 1)))
     q = WhitenedPosterior(*first)
@@ -235,7 +232,7 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
             divergence = divergence - shared_divergence(posterior(), torch.cholesky_inverse(root.tril()))
         return (fit - divergence + model.log_prior()) / len(targets)
 
-    several = bool(model.observed.functions)  # the noise could explain what the mean has not learned yet
+    several = bool(model.observed.functions)  # else the noise may explain the target before the mean does
     for most in (*[A_CYCLE] * CYCLES * several, config.baselines.max_evaluations):
         q = _settled(model, inputs, targets, q) if several else q
         mean, root = q.mean.requires_grad_(), q.root.detach().requires_grad_()

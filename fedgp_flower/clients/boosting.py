@@ -1,4 +1,4 @@
-"""Gradient boosting of all rows in one place (Friedman 2001): what an analyst without Gaussian processes would use."""
+"""Gradient boosting of the rows of all sites (Friedman 2001), a baseline without Gaussian processes."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 LOSSES = (
     dict.fromkeys(REAL_VALUED, "squared_error") | dict.fromkeys(CLASSIFICATION, "log_loss") | {"poisson": "poisson"}
 )
-"""By likelihood; the others have no counterpart among the losses."""
+"""scikit-learn losses by likelihood; other likelihoods have no loss."""
 FOLDS, SCORED = 5, 2000
-"""How many trees are best is judged on rows out of their folds: on all rows, or so many where a fold holds more."""
+"""Number of folds, and approximate number of validation rows that select the number of trees."""
 LEAST_LEAF, PATIENCE = 5, 20
-"""Rows in a leaf, and trees without gain after which no more are grown."""
+"""Smallest number of rows of a leaf, and number of trees without improvement before early stopping."""
 LEAST_VARIANCE = 1e-9
-"""Of the standardised target."""
+"""Lower bound of the predictive variance of the standardised target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boosted:
-    """Trees of all rows, and the mean square of the errors out of fold, of counts beyond that of a Poisson variable."""
+    """Trees of all rows, with the cross-validated loss and variance: of the target, or of the log rate of counts."""
 
     trees: Trees
     variance: float
     loss: float
-    """Out of the folds, by which settings are compared."""
+    """Mean validation loss over the folds, to compare settings."""
 
     def scores(self, rows: SiteData, likelihood: str, units: TargetUnits) -> Scores:
-        """Of the held-out rows, in original units; noise has one variance everywhere."""
+        """Scores of the held-out rows in original units, with one predictive variance for all rows."""
         if likelihood in CLASSIFICATION:
-            shares = np.asarray(self.trees.predict_proba(rows.x_test))
+            p = np.asarray(self.trees.predict_proba(rows.x_test))
             several = likelihood in MULTICLASS
-            return class_scores(shares, rows.y_test) if several else bernoulli_scores(shares[:, 1], rows.y_test)
+            return class_scores(p, rows.y_test) if several else bernoulli_scores(p[:, 1], rows.y_test)
         mean = np.asarray(self.trees.predict(rows.x_test), np.float64)
         spread = np.full_like(mean, self.variance)
         if likelihood == "poisson":
@@ -54,7 +54,7 @@ class Boosted:
 
 
 def grown(likelihood: str, seed: int, rate: float, leaves: int, trees: int, *, stops: bool) -> Trees:
-    """Trees to be fitted, by the loss of a likelihood."""
+    """Unfitted trees with the loss of a likelihood; ``stops`` turns on early stopping."""
     from sklearn import ensemble  # noqa: PLC0415 - slow to import, and only a simulation needs it
 
     kind = "HistGradientBoostingClassifier" if likelihood in CLASSIFICATION else "HistGradientBoostingRegressor"
@@ -74,25 +74,25 @@ def grown(likelihood: str, seed: int, rate: float, leaves: int, trees: int, *, s
 def boosted(
     x: Array, y: Array, likelihood: str, seed: int = 0, *, rate: float = 0.1, leaves: int = 16, most: int = 400
 ) -> Boosted:
-    """Trees of all rows [N, D], as many as are best out of folds of like targets and ``most`` at most.
+    """Boosted trees of inputs [N, D] and targets [N]; cross-validation selects their number, at most ``most``.
 
-    A fold is predicted by trees of the other rows, which stop when its loss no longer falls.
+    The folds are stratified by target. Trees of the other rows stop when the loss of a fold no longer falls.
     """
     shuffled = np.random.default_rng([seed, *b"boosting"]).permutation(len(y))
     order = shuffled[np.argsort(y[shuffled], kind="stable")]
     folds = [order[number::FOLDS] for number in range(FOLDS)][: math.ceil(SCORED * FOLDS / len(y))]
-    courses, predictions = [], []
+    losses, predictions = [], []
     for fold in folds:
         rest = np.setdiff1d(np.arange(len(y)), fold)
         trees = grown(likelihood, seed, rate, leaves, most, stops=True)
         trees.fit(x[rest], y[rest], X_val=x[fold], y_val=y[fold])
-        courses.append(-np.asarray(trees.validation_score_))
+        losses.append(-np.asarray(trees.validation_score_))
         predictions.append(np.asarray(trees.predict(x[fold]), np.float64))
     predicted = np.concatenate(predictions)
     variance = float(np.square(y[np.concatenate(folds)] - predicted).mean())
     if likelihood == "poisson":  # var y = r + r² (e^v − 1)
         more = max(variance - float(predicted.mean()), 0.0)
         variance = math.log1p(more / float(np.square(predicted).mean()))
-    best = max(round(float(np.mean([course.argmin() for course in courses]))), 1)
+    best = max(round(float(np.mean([loss.argmin() for loss in losses]))), 1)
     trees = grown(likelihood, seed, rate, leaves, best, stops=False).fit(x, y)
-    return Boosted(trees, max(variance, LEAST_VARIANCE), float(np.mean([course.min() for course in courses])))
+    return Boosted(trees, max(variance, LEAST_VARIANCE), float(np.mean([loss.min() for loss in losses])))

@@ -1,7 +1,7 @@
-"""What stands before a site's rows: its owner's policy, totals under masks, and the log of what leaves.
+"""The guard of a site's rows: the owner's policy, masked totals, and the log of replies.
 
-What a site has answered under masks is kept *before* the reply leaves, in the folder of its state or in its Context: a
-site that forgets could be asked the same under another roster. With a folder one question is answered at a time.
+A site stores each masked answer *before* the reply leaves, in its state folder or its Context. Otherwise a server could
+ask the same question under another roster. With a state folder, a site answers one masked question at a time.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from fedgp_flower.typing import NamedArrays
 logger = logging.getLogger("fedgp")
 
 CONFIGURATION = "configuration"
-"""Config key of settings that a message brings by itself."""
+"""Config key of a configuration that the message itself carries."""
 WARNING = "warning"
-"""Config key of a reply: what the site's policy warns of, and what it suspects of its rows."""
+"""Config key of a reply: warnings of the site's policy and about its rows."""
 DESCRIBE = "query.describe"
 """Message type that asks for the columns and sums of a site; it and ``KEYS`` are always answered without masks."""
 KEPT_REPLY = "masks.reply"
@@ -70,45 +70,43 @@ class Outgoing:
 
 
 class Guard:
-    """What one message may ask, and what of the answer may leave."""
+    """Checks one message before its handler, and its answer before the reply."""
 
     def __init__(self, message: Message, context: Context) -> None:
         self.message, self.context = message, context
-        self.kind, self.given = message.metadata.message_type, settings_of(message)
-        self.run, number = str(self.given.get("run", "")), self.given.get("round")
+        self.kind, self.settings = message.metadata.message_type, settings_of(message)
+        self.run, number = str(self.settings.get("run", "")), self.settings.get("round")
         self.round = number if isinstance(number, int) else -1
-        self.masked = REQUEST in self.given
+        self.masked = REQUEST in self.settings
         self.rules = Rules(self.kind, self.masked)
         self.in_clear = False
-        """Whether this message may be answered without masks; not before it is admitted."""
+        """Whether the message may be answered without masks; False until :meth:`admit`."""
 
     def admit(self, config: RunConfig, answer: object) -> None:
-        """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted.
+        """Raise an error unless the owner's policy allows the message and an ``answer`` of this class.
 
-        Under masks the context alone may say what is asked: a site told of other settings than the rest would add
-        another summand, which the difference of two totals shows.
+        A masked request may refer only to the context that all sites share. Other settings for one site would change
+        its summand, and the difference of two totals would reveal it. Raises ProtocolError for a malformed or unmasked
+        request, and the errors of :meth:`Rules.admit`.
         """
         if not self.run or self.round < 0:
-            raise ProtocolError("the message names no run, or no round: it comes from no server of this app")
-        if self.masked and (SHARED not in self.given or CONFIGURATION in self.given):
-            found = "brings a configuration" if CONFIGURATION in self.given else "names no context"
-            raise ProtocolError(
-                "a question under masks is understood by the context that all sites share, and by nothing beside it;"
-                f" this one {found}"
-            )
+            raise ProtocolError("the message names no run, or no round: its sender is no server of this app")
+        if self.masked and (SHARED not in self.settings or CONFIGURATION in self.settings):
+            fault = "carries a configuration" if CONFIGURATION in self.settings else "names no context"
+            raise ProtocolError(f"a masked request may use only the context that all sites share; this one {fault}")
         node, rules = self.context.node_config, self.rules
         content = content_digest(self.kind, arrays_of(self.message.content, "arrays"))
         rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""), content)
-        wanted = config.privacy.secure_aggregation or node.get("trust")
-        self.in_clear = not wanted or self.kind in {DESCRIBE, KEYS} or is_public(answer)
+        masked = config.privacy.secure_aggregation or node.get("trust")
+        self.in_clear = not masked or self.kind in {DESCRIBE, KEYS} or is_public(answer)
         if not self.masked and not self.in_clear:
             raise ProtocolError(
-                f"this site answers `{self.kind}` under masks alone; the run needs `privacy.secure-aggregation = true`"
+                f"this site answers `{self.kind}` only with masks; the run needs `privacy.secure-aggregation = true`"
                 " and a method that asks for totals"
             )
 
     def introduced(self) -> Outgoing:
-        """The answer to ``query.keys``: this site's line of the roster, and the latest question it has answered."""
+        """The answer to ``query.keys``: the roster entry of this site, and the number of its latest masked question."""
         party = Party.of(self.context.node_config)
         member = party.identity.member(self.run, party.site)
         latest = Journal(self.context, self.run).history.number
@@ -116,11 +114,11 @@ class Guard:
         return Outgoing({}, numbers, {"key": member.key, "signature": member.signature})
 
     def summand(self, request: object, shared: str, handler: Callable[[], object]) -> Outgoing:
-        """The handler's answer under masks; ``shared`` is the hash of the context that the request is understood by."""
+        """The masked answer of a handler, or ProtocolError; ``shared`` is the hash of the context."""
         question, party = self._question(content_digest(shared, encode(request))), Party.of(self.context.node_config)
         journal, member = Journal(self.context, self.run), party.identity.member(self.run, party.site)
         texts: dict[str, str | bool] = {ANSWERS: question.digest}
-        with journal.alone():
+        with journal.locked():
             history = admitted(question, member, party.trust, journal.history, party.limits)
             words = journal.reply(question.digest)
             if words is None or question.layout is None:
@@ -131,28 +129,29 @@ class Guard:
         return Outgoing({WORDS: words}, {"num-examples": 0}, texts)
 
     def _question(self, content: str) -> MaskedQuestion:
+        """The masked question of the message; ProtocolError if it is malformed or its roster lacks keys."""
         try:
-            said = json.loads(str(self.given[REQUEST]))
-            sites, number = [str(site) for site in said["sites"]], int(said["number"])
-            layout: Layout | None = TypeAdapter(Layout | None).validate_python(said["layout"])
+            fields = json.loads(str(self.settings[REQUEST]))
+            sites, number = [str(site) for site in fields["sites"]], int(fields["number"])
+            layout: Layout | None = TypeAdapter(Layout | None).validate_python(fields["layout"])
         except (ValueError, KeyError, TypeError, ValidationError):
-            raise ProtocolError("the message is no question under masks: other version of the app") from None
-        kept = record_of(self.context.state, SHARED, ConfigRecord) or ConfigRecord()
-        members = {member.site: member for member in read_members(str(kept.get(MEMBERS, "[]")))}
+            raise ProtocolError("the message is no masked question of this version of the app") from None
+        shared = record_of(self.context.state, SHARED, ConfigRecord) or ConfigRecord()
+        members = {member.site: member for member in read_members(str(shared.get(MEMBERS, "[]")))}
         missing = sorted(set(sites) - set(members))
         if missing:
-            raise ProtocolError(f"the roster names {', '.join(missing[:5])}, whose keys were not sent")
+            raise ProtocolError(f"the roster names {', '.join(missing[:5])}, but the server sent no keys of them")
         roster = tuple(members[site] for site in sites)
         return MaskedQuestion(self.run, self.round, number, self.kind, content, layout, roster)
 
-    def released(self, found: Outgoing) -> Outgoing:
-        """What is about to leave, whatever has made it: words under masks alone, unless it may be in the clear."""
-        if found.arrays.keys() - {WORDS} if self.masked else found.arrays and not self.in_clear:
+    def released(self, outgoing: Outgoing) -> Outgoing:
+        """Return an answer that may leave; ProtocolError if it has unmasked arrays and must be masked."""
+        if outgoing.arrays.keys() - {WORDS} if self.masked else outgoing.arrays and not self.in_clear:
             raise ProtocolError(f"`{self.kind}` may not be answered in the clear")
-        return found
+        return outgoing
 
     def record(self, reply: Message) -> None:
-        """Write the reply into the site's log, before it leaves."""
+        """Write the reply to the audit log of the site, before the reply leaves."""
         path = audit.log_of(self.context.node_config)
         if path is not None:
             copy = str(self.context.node_config.get("audit-copy", ""))
@@ -161,17 +160,17 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """A site as it takes part in totals."""
+    """A site as a party of masked totals: identity, trusted sites and limits."""
 
     site: str
     identity: Identity
     trust: Trust
     limits: tuple[int, int]
-    """Fewest sites of a total, and most changes of the roster."""
+    """Smallest number of sites of a total, and largest number of roster changes."""
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> Party:
-        """By ``site-key``, ``trust``, ``min-sites`` and ``max-roster-changes`` of the node configuration."""
+        """The party of a node configuration; ConfigError if a real site lacks ``site-key`` or ``trust``."""
         site = site_id(node_config)
         least, most = node_config.get("min-sites", LEAST_SITES), node_config.get("max-roster-changes", MAX_CHANGES)
         limits = int(least), int(most)
@@ -180,14 +179,14 @@ class Party:
             return Party(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), limits)
         if any(files) or "partition-id" not in node_config:
             raise ConfigError(
-                "totals under masks need `site-key` and `trust` in the node configuration of a real site; make them"
-                " with `fedgp site key` and `fedgp site trust`"
+                "masked totals need `site-key` and `trust` in the node configuration of a real site; create them with"
+                " `fedgp site key` and `fedgp site trust`"
             )
         return Party(site, Identity.simulated(site), Trust(None), limits)
 
 
 class Journal:
-    """What a site remembers of the masked questions of a run, and its latest reply: on its disk, or in its Context."""
+    """The history of masked questions of a run and the latest masked reply, on disk or in the Context of the site."""
 
     def __init__(self, context: Context, run: str) -> None:
         self.state, self.run = context.state, run
@@ -196,7 +195,7 @@ class Journal:
 
     @property
     def history(self) -> History:
-        """What was answered last."""
+        """The history of the answered questions."""
         if self.folder is None:
             text = str((record_of(self.state, self.name, ConfigRecord) or ConfigRecord()).get("history", ""))
         else:
@@ -205,8 +204,8 @@ class Journal:
         return TypeAdapter(History).validate_json(text) if text else History(self.run)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else answers a question of this run meanwhile, as far as a folder can tell."""
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of this run in the state folder; without a folder there is no lock."""
         if self.folder is None:
             yield
             return
@@ -216,17 +215,17 @@ class Journal:
             yield
 
     def reply(self, digest: str) -> masks.Words | None:
-        """The words that were sent in answer to the question with this hash, if they are still here."""
+        """The stored masked reply to the question with this hash, or None."""
         if self.folder is None:
-            kept = record_of(self.state, KEPT_REPLY, ArrayRecord) or ArrayRecord()
-            return kept[digest].numpy() if digest in kept else None
+            stored = record_of(self.state, KEPT_REPLY, ArrayRecord) or ArrayRecord()
+            return stored[digest].numpy() if digest in stored else None
         try:
             return read_arrays(self.folder / f"{KEPT_REPLY}.safetensors").get(digest)
         except RunError:
             return None
 
     def keep(self, history: History, words: masks.Words) -> None:
-        """Remember an answer before it leaves: the question first, then the reply."""
+        """Store an answer before it leaves: first the question, then the reply."""
         text = json.dumps(asdict(history))
         if self.folder is None:
             self.state[self.name] = ConfigRecord({"history": text})
@@ -237,16 +236,16 @@ class Journal:
 
 
 def _summand(question: MaskedQuestion, handler: Callable[[], object]) -> tuple[masks.Words, Layout]:
-    """The site's summand, or zeros and a count of zero where it fails: the others' masks need its words."""
+    """The summand of the site and its layout; zeros if the handler fails, so that the masks of all sites cancel."""
     try:
-        found = handler()
-        if not is_summand(type(found)):
-            raise ProtocolError(f"`{type(found).__name__}` is no summand, so there is no total of it")
-        arrays = encode(found)
+        answer = handler()
+        if not is_summand(type(answer)):
+            raise ProtocolError(f"`{type(answer).__name__}` is no summand, so sites cannot send its total")
+        arrays = encode(answer)
         layout = layout_of(arrays) if question.layout is None else question.layout
         return masks.counted(flat(arrays, layout), len(question.members)), layout
-    except Exception:  # whatever a method raises: silence would end the total of all, and zeros tell of no row
+    except Exception:  # a missing reply would spoil the total of all sites, and zeros reveal nothing
         if question.layout is None:
             raise
-        logger.exception("this site adds nothing to `%s`", question.kind)
+        logger.exception("this site adds zero to `%s`", question.kind)
         return masks.nothing(length(question.layout)), question.layout

@@ -1,7 +1,7 @@
-"""A site's half of every method: handlers of typed messages, behind Flower's ``NumPyClient``.
+"""The client of a site: handlers of typed messages, behind Flower's ``NumPyClient``.
 
-A handler has the name of the message that it answers, and its annotations name the classes of request and answer:
-``query.statistics`` is answered by ``def statistics(self, request: Parameters) -> Statistics``.
+A handler has the name of its message type, and its annotations give the classes of request and answer:
+``def statistics(self, request: Parameters) -> Statistics`` answers ``query.statistics``.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ else:
 logger = logging.getLogger("fedgp")
 
 CERTAIN = 30.0
-"""Log odds beyond which a linear predictor goes no further: a wrong certainty would have an infinite NLL."""
+"""Largest absolute log odds of a linear predictor, so that the NLL of a wrong class is finite."""
 EVALUATE = "evaluate"
-"""The kind of message that :meth:`SiteClient.score` answers."""
+"""The message type that :meth:`SiteClient.score` answers."""
 KIND, NAMES = "kind", "names-of-arrays"
-"""Config keys of a ``fit`` or ``evaluate`` call: the kind of the message, and the names of its arrays, a line each."""
+"""Config keys of a ``fit`` or ``evaluate`` call: the message type, and the names of its arrays, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The parts of a client: the configuration, the site's rows and state, and the agreement of the sites."""
+    """Configuration, rows, state and agreed preparation of a client."""
 
     config: RunConfig
     site: RawSite
@@ -107,14 +107,14 @@ class Setting:
     preparation: Preparation | None
     round: int
     constants: NamedArrays = field(default_factory=dict)
-    """Arrays that the server sent once."""
+    """Arrays that the server sends once in a run."""
     rules: Rules | None = None
-    """The site's policy; None where nothing leaves."""
+    """The policy of the site; None if no answer leaves the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What answers a kind of message for a client, and the classes of the request and of the answer."""
+    """The function that answers a message type, and the classes of request and answer."""
 
     function: Callable[[SiteClient, Any], Any]
     request: Any
@@ -122,39 +122,39 @@ class Handler:
 
 
 class SiteClient(NumPyClient):
-    """Handlers of the messages that every method answers; a method adds more, and :meth:`predict`."""
+    """The handlers of all methods. A method adds handlers and :meth:`predict` in a subclass."""
 
     options: MethodOptions
-    """The table of the method."""
+    """The table of the method in the configuration."""
 
     def __init__(self, setting: Setting) -> None:
         agreed, options = setting.preparation, setting.config.options
-        known = options if agreed is None else options.of_classes(len(agreed.target.levels))
-        self.setting, self.config = setting, setting.config.model_copy(update={"options": known})
-        self.options = known
+        self.options = options if agreed is None else options.of_classes(len(agreed.target.levels))
+        self.setting, self.config = setting, setting.config.model_copy(update={"options": self.options})
         self.site, self.state = setting.site, setting.state
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)
 
     def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Give named arrays to the handler of the message's kind, and return its answer."""
+        """Flower's interface of the handlers: (arrays of the answer, training rows, numbers and names of arrays)."""
         answer = self._answered(parameters, config)
         arrays, numbers = to_parts(answer)
         return list(arrays.values()), self.num_examples, {NAMES: "\n".join(arrays), **numbers}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[float, int, dict[str, Any]]:
-        """Score predictions for the site's held-out rows; returns (mean NLL, rows, sums of scores)."""
+        """Flower's interface of :meth:`score`: (mean NLL, held-out rows, sums of scores)."""
         scores: Scores = self._answered(parameters, config)
         count = int(scores.sums["count"])
         return scores.sums["nll"] / count if count else 0.0, count, dict(scores.flat())
 
     def _answered(self, parameters: NDArrays, config: Mapping[str, FlowerScalar]) -> Any:
+        """The answer to the request in the arguments of Flower's methods."""
         kind, names = str(config[KIND]), str(config[NAMES])
         named = dict(zip(names.split("\n") if names else [], parameters, strict=True))
-        return self.answer(kind, self.asked(kind, named, config))
+        return self.answer(kind, self.request_of(kind, named, config))
 
-    def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
-        """The request in a message of a kind."""
+    def request_of(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
+        """The request in a message; ProtocolError if the method has no handler of this message type."""
         handler = handlers(type(self)).get(kind)
         if handler is None:
             raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
@@ -163,81 +163,81 @@ class SiteClient(NumPyClient):
         return from_parts(handler.request, arrays, numbers)
 
     def answer(self, kind: str, request: Any) -> Any:
-        """The answer to a request of a kind, as far as the site's policy lets it leave."""
-        found, rules = handlers(type(self))[kind].function(self, request), self.setting.rules
-        return found if rules is None else rules.answer(found, self.num_examples)
+        """The answer of the handler, after the rules of the site's policy."""
+        answer, rules = handlers(type(self))[kind].function(self, request), self.setting.rules
+        return answer if rules is None else rules.answer(answer, self.num_examples)
 
     @property
     def num_examples(self) -> int:
-        """Training rows of the site."""
+        """The number of training rows."""
         return self.site.num_examples
 
     @property
     def least_cell(self) -> int:
-        """Fewest rows in a cell that the site's policy allows; 0 without a policy."""
+        """The smallest number of rows in a cell that the policy allows; 0 without a policy."""
         rules = self.setting.rules
         return rules.policy.least_cell if rules is not None and rules.active else 0
 
     @property
     def preparation(self) -> Preparation:
-        """The columns and scales that the sites agreed on."""
+        """The columns and scales that the sites agreed on; ProtocolError before the agreement."""
         if self.setting.preparation is None:
             raise ProtocolError("the message names no agreed columns and scales")
         return self.setting.preparation
 
     @cached_property
     def rows(self) -> SiteData:
-        """The site's rows, standardised as the sites agreed."""
+        """The rows of the site, encoded and standardised."""
         return self.site.encode(self.preparation)
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Standardised training inputs [N, D] and targets [N], where and as precisely as the configuration says."""
+        """Standardised training inputs [N, D] and targets [N], with the configured device and precision."""
         return self.placement.tensor(self.rows.x), self.placement.tensor(self.rows.y)
 
     @property
     def units(self) -> TargetUnits:
-        """From the standardised target to the units of the data."""
+        """The map from the standardised target to the units of the table."""
         agreed = self.preparation
         classes = len(agreed.target.levels)
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform, classes, agreed.follow_up)
 
     def require_simulated(self, what: str) -> None:
-        """Refuse what a real site never does."""
+        """Raise ProtocolError with the text "a real site ``what``" unless the site is simulated."""
         if not self.site.simulated:
             raise ProtocolError(f"a real site {what}")
 
-    # What a method may replace.
+    # A method may override the methods below.
 
     def start(self, num_inputs: int) -> NamedArrays:
-        """Initial hyperparameters under their wire names; the same at every site, from the configuration alone."""
+        """Initial hyperparameters by wire name. They depend on the configuration only, so all sites have the same."""
         named = build_kernel(self.config.model, num_inputs).named_parameters()
         arrays: NamedArrays = {f"kernel.{wire_name(name)}": array.detach().numpy() for name, array in named}
         return arrays | {"likelihood.log_noise": np.log([self.config.model.noise])}
 
     def predict(self, request: Any, inputs: Array) -> Prediction:
-        """Predict noisy observations at standardised inputs [N, D] from the request."""
+        """Predictions at standardised inputs [N, D]; ProtocolError unless the method overrides this."""
         del request, inputs
         raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
 
     def held_out(self, request: Any) -> Prediction:
-        """Predict the held-out rows."""
+        """Predictions of the held-out rows."""
         return self.predict(request, self.rows.x_test)
 
     def score(self, request: Any) -> Scores:
         """Scores of the held-out rows."""
-        return self.scored(self.held_out(request), self.rows.y_test)
+        return self.scores_of(self.held_out(request), self.rows.y_test)
 
-    def scored(self, found: Prediction, target: Array) -> Scores:
-        """Scores by the kind of the target: of class probabilities, or of a Gaussian in original units."""
-        if found.mean.ndim == 2:
-            return class_scores(found.mean, target)
+    def scores_of(self, prediction: Prediction, target: Array) -> Scores:
+        """Scores of class probabilities, or of Gaussian predictions in original units."""
+        if prediction.mean.ndim == 2:
+            return class_scores(prediction.mean, target)
         if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(found.mean, target)
-        return self.units.gaussian_scores(found, target)
+            return bernoulli_scores(prediction.mean, target)
+        return self.units.gaussian_scores(prediction, target)
 
-    def shown(self, request: Any) -> NamedArrays:
-        """Mean and sd, or probability of the second class, target, one or two inputs; nothing of more classes."""
+    def held_out_rows(self, request: Any) -> NamedArrays:
+        """Predictions, targets and up to two inputs of the held-out rows, in original units; empty if multiclass."""
         predicted, agreed, units = self.held_out(request), self.preparation, self.units
         if predicted.mean.ndim > 1:
             return {}
@@ -246,7 +246,7 @@ class SiteClient(NumPyClient):
         if self.config.model.likelihood == "bernoulli":
             del arrays["prediction.sd"]
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
-        if agreed.transform is not None:  # mean ± 1.96 sd are no ends of a 95 % interval there
+        if agreed.transform is not None:  # mean ± 1.96 sd is no 95 % interval of a transformed target
             ends = units.quantiles(predicted.mean, np.sqrt(predicted.variance), (0.025, 0.975))
             arrays["prediction.low"], arrays["prediction.high"] = ends
         if self.rows.x_test.shape[1] <= 2:
@@ -254,12 +254,12 @@ class SiteClient(NumPyClient):
         return arrays
 
     def all_rows(self) -> SiteData:
-        """Simulation only: the rows of all sites."""
+        """The rows of all sites; ProtocolError unless the site is simulated."""
         self.require_simulated("does not see the rows of other sites")
         return baselines.all_rows(self.config, self.site.partitions, self.preparation)
 
-    def alone(self, data: SiteData, pooled: int) -> Scores:
-        """Scores of a model of these rows; of those of all sites with ``pooled`` inducing points, which is else 0."""
+    def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
+        """Scores of a GP of one site's rows; if ``pooled`` > 0, of all rows with ``pooled`` inducing points."""
         return baselines.scores(data, self.config, self.units, pooled)
 
 
@@ -269,61 +269,60 @@ def score_sums(client: SiteClient, request: Any) -> ScoreSums:
 
 
 def local_scores(client: SiteClient, request: Nothing) -> LocalScoreSums:
-    """Scores of a model of this site's rows."""
-    return LocalScoreSums.of(client.alone(client.rows, pooled=0))
+    """Scores of a GP of this site's rows alone."""
+    return LocalScoreSums.of(client.baseline_scores(client.rows, pooled=0))
 
 
 def compared_scores(client: SiteClient, request: Any) -> ComparedScoreSums:
-    """Scores of a model of this site's rows, and whether they are much better than those of the run."""
-    alone, run = (ScoreSums.of(found) for found in (client.alone(client.rows, pooled=0), client.score(request)))
+    """Scores of a GP of this site's rows alone, and whether they are much better than the scores of the run."""
+    alone, run = ScoreSums.of(client.baseline_scores(client.rows, 0)), ScoreSums.of(client.score(request))
     better = much_better(alone.nll, run.nll, run.rows)
     if better:
-        words = "the run does not serve this site: NLL %.4g of its held-out rows, %.4g by a model of its rows alone"
+        words = "the run does not serve this site: its held-out rows have NLL %.4g, and %.4g by a GP of its rows alone"
         logger.warning(words, run.nll / run.rows, alone.nll / run.rows)
     return ComparedScoreSums(**vars(alone), sites=np.array([float(run.rows > 0), float(better)]))
 
 
 def pooled(client: SiteClient, request: Points) -> PooledScoreSums:
-    """Simulation only: scores of one model of the rows of all sites."""
-    return PooledScoreSums.of(client.alone(client.all_rows(), pooled=request.count or client.config.model.num_inducing))
+    """Scores of one GP of the rows of all sites, in a simulation."""
+    count = request.count or client.config.model.num_inducing
+    return PooledScoreSums.of(client.baseline_scores(client.all_rows(), pooled=count))
 
 
 def boosted(client: SiteClient, request: Nothing) -> BoostedScoreSums:
-    """Simulation only: scores of gradient boosting of the rows of all sites."""
+    """Scores of gradient boosting of the rows of all sites, in a simulation."""
     return BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
 
 
 def confusion(client: SiteClient, request: Any) -> Confusion:
-    """Which class was taken for which, for clients that take it over; only models of several classes are asked."""
+    """The confusion matrix of the held-out rows; clients of models with several classes include this handler."""
     return Confusion.of(client.held_out(request).mean, client.rows.y_test)
 
 
 def predictions(client: SiteClient, request: Any) -> HeldOutRows:
-    """Held-out rows with their predictions; a real site refuses, its rows stay where they are."""
+    """Held-out rows with their predictions; ProtocolError unless the site is simulated."""
     client.require_simulated("does not send rows")
-    return HeldOutRows(client.shown(request))
+    return HeldOutRows(client.held_out_rows(request))
 
 
 def weighted(client: SiteClient, request: Step) -> WeightedStep:
-    """The local steps of a method of averaging, as the summand of a weighted mean."""
+    """The local steps of an averaging method, as a summand of the weighted mean."""
     stepped: Stepped = handlers(type(client))["train"].function(client, request)
     return stepped.weighted(client.num_examples)
 
 
 def target(client: SiteClient, request: TargetPowers) -> TargetMoments:
-    """Sums of the transformed training targets, for each power that it could have."""
-    site = client.site
-    y = site.train[site.target].to_numpy(dtype=np.float64)
-    family = [Transform(client.config.transform.target, float(power)) for power in request.powers]
-    moved = np.stack([one.forward(y) for one in family]) - request.centres[:, None]
-    slopes = np.array([one.log_slope(y).sum() for one in family])
-    return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
+    """Sums of the transformed training targets, for each trial power of the transform."""
+    y = client.site.train[client.site.target].to_numpy(dtype=np.float64)
+    transforms = [Transform(client.config.transform.target, float(power)) for power in request.powers]
+    centred = np.stack([transform.forward(y) for transform in transforms]) - request.centres[:, None]
+    slopes = np.array([transform.log_slope(y).sum() for transform in transforms])
+    return TargetMoments(centred.sum(axis=1), np.square(centred).sum(axis=1), slopes, np.array(float(len(y))))
 
 
 def robust(client: SiteClient, request: RobustScales) -> RobustMoments:
-    """Sums of the training targets for a middle and a spread that outliers do not move."""
-    site = client.site
-    y = site.train[site.target].to_numpy(dtype=np.float64)
+    """Sums of the training targets for a robust location and scale."""
+    y = client.site.train[client.site.target].to_numpy(dtype=np.float64)
     z = (y - request.centre)[:, None] / request.scales
     weights = 2 / (1 + z**2)
     first, second = (weights * z).sum(axis=0), (weights * z**2).sum(axis=0)
@@ -331,22 +330,22 @@ def robust(client: SiteClient, request: RobustScales) -> RobustMoments:
 
 
 def column_sums(client: SiteClient, request: Nothing) -> ColumnSums:
-    """Sums for the means of columns."""
+    """Sums for the means of the columns."""
     sums = standardisation.column_sums(client.site.train, client.preparation)
     return ColumnSums(**sums, dropped=np.array(float(client.site.dropped)))
 
 
 def column_squares(client: SiteClient, request: Centres) -> ColumnSquares:
-    """Sums of squares for the spreads of columns."""
+    """Sums of squares for the scales of the columns."""
     train, preparation = client.site.train, client.preparation
     return ColumnSquares(*standardisation.column_squares(train, preparation, request.centre, request.scale))
 
 
 def shape(client: SiteClient, request: Nothing) -> Shape:
-    """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
+    """Histogram and cross-products of the standardised inputs, and initial hyperparameters."""
     rows = client.rows
-    arrays, start, (y, beside) = input_shape(rows.x), client.start(rows.x.shape[1]), split_target(rows.y)
-    sums = np.array(y @ y), np.asarray(beside.sum())
+    arrays, start, (y, second) = input_shape(rows.x), client.start(rows.x.shape[1]), split_target(rows.y)
+    sums = np.array(y @ y), np.asarray(second.sum())
     return Shape(arrays["input.histogram"], arrays["input.products"], *sums, start)
 
 
@@ -357,59 +356,62 @@ def moments(client: SiteClient, request: Nothing) -> Moments:
 
 
 def logistic(client: SiteClient, request: Coefficients) -> LogisticSums:
-    """Log likelihood, gradient and information of a logistic regression into two or more classes."""
+    """Log likelihood, gradient and information of a logistic regression with two or more classes."""
     design, y = with_ones(client.rows.x), client.rows.y.astype(int)
-    logarithm = log_shares(design, request.values)  # [N, C]
-    p, observed = np.exp(logarithm[:, 1:]), y[:, None] == np.arange(1, logarithm.shape[1])
-    weighted = np.concatenate([share[:, None] * design for share in p.T], axis=1)  # [N, R P]
+    log_p = log_probabilities(design, request.values)  # [N, C]
+    p, observed = np.exp(log_p[:, 1:]), y[:, None] == np.arange(1, log_p.shape[1])
+    weighted = np.concatenate([p_c[:, None] * design for p_c in p.T], axis=1)  # [N, R P]
     information = -weighted.T @ weighted
     blocks = information.reshape(2 * request.values.shape)
-    for c, share in enumerate(p.T):
-        blocks[c, :, c] += design.T * share @ design
-    value = logarithm[np.arange(len(y)), y].sum()
+    for c, p_c in enumerate(p.T):
+        blocks[c, :, c] += design.T * p_c @ design
+    value = log_p[np.arange(len(y)), y].sum()
     return LogisticSums(np.array(value), (observed - p).T @ design, information)
 
 
-def log_shares(design: Array, weights: Array) -> Array:
-    """Logarithms of the probabilities of classes [N, C], from X̃ [N, P] and the weights of all but the first."""
+def log_probabilities(design: Array, weights: Array) -> Array:
+    """Log class probabilities [N, C] from X̃ [N, P] and the weights [C − 1, P] of the classes after the first."""
     log_odds = np.column_stack([np.zeros(len(design)), design @ weights.T])
     return np.asarray(log_odds - special.logsumexp(log_odds, axis=1, keepdims=True))
 
 
 def follow_up(client: SiteClient, request: Edges) -> TimeCounts:
-    """Training rows by their time, and those whose event was seen."""
+    """Training rows and observed events in each interval of time."""
     return TimeCounts(counted(*split_target(client.rows.y), request.values))
 
 
 def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
-    """Scores of what all rows together say of times, whoever the row is, on the held-out rows."""
-    known, target = client.preparation.follow_up, client.rows.y_test
-    if known is None:
-        raise ProtocolError("the sites have not agreed on how long rows were followed")
-    time, seen = split_target(target)
-    alive = known.survived(time)
-    nll = -np.log(alive) - np.where(seen == 1, np.log(known.hazard(time)), 0.0)
-    curve = known.survived
-    scores = time_scores(0 * time, 1 - alive, nll, target, known, lambda times: curve(times + 0 * time))
+    """Scores of the pooled life table on the held-out rows; ProtocolError before the agreement on follow-up."""
+    table, target = client.preparation.follow_up, client.rows.y_test
+    if table is None:
+        raise ProtocolError("the sites have not agreed on the follow-up of the rows")
+    time, event = split_target(target)
+    survival = table.survived(time)
+    nll = -np.log(survival) - np.where(event == 1, np.log(table.hazard(time)), 0.0)
+    curve = table.survived
+    scores = time_scores(0 * time, 1 - survival, nll, target, table, lambda times: curve(times + 0 * time))
     return LifeTableScoreSums.of(scores)
 
 
 def time_regression(client: SiteClient, request: TimeCoefficients) -> TimeSums:
-    """Log likelihood, gradient and information of a linear model of log times.
+    """Log likelihood, gradient and information of a linear accelerated failure time model.
 
-    At z = τ log t − X̃ᵀv a row that was seen adds log p(z) + log τ − log t, which is concave in (v, τ).
+    With z = τ log t − X̃ᵀv, an observed event adds log p(z) + log τ − log t, which is concave in (v, τ), and a censored
+    time adds log S(z).
     """
-    (time, seen), scale = split_target(client.rows.y), float(request.values[-1])
+    (time, event), scale = split_target(client.rows.y), float(request.values[-1])
     design = np.column_stack([-with_ones(client.rows.x), np.log(time)])  # dz
     z = torch.from_numpy(design @ request.values)
     likelihood, zero = build_point_likelihood(client.config.model.likelihood), torch.zeros_like(z)
-    at = torch.stack([z.exp(), torch.from_numpy(seen)], dim=1), zero, zero, likelihood.initial
-    value, slope, bend, _ = likelihood.slopes(*at)  # of times eᶻ, whose density has 1/eᶻ and by −z these slopes
-    whole = float(value) + float((seen * (z.numpy() + math.log(scale) - np.log(time))).sum())
-    gradient, information = -design.T @ slope.numpy(), design.T * bend.numpy() @ design
-    gradient[-1] += seen.sum() / scale
-    information[-1, -1] += seen.sum() / scale**2
-    return TimeSums(np.array(whole), gradient, information)
+    at = torch.stack([z.exp(), torch.from_numpy(event)], dim=1), zero, zero, likelihood.initial
+    value, slope, curvature, _ = likelihood.slopes(
+        *at
+    )  # of times eᶻ, with density p(z) e⁻ᶻ; the derivative by z is −slope
+    total = float(value) + float((event * (z.numpy() + math.log(scale) - np.log(time))).sum())
+    gradient, information = -design.T @ slope.numpy(), design.T * curvature.numpy() @ design
+    gradient[-1] += event.sum() / scale
+    information[-1, -1] += event.sum() / scale**2
+    return TimeSums(np.array(total), gradient, information)
 
 
 def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSums:
@@ -420,7 +422,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     if request.spread is not None:
         variance += np.square(x @ request.spread.T).sum(axis=1)
     if request.classes is not None:
-        scores = class_scores(np.exp(log_shares(with_ones(x), request.classes)), y)
+        scores = class_scores(np.exp(log_probabilities(with_ones(x), request.classes)), y)
     elif likelihood == "bernoulli":
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
     elif likelihood == "poisson":
@@ -439,9 +441,9 @@ SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, shape,
 
 @cache
 def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
-    """The handlers of a client by the kind of message; :meth:`SiteClient.predict` names the request of scores."""
+    """The handlers of a client by message type. :meth:`SiteClient.predict` declares the request of scores."""
     predicted = typing.get_type_hints(client.predict)["request"]
-    found = {EVALUATE: Handler(client.score, predicted, Scores)}
+    table = {EVALUATE: Handler(client.score, predicted, Scores)}
     named = {function.__name__: function for function in (*SCORED, *SUMS)} | {
         name: getattr(client, name) for name in dir(client)
     }
@@ -452,7 +454,7 @@ def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
         request, answer = predicted if hints["request"] is Any else hints["request"], hints["return"]
         kind = kind_of(answer) if is_message(answer) else ""
         if is_message(request) and name == (kind.partition(".")[2] or kind):
-            found[kind] = Handler(function, request, answer)
-    if "train" not in found or found["train"].answer is not Stepped:
-        del found["train.weighted"]
-    return found
+            table[kind] = Handler(function, request, answer)
+    if "train" not in table or table["train"].answer is not Stepped:
+        del table["train.weighted"]
+    return table

@@ -1,7 +1,7 @@
-"""What a site remembers between messages of one run: in its Context, and on its disk where it has a ``state-dir``.
+"""The state of a site between messages of one run: in its Context, and on disk if the node has a ``state-dir``.
 
-A SuperNode that is restarted has lost its Context. Of its rows a site keeps HMAC(salt, table), to refuse other ones
-later, and the encoded rows, so that a later message reads no table and imports no pandas.
+A restarted SuperNode loses its Context. A site stores HMAC(salt, table), to refuse other rows later in the run, and the
+encoded rows, so that later messages neither read a table nor import pandas.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ STATE_FILE, ROWS_FILE, PREPARED_FILE = "site-state.safetensors", "site-rows.json
 
 
 def file_of(context: Context, name: str) -> Path | None:
-    """A file in the folder that the node has for its state."""
+    """The path of a file in the state folder of the node; None without a ``state-dir``."""
     folder = context.node_config.get("state-dir")
     return None if not folder else Path(str(folder)).expanduser() / name
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file that the site's owner alone may read, as a whole; its folder is made where it is missing."""
+    """Write a file atomically, readable by its owner only; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content, mode=0o600)
 
@@ -51,7 +51,7 @@ def _write_arrays(path: Path, arrays: NamedArrays, facts: dict[str, str]) -> Non
 
 
 def _read_arrays(path: Path | None, key: str, value: str) -> tuple[NamedArrays, dict[str, str]] | None:
-    """Arrays and facts of a file whose fact ``key`` has this value; None without such a file."""
+    """Arrays and metadata of a file; None without a file, or if its metadata ``key`` has another value."""
     try:
         with safe_open(path or "", framework="numpy") as file:
             facts: dict[str, str] = file.metadata()
@@ -63,20 +63,20 @@ def _read_arrays(path: Path | None, key: str, value: str) -> tuple[NamedArrays, 
 
 @dataclass(slots=True)
 class SiteState:
-    """Arrays of a method that never leave the site, and how many updates of this run made them."""
+    """Arrays of a method that never leave the site, and the number of their updates in this run."""
 
     run: str
     updates: int = 0
     arrays: NamedArrays = field(default_factory=dict)
 
     def replace(self, arrays: Mapping[str, Any]) -> None:
-        """Keep these arrays and count an update."""
+        """Replace the arrays and count an update."""
         self.arrays = dict(arrays)
         self.updates += 1
 
 
 def load_state(context: Context, run: str) -> SiteState:
-    """The state of this run: from the Context, else from the disk, else empty."""
+    """The state of a run from the Context, else from disk, else empty."""
     facts = record_of(context.state, FACTS, ConfigRecord)
     if facts is not None and facts["run"] == run:
         return SiteState(run, int(str(facts["updates"])), arrays_of(context.state, ARRAYS))
@@ -85,7 +85,7 @@ def load_state(context: Context, run: str) -> SiteState:
 
 
 def save_state(context: Context, state: SiteState) -> None:
-    """Keep the state in the Context and, where the node has a ``state-dir``, on disk."""
+    """Store the state in the Context, and on disk if the node has a ``state-dir``."""
     path = file_of(context, STATE_FILE)
     if path is not None:
         _write_arrays(path, state.arrays, {"run": state.run, "updates": str(state.updates)})
@@ -94,31 +94,31 @@ def save_state(context: Context, state: SiteState) -> None:
 
 
 def require_same_rows(context: Context, run: str, site: RawSite) -> None:
-    """Remember the rows of a real site at its first message of a run, and refuse others later."""
+    """Store the hash of a real site's rows at the first message of a run; DataError if later rows differ."""
     if site.simulated:
         return
     path = file_of(context, ROWS_FILE)
-    known: Mapping[str, object] = record_of(context.state, ROWS, ConfigRecord) or {}
-    if not known and path is not None:
+    stored: Mapping[str, object] = record_of(context.state, ROWS, ConfigRecord) or {}
+    if not stored and path is not None:
         try:
-            known = read_json(path)
+            stored = read_json(path)
         except RunError:
-            known = {}
-    if known.get("run") != run:
+            stored = {}
+    if stored.get("run") != run:
         salt = secrets.token_hex(16)
         facts = {"run": run, "salt": salt, "rows": _fingerprint(site, salt)}
         if path is not None:
             write_private(path, json.dumps(facts).encode())
         context.state[ROWS] = ConfigRecord({**facts})
-    elif not hmac.compare_digest(str(known["rows"]), _fingerprint(site, str(known["salt"]))):
+    elif not hmac.compare_digest(str(stored["rows"]), _fingerprint(site, str(stored["salt"]))):
         table = Path(str(context.node_config.get("data-path", "the table"))).name
         raise DataError(
-            f"{table} is no longer the table with which this site entered the run; put that one back, or start a new"
-            " run with this one"
+            f"{table} is no longer the table with which this site entered the run; restore it, or start a new run"
         )
 
 
 def _fingerprint(site: RawSite, salt: str) -> str:
+    """HMAC-SHA256 of the training and held-out rows."""
     digest = hmac.new(bytes.fromhex(salt), digestmod="sha256")
     for frame in (site.train, site.test):
         digest.update(json.dumps([list(map(str, frame.columns)), len(frame)]).encode())
@@ -127,7 +127,7 @@ def _fingerprint(site: RawSite, salt: str) -> str:
 
 
 class PreparedSite(RawSite):
-    """A site with its encoded rows, which reads its tables when something first asks for them."""
+    """A site with encoded rows that reads its tables on first use."""
 
     __slots__ = ("_load",)
 
@@ -139,7 +139,7 @@ class PreparedSite(RawSite):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """One of the tables, which are not there at first."""
+        """Read the tables, and return one of them."""
         if name not in {"train", "test"}:
             raise AttributeError(name)
         raw = self._load()
@@ -149,7 +149,7 @@ class PreparedSite(RawSite):
 
     @property
     def num_examples(self) -> int:
-        """Training rows."""
+        """The number of training rows."""
         return len(next(iter(self._encoded.values())).y)
 
 
@@ -159,16 +159,16 @@ def prepared_site(
     rules: Rules,
     load: Callable[[Rules], RawSite],
 ) -> RawSite:
-    """The site as a message of a run may know it: from what is kept, else as ``load`` has it, which is then kept."""
+    """The site of a message, from the prepared file if its hash matches; else from ``load``, which writes that file."""
     preparation, path = run[2], file_of(context, PREPARED_FILE)
     if preparation is None or path is None or "data-path" not in context.node_config:
         return load(rules)
     key = _key(context, run[0], run[1], preparation)
-    kept = _read_arrays(path, "key", key)
-    if kept is not None:
-        facts = json.loads(kept[1]["facts"])
+    prepared = _read_arrays(path, "key", key)
+    if prepared is not None:
+        facts = json.loads(prepared[1]["facts"])
         rules.decisions += [Decision(**entry) for entry in facts.pop("decisions")]
-        encoded = {preparation.fingerprint(): SiteData(**kept[0], unknown_levels=facts.pop("unknown_levels"))}
+        encoded = {preparation.fingerprint(): SiteData(**prepared[0], unknown_levels=facts.pop("unknown_levels"))}
         facts["features"] = tuple(facts["features"])
         return PreparedSite(facts, encoded, lambda: load(replace(rules, decisions=[])))
     path.unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def prepared_site(
 
 
 def _key(context: Context, run: str, config: RunConfig, preparation: Preparation) -> str:
-    """A hash of all that the encoded rows follow from."""
+    """A hash of everything that determines the encoded rows."""
     digest = hashlib.sha256(json.dumps([run, config.flat(), dict(context.node_config)], sort_keys=True).encode())
     digest.update(preparation.fingerprint())
     paths = [

@@ -146,9 +146,9 @@ def load_all_sites(config: CoreConfig, num_partitions: int) -> list[RawSite]:
     return [_simulated_site(config, site, num_partitions) for site in range(num_partitions)]
 
 
-def count_sites(config: CoreConfig, wanted: int = 0) -> int:
-    """Return the number of simulated sites: tables in ``dataset``, else ``wanted``, else the natural groups."""
-    if found := len(tables_in(config.dataset)) or wanted:
+def count_sites(config: CoreConfig, requested: int = 0) -> int:
+    """Return the number of simulated sites: tables in ``dataset``, else ``requested``, else the natural groups."""
+    if found := len(tables_in(config.dataset)) or requested:
         return found
     if config.partitioner != "natural":
         raise ConfigError(

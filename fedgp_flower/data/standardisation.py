@@ -53,8 +53,8 @@ def describe(
     values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
     sums, missing = summed(values), np.isnan(values).sum(axis=0)
     if ranges:
-        if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
-            raise DataError(f"column `{odd[0]}` is text or has no range in `privacy.ranges`: add it, or leave it out")
+        if rest := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
+            raise DataError(f"column `{rest[0]}` is text or has no range in `privacy.ranges`: add it, or leave it out")
         low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
         missing = np.zeros(len(columns))
         sums = (rows * (low + high) / 2, missing, rows * (high - low) ** 2 / 12)

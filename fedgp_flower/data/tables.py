@@ -158,6 +158,6 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
     present = [str(name) for name in frame.columns]
     missing = [name for name in names if name not in present]
     if missing:
-        wanted = ", ".join(f"`{name}`" for name in missing)
+        names_missing = ", ".join(f"`{name}`" for name in missing)
         comma = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if len(present) == 1 else ""
-        raise DataError(f"{file}: missing column {wanted}; the file has {listed(present)}{comma}")
+        raise DataError(f"{file}: missing column {names_missing}; the file has {listed(present)}{comma}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field
 
@@ -33,24 +33,6 @@ UNRESTRICTED = frozenset(
     {"method", "dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"}
 )
 """Keys that `keys` does not restrict: a real site does not read them, and `methods` restricts the method."""
-
-
-@runtime_checkable
-class Counted(Protocol):
-    """An answer with estimated parameters."""
-
-    def num_parameters(self) -> int:
-        """Return the number of parameters."""
-
-
-@runtime_checkable
-class Histograms(Protocol):
-    """An answer with histograms."""
-
-    def coarse(self, least: int) -> Self:
-        """Return the answer with cells merged until each has ``least`` rows."""
-
-
 FEW_ROWS = (
     "sums of a site with so few rows nearly show its rows to the server; fewer `model.num-inducing`, or"
     " `privacy.secure-aggregation` = true, hide them (`parameters-per-row` of docs/privacy.md)"
@@ -59,7 +41,7 @@ FEW_ROWS = (
 
 
 class Policy(Section):
-    """The rules of a site. Under masks ``parameters-per-row`` does not hold: the server sees the total alone."""
+    """The rules of a site. Masks switch off ``parameters-per-row``, because the server sees only totals."""
 
     least_rows: Count = 10
     """Fewest training rows to take part."""
@@ -193,12 +175,15 @@ class Rules:
         return replace(raw, train=train, test=test)
 
     def answer(self, answer: A, rows: int) -> A:
-        """Return an answer with merged cells; refuse or warn if it has too many parameters for the rows."""
+        """Return an answer with merged cells; refuse or warn if it has too many parameters for the rows.
+
+        An answer may have a method ``num_parameters()``, and ``coarse(least)``, which merges cells with few rows.
+        """
         if not self.active:
             return answer
-        if isinstance(answer, Counted) and not self.masked:
+        if hasattr(answer, "num_parameters") and not self.masked:
             self._check_size(answer.num_parameters(), rows)
-        return answer.coarse(self.policy.least_cell) if isinstance(answer, Histograms) else answer
+        return answer.coarse(self.policy.least_cell) if hasattr(answer, "coarse") else answer
 
     def _check_size(self, size: int, rows: int) -> None:
         limit = self.policy.parameters_per_row

@@ -1,4 +1,4 @@
-"""The base of all methods: what a method supplies and what it may read; independent of Flower."""
+"""The base of all methods, independent of Flower: the functions of a method, and the run that it may read."""
 
 from __future__ import annotations
 

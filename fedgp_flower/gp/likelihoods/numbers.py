@@ -79,9 +79,9 @@ class MixedNoise(PointLikelihood):
         """Scores of the mixture in original units, for a standardised target [N]."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         means, sds, weights = self._mixture(*moments, hyper)
-        found = mixture_scores(units.scale * means, units.scale * sds, units.scale * target, weights)
+        result = mixture_scores(units.scale * means, units.scale * sds, units.scale * target, weights)
         density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
-        return Scores(found.sums | {"nll": len(target) * math.log(units.scale) - float(density.sum())}, found.arrays)
+        return Scores(result.sums | {"nll": len(target) * math.log(units.scale) - float(density.sum())}, result.arrays)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """Quantiles of the mixture [levels, N]."""

@@ -142,9 +142,9 @@ class PointLikelihood(ABC):
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
         scale = units.scale
-        found = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
+        result = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
         density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
-        return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)
+        return Scores(result.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, result.arrays)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """Predictive quantiles of y [levels, N]; NotImplementedError if y is Gaussian or binary."""

@@ -100,10 +100,10 @@ class Times(PointLikelihood):
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
         reach = 40 * float(hyper[-1].exp()) + 8 * moments[1].sqrt()
         low, high = ((moments[0] + sign * reach).expand(len(levels), -1) for sign in (-1, 1))
-        wanted = torch.tensor(levels, dtype=torch.float64)[:, None]
+        probabilities = torch.tensor(levels, dtype=torch.float64)[:, None]
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            early = 1 - self.survival(middle.exp(), *moments, hyper) < wanted
+            early = 1 - self.survival(middle.exp(), *moments, hyper) < probabilities
             low, high = torch.where(early, middle, low), torch.where(early, high, middle)
         return ((low + high) / 2).exp().numpy()
 

@@ -54,7 +54,7 @@ class DeepKernelClient(SiteClient):
         shared = DeepPosterior(self.model(request.values), mean, covariance, request.share)
         return Prediction(*shared.personal(*self.tensors).moments(inputs))
 
-    def alone(self, data: SiteData, pooled: int) -> Scores:
+    def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of this model fitted to the site's rows."""
         del pooled
         x, y = data.x, data.y
@@ -62,7 +62,7 @@ class DeepKernelClient(SiteClient):
         adam_steps(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
         with torch.no_grad():
             head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).posterior(1.0)
-        return self.scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
+        return self.scores_of(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
 
 
 def adam_steps(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:

@@ -139,10 +139,10 @@ class FedMGPClient(SiteClient):
         point, learned = model.observed(self.likelihood, phi)
         return point.scores(mean, variance, self.rows.y_test, learned, self.units)
 
-    def alone(self, data: SiteData, pooled: int) -> Scores:
+    def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of a GP fitted to the unit's rows or, if ``pooled``, of the multi-output model fitted to all rows."""
         if not (pooled and self.gaussian):
-            return super().alone(data, pooled)
+            return super().baseline_scores(data, pooled)
         units = [site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)]
         rows, most = [(part.x, part.y) for part in units], self.config.baselines.max_evaluations
         start = model.starting_point(rows, self.setting.constants[messages.PSEUDO_INPUTS], self.options.multiples)

@@ -56,12 +56,12 @@ class HierarchicalClient(SiteClient):
             variance = rough.widened(variance, self.rescaled(inputs).numpy(), last, request.factors)
         return Prediction(mean, variance)
 
-    def shown(self, request: HierarchicalView) -> NamedArrays:
+    def held_out_rows(self, request: HierarchicalView) -> NamedArrays:
         """Held-out rows with their predictions, trend and deviation."""
         x, q_global = self.rescaled(self.rows.x_test), GlobalPosterior.of(request.values)
         trend = self.deviation(request.values).trend(x, q_global).numpy()
         whole = self.predict(request, self.rows.x_test).mean
-        return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
+        return super().held_out_rows(request) | trend_and_deviation(self.preparation, trend, whole)
 
     # Helpers of the handlers.
 

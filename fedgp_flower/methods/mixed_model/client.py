@@ -98,27 +98,25 @@ class MixedClient(SiteClient):
                 row[0, names.index("intercept")] = 1.0
             effects.append(whitened(row, self.setting.constants[f"{TERM}{k}"]))
         zero = torch.zeros(1, len(request.beta), dtype=torch.float64)
-        mean, variance = self.conditional(request, zero, effects, self.site.train.iloc[:1], known=True)
+        mean, variance = self.conditional(request, zero, effects, self.site.train.iloc[:1], known_groups=True)
         return SiteEffect(mean.reshape(()), variance.reshape(()))
 
     def predict(self, request: MixedView, inputs: Array) -> Prediction:
         """Mean and variance of an observation of a new group."""
-        return self.observation(request, *self.predictor(request, decoded(inputs, self.preparation), known=False))
+        return self.observation(
+            request, *self.predictor(request, decoded(inputs, self.preparation), known_groups=False)
+        )
 
     def held_out(self, request: MixedView) -> Prediction:
         """Mean and variance of the held-out rows, given the training rows of their groups."""
-        return self.observation(request, *self.predictor(request, self.site.test, known=True))
+        return self.observation(request, *self.predictor(request, self.site.test, known_groups=True))
 
     def score(self, request: MixedView) -> Scores:
         """Scores of the held-out rows."""
-        y, (mean, variance), name = (
-            self.rows.y_test,
-            self.predictor(request, self.site.test, known=True),
-            self.likelihood,
-        )
-        if name == "gaussian":
+        y, (mean, variance) = self.rows.y_test, self.predictor(request, self.site.test, known_groups=True)
+        if self.likelihood == "gaussian":
             return self.units.gaussian_scores(self.observation(request, mean, variance), y)
-        return canonical_likelihood(name).scores(mean, variance, y, torch.tensor(request.shape), self.units)
+        return canonical_likelihood(self.likelihood).scores(mean, variance, y, torch.tensor(request.shape), self.units)
 
     @property
     def formula(self) -> Formula:
@@ -154,7 +152,7 @@ class MixedClient(SiteClient):
     def crossed(self) -> Crossed:
         """The training rows and their grouping factors."""
         fixed, offset, effects = design(self.formula, self.site.train, self.preparation, self.setting.constants)
-        factors = [self.factor(group, effects, self.site.train, known=True) for group in self.factor_terms]
+        factors = [self.factor(group, effects, self.site.train, known_groups=True) for group in self.factor_terms]
         terms = Terms(tuple(z.shape[1] for z in effects))
         return Crossed(terms, fixed, offset / self.scale, self.targets, factors)
 
@@ -181,12 +179,12 @@ class MixedClient(SiteClient):
         """The columns whose values identify a group; empty if the site is the group."""
         return [name for name in group if name not in self.config.sites_named]
 
-    def predictor(self, request: MixedView, frame: pd.DataFrame, *, known: bool) -> tuple[Array, Array]:
-        """Mean and variance of η [N] at rows of a table, in standardised units; all groups are new unless ``known``."""
+    def predictor(self, request: MixedView, frame: pd.DataFrame, *, known_groups: bool) -> tuple[Array, Array]:
+        """Mean and variance of η [N] at rows of a table, standardised; their groups are new unless ``known_groups``."""
         fixed, offset, effects = design(self.formula, frame, self.preparation, self.setting.constants)
         _, lengths, amplitudes = self.split(request)
         features = self.smooths.features(self.smooths.at(frame), lengths)
-        mean, variance = self.conditional(request, torch.cat([*features, fixed], dim=1), effects, frame, known)
+        mean, variance = self.conditional(request, torch.cat([*features, fixed], dim=1), effects, frame, known_groups)
         unexplained = [a**2 * (1 - phi.square().sum(1)) for a, phi in zip(amplitudes, features, strict=True)]
         variance += request.noise * sum(unexplained, start=torch.zeros(len(frame))).numpy()
         return mean + (offset / self.scale).numpy(), variance
@@ -197,7 +195,7 @@ class MixedClient(SiteClient):
         return torch.tensor(request.theta).split(sizes)
 
     def conditional(
-        self, request: MixedView, fixed: Tensor, effects: Sequence[Tensor], frame: pd.DataFrame, known: bool
+        self, request: MixedView, fixed: Tensor, effects: Sequence[Tensor], frame: pd.DataFrame, known_groups: bool
     ) -> tuple[Array, Array]:
         """:meth:`predictor` without offset, from features and whitened columns ``fixed`` [N, E] and ``effects``."""
         theta, lengths, _ = self.split(request)
@@ -206,18 +204,20 @@ class MixedClient(SiteClient):
         rows.fixed = torch.cat([*features, rows.fixed], dim=1)
         marginal = Marginal(rows, FAMILIES[self.likelihood](torch.tensor(request.shape)))
         conditional = Conditional(marginal, torch.tensor(request.beta), theta)
-        factors = [self.factor(group, effects, frame, known) for group in self.factor_terms]
+        factors = [self.factor(group, effects, frame, known_groups) for group in self.factor_terms]
         no_factor = Factor(torch.zeros(len(frame), dtype=torch.int64), 0, fixed[:, :0], ())
         inner, *others = [factors[k] for k in rows.order] or [no_factor]
         with torch.no_grad():
             moments = conditional.linear(fixed, inner, others, torch.tensor(request.covariance), request.noise)
         return moments[0].numpy(), moments[1].numpy()
 
-    def factor(self, group: tuple[str, ...], effects: Sequence[Tensor], frame: pd.DataFrame, known: bool) -> Factor:
-        """The grouping factor of the rows of a table; level −1 for a new group, and for all groups unless ``known``."""
+    def factor(
+        self, group: tuple[str, ...], effects: Sequence[Tensor], frame: pd.DataFrame, known_groups: bool
+    ) -> Factor:
+        """The grouping factor of the rows of a table; level −1 for new groups: all of them unless ``known_groups``."""
         trained, asked = (labels(table, self.columns_of(group)) for table in (self.site.train, frame))
         names = pd.Index(trained.unique())
-        level = names.get_indexer(pd.Index(asked)) if known else np.full(len(frame), -1)
+        level = names.get_indexer(pd.Index(asked)) if known_groups else np.full(len(frame), -1)
         terms = self.factor_terms[group]
         z = torch.cat([effects[k] for k in terms], dim=1)
         return Factor(torch.from_numpy(level.astype(np.int64)), len(names), z, tuple(terms))

@@ -170,8 +170,8 @@ class Arrow:
         """C⁻¹ Λᵀ v with C Cᵀ = H, for the parts v of the inner factor and of the other factors."""
         inner, dense = self.scales
         first = torch.linalg.solve_triangular(self.blocks, inner.mT @ blocks, upper=False)
-        left = dense.mT @ rest - torch.einsum("gqd,gqm->dm", self.across, first)
-        return first, torch.linalg.solve_triangular(self.dense, left, upper=False)
+        remainder = dense.mT @ rest - torch.einsum("gqd,gqm->dm", self.across, first)
+        return first, torch.linalg.solve_triangular(self.dense, remainder, upper=False)
 
     def solved(self, first: Float[Tensor, "G q m"], second: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
         """C⁻ᵀ w, for the two parts of w = C⁻¹ v: the parts of H⁻¹ v."""
@@ -332,8 +332,8 @@ def derivatives(
     width = rows.inner.effects.shape[1]
     entries = len(rows.y) * NODES.get(width, 1) ** width * points.shape[1]
     batched = vmap(at, chunk_size=min(TOGETHER, 1 + MOST // entries))
-    found = batched(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
-    values, gradients, hessians = (part.unflatten(0, near.shape[:2]) for part in found)
+    results = batched(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
+    values, gradients, hessians = (part.unflatten(0, near.shape[:2]) for part in results)
     lower = torch.tril_indices(size, size)
     middle, up, down = hessians[:, :, lower[0], lower[1]].split([1, len(turns) // 2, len(turns) // 2], dim=1)
     bends = torch.cat([(up - down) / (2 * STRIDE), (up + down - 2 * middle) / STRIDE**2], dim=1)
@@ -361,8 +361,8 @@ class Marginal:
         # The gradient is Λᵀ Zᵀ r − u. `whitened` multiplies r by C⁻¹ Λᵀ; the lines below multiply u by C⁻¹.
         first, second = arrow.whitened(blocks, rest)
         prior = torch.linalg.solve_triangular(arrow.blocks, u[0][:, :, None], upper=False)
-        left = u[1][:, None] - torch.einsum("gqd,gqm->dm", arrow.across, prior)
-        other = torch.linalg.solve_triangular(arrow.dense, left, upper=False)
+        remainder = u[1][:, None] - torch.einsum("gqd,gqm->dm", arrow.across, prior)
+        other = torch.linalg.solve_triangular(arrow.dense, remainder, upper=False)
         step = arrow.solved(first - prior, second - other)
         return arrow, (step[0][:, :, 0], step[1][:, 0])
 

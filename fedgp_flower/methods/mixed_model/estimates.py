@@ -224,11 +224,11 @@ def of_marginal(point: Array, around: Expansion, step: Array, smooth: Smooths, e
     """
     best, inverted, (fixed, covariances) = point + step, inverse(-around.hessian), ends
     end = covariances + sum(smooth.lengths) + len(smooth.terms)
-    kept = np.r_[:covariances, end : len(best)]
+    free = np.r_[:covariances, end : len(best)]
     scales = np.append(
         np.repeat(best[end - len(smooth.terms) : end], smooth.widths), np.ones(fixed - sum(smooth.widths))
     )
-    covariance = scales[:, None] * inverse(-around.hessian[np.ix_(kept, kept)])[:fixed, :fixed] * scales
+    covariance = scales[:, None] * inverse(-around.hessian[np.ix_(free, free)])[:fixed, :fixed] * scales
     value = around.value + 0.5 * float(around.gradient @ step)
     spread, shape = np.pad(inverted[fixed:end, fixed:end], (0, 1)), (best[end:], inverted.diagonal()[end:] ** 0.5)
     return Estimates(scales * best[:fixed], covariance, best[fixed:end], 0.0, spread, value, *shape)

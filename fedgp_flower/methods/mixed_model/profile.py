@@ -74,7 +74,7 @@ def entry(k: int, spread: Spread = torch.Tensor.clone) -> Function:
     return lambda at: spread(at)[k]
 
 
-def weighed(row: Array) -> Function:
+def combination(row: Array) -> Function:
     """The function that returns a fixed effect, a linear combination of the whitened ones."""
     return lambda at: at[: len(row)] @ torch.tensor(row)
 
@@ -85,13 +85,13 @@ def derivatives(function: Function, point: Array) -> tuple[float, Array, Array]:
     return expansion.value, expansion.gradient, expansion.hessian
 
 
-def lowest(around: Around, centre: Array, start: Array) -> End:
+def minimum(around: Around, centre: Array, start: Array) -> End:
     """The minimum of the deviance, from the estimates ``start``."""
-    best = moved(End(centre, start, start), around, 0.0)
+    best = newton(End(centre, start, start), around, 0.0)
     return replace(best, start=best.point)
 
 
-def first(best: End, around: Around, parameter: Function, row: Array | None, sign: int) -> End:
+def first_step(best: End, around: Around, parameter: Function, row: Array | None, sign: int) -> End:
     """The first step to an endpoint: a fraction of the Wald interval, by the curvature at the minimum."""
     start = best.point
     if row is not None and isinstance(around, Totals):
@@ -105,7 +105,7 @@ def first(best: End, around: Around, parameter: Function, row: Array | None, sig
     return replace(end, point=start + length * direction, multiplier=1 / length)
 
 
-def moved(end: End, around: Around, level: float) -> End:
+def newton(end: End, around: Around, level: float) -> End:
     """The endpoint after Newton's method with the sums at its centre; ``level`` is the deviance at the endpoint."""
     function, point, multiplier = around.deviance(end.centre, end.row), end.point, end.multiplier
     for _ in range(INNER * (not end.lost)):
@@ -130,5 +130,5 @@ def moved(end: End, around: Around, level: float) -> End:
 
 def settled(before: Sequence[End], after: Sequence[End]) -> bool:
     """Whether no endpoint moved by :data:`SETTLED` or more; lost endpoints do not count."""
-    kept = [(a, b) for a, b in zip(before, after, strict=True) if not b.lost]
-    return all(np.abs(a.point - b.point).max() < SETTLED for a, b in kept)
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if not b.lost]
+    return all(np.abs(a.point - b.point).max() < SETTLED for a, b in pairs)

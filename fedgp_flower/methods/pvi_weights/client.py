@@ -69,7 +69,7 @@ class GLMClient(SiteClient):
         """Scores by the likelihood."""
         return self.scored_by(LinearPosterior(self.config.model, request.gaussian), self.rows)
 
-    def alone(self, data: SiteData, pooled: int) -> Scores:
+    def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model fitted to these rows."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
@@ -80,7 +80,7 @@ class GLMClient(SiteClient):
         """Scores of held-out rows from the moments of f."""
         if self.config.model.likelihood == "poisson":
             return count_scores(*posterior.latent(data.x_test), data.y_test)
-        return self.scored(Prediction(*posterior.observation(data.x_test)), data.y_test)
+        return self.scores_of(Prediction(*posterior.observation(data.x_test)), data.y_test)
 
 
 class BNNClient(SiteClient):
@@ -112,12 +112,12 @@ class BNNClient(SiteClient):
         """Mean and variance of the indicators of classes."""
         return self._indicators(request.gaussian, inputs)
 
-    def alone(self, data: SiteData, pooled: int) -> Scores:
+    def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same network fitted to these rows."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
-        return self.scored(self._indicators(q, data.x_test), data.y_test)
+        return self.scores_of(self._indicators(q, data.x_test), data.y_test)
 
     def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, float, Trace]:
         shared = cast(PVIOptions, self.config.shared)

@@ -80,12 +80,12 @@ class SFVIClient(SiteClient):
 
     confusion = confusion
 
-    def shown(self, request: Parameters) -> NamedArrays:
+    def held_out_rows(self, request: Parameters) -> NamedArrays:
         """Held-out rows with their predictions, trend and deviation; for classes the probability of the second."""
         learner, q_global, q_local = self.posterior(request.values)
         rows = rows_of(self.preparation, self.rows.x_test, self.options)
         trend, total = (learner.predict(q_global, q, rows, link=True).mean for q in (None, q_local))
-        return super().shown(request) | trend_and_deviation(self.preparation, trend, total)
+        return super().held_out_rows(request) | trend_and_deviation(self.preparation, trend, total)
 
     # Helpers of the handlers.
 
@@ -161,13 +161,13 @@ class SFVIClient(SiteClient):
         counts = self.config.model.likelihood == "poisson"
         rows = rows_of(self.preparation, data.x_test, self.options)
         found = learner.predict(q_global, q_local, rows, link=counts)
-        return count_scores(found.mean, found.variance, data.y_test) if counts else self.scored(found, data.y_test)
+        return count_scores(found.mean, found.variance, data.y_test) if counts else self.scores_of(found, data.y_test)
 
-    def alone(self, data: SiteData, pooled: int) -> Scores:
+    def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the model fitted to these rows, by the schedule of the run."""
         options, section = self.options, self.config.model
         if options.model == "gp" and section.likelihood == "gaussian":  # the baseline is a sparse GP
-            return super().alone(data, pooled)
+            return super().baseline_scores(data, pooled)
         rows = rows_of(self.preparation, data.x, options)
         points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
         model = configured(options, section, rows.features.shape[1], points)

@@ -152,9 +152,9 @@ class SVGPClient(SparseClient):
 
     confusion = confusion
 
-    def shown(self, request: PooledPosterior) -> NamedArrays:
+    def held_out_rows(self, request: PooledPosterior) -> NamedArrays:
         """Return the inherited figures; none of times to events, which may be censored."""
-        return {} if SECOND_COLUMN.get(self.config.model.likelihood) == "event" else super().shown(request)
+        return {} if SECOND_COLUMN.get(self.config.model.likelihood) == "event" else super().held_out_rows(request)
 
     def score(self, request: PooledPosterior) -> Scores:
         """Return the scores of the held-out rows under the configured likelihood."""
@@ -214,13 +214,13 @@ def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tenso
 class PrivateSGPRClient(SparseClient):
     """Noisy sums with differential privacy; the site's state holds the latest release and the number of releases."""
 
-    def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
+    def request_of(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """Return the request; raise ProtocolError for a message that the privacy budget does not cover."""
         if (kind.partition(".")[2] or kind) not in ANSWERED:
             raise ProtocolError(
                 f"`privacy.epsilon` is set: `{kind}` would disclose more about rows than the budget covers"
             )
-        return super().asked(kind, arrays, numbers)
+        return super().request_of(kind, arrays, numbers)
 
     def private(self, request: PrivateRequest) -> PrivateSums:
         """Return the sums over the clipped rows with this site's part of the noise.
