@@ -109,15 +109,15 @@ class ModelSection(Section):
 
     kernel: Annotated[str, BASIC] = AUTO
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
-    ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` learns a scale of each input on top. ``auto``:
-    ``rbf``; of ``sgpr`` ``warp(rbf + l1)``, smooth and rough; for several classes ``rbf + linear``."""
+    ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` also learns a scale of each input. ``auto``:
+    ``rbf``; for ``sgpr`` ``warp(rbf + l1)``, smooth and rough; for several classes ``rbf + linear``."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
     """M; 0: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     max_megabytes: Count = 0
-    """``sgpr``: largest message for more inducing points after training; M of them are M² / 2 numbers, twice as large
-    under masks; 64 MB hold 4000. 0: 64, or no more points where ``num-inducing`` is set."""
+    """``sgpr``: largest message when inducing points are added after training. M points need M² / 2 numbers, twice that
+    under masks; 64 MB hold 4000. 0: 64, or none added if ``num-inducing`` is set."""
     likelihood: Annotated[
         Literal[
             "gaussian",

@@ -12,6 +12,7 @@ from scipy.special import logsumexp, softmax
 from sklearn.linear_model import LogisticRegression
 
 import fedgp_flower as fg
+from fedgp_flower.clients import baselines
 from fedgp_flower.errors import DataError
 from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp, expected_softplus
@@ -151,7 +152,8 @@ QUICK = {
 ALONE = {"baselines.local-only": False, "baselines.pooled": False}
 
 
-def test_classes_are_learned_from_sums(tmp_path):
+def test_classes_are_learned_from_sums(tmp_path, monkeypatch):
+    monkeypatch.setattr(baselines, "CYCLES", 1)
     frame = flowers()
     options = QUICK | {"output-dir": str(tmp_path), "features": "x0,x1", "partitioner": "natural"}
     options |= {"partition.column": "place", "name": "text"}

@@ -118,7 +118,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         (PRIVATE | {"privacy.ranges": ""}, "give public ranges"),
         (PRIVATE | {"standardise": False}, "`standardise`"),
         (PRIVATE | {"missing": "drop"}, "`missing`"),
-        (PRIVATE | {"model.kernel": "linear"}, "bounds what it adds"),
+        (PRIVATE | {"model.kernel": "linear"}, "bounds its part of the sums"),
         (PRIVATE | {"model.likelihood": "bernoulli"}, "'gaussian'"),
         (PRIVATE | {"privacy.ranges": '{"x": [1, 0]}'}, "low < high"),
         (PRIVATE | {"privacy.epsilon": 0.0}, "needs a budget: set `privacy.epsilon`"),

@@ -1,5 +1,7 @@
 """The same posterior in the words of scikit-learn, BoTorch and GPyTorch."""
 
+from copy import deepcopy
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,11 +11,6 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.models import SparseGP
-from fedgp_flower.gp.sparse import pooled_sums
-from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.methods.sparse_posterior import SavedSparseGP
-from fedgp_flower.options import ModelSection
 
 FEW = {"model.num-inducing": 8, "sgpr.exchanges": 6}
 
@@ -106,33 +103,17 @@ def test_scikit_learns_own_checks_pass(kind):
     check_estimator(kind(num_rounds=3, sites=2, options=quick), expected_failed_checks=EXPECTED)
 
 
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def sparse(**keys):
-    """A sparse GP at hyperparameters that are not the initial ones, and its optimal posterior."""
-    model = SparseGP(ModelSection(**keys), rand(12, 2, seed=1))
-    for index, parameter in enumerate(model.parameters()):
-        if parameter is not model.inducing_points:
-            parameter.data += 0.2 * rand(*parameter.shape, seed=10 + index)
-    x = 2 * rand(60, 2, seed=2)
-    y = torch.sin(2 * x[:, 0]) + 0.2 * rand(60, seed=3)
-    with torch.no_grad():
-        return model, exact_posterior(pooled_sums(model, x, y), float(model.noise)), (x, y)
-
-
-def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs():
-    model, posterior, _ = sparse()
-    [(exported, likelihood)] = SavedSparseGP(model, posterior).export()
+def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs(fitted):
+    saved = deepcopy(fitted.posterior_.standardised)
+    [(exported, likelihood)] = saved.export()
     assert not any(p.requires_grad for p in (*exported.parameters(), *likelihood.parameters()))
     assert not exported.training
     assert not likelihood.training
-    assert all(p.requires_grad for p in model.parameters())
-    x = rand(4, 2, seed=5).requires_grad_()
+    assert all(p.requires_grad for p in saved.model.parameters())
+    x = torch.tensor([[0.3, -1.0], [1.0, 0.5]], dtype=torch.float64).requires_grad_()
     before = exported(x).mean
     before.sum().backward()
     assert bool((x.grad != 0).any())
-    for parameter in model.parameters():
+    for parameter in saved.model.parameters():
         parameter.data.fill_(0.3)
     torch.testing.assert_close(exported(x).mean, before)

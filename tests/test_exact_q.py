@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -97,10 +98,6 @@ def random_unit(num_latents: int, dims: int, seed: int = 0):  # type: ignore[no-
     return latents, q, UnitData.build(x, y, W), UnitParameters(R, rng.normal(size=num_latents), 0.05), x
 
 
-def expected_fit(latents: LatentFunctions, q: LatentPosterior, data: UnitData, phi: UnitParameters) -> float:
-    return statistics(data, latents, phi).expected(q)
-
-
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
 def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> None:
     """Autograd of E_q log p(y | f) vanishes in s and log σ², R is no worse than before, and E‖y − f‖² = Nσ²."""
@@ -120,9 +117,9 @@ def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> Non
     fit = -0.5 * (math.log(2 * math.pi) + log_noise + squares / log_noise.exp()).sum()
     for gradient in torch.autograd.grad(fit, (s, log_noise)):
         assert gradient.abs().max() < 1e-6 * len(data.y)
-    assert float(fit.detach()) == pytest.approx(expected_fit(latents, q, data, best), rel=1e-8)
+    assert float(fit.detach()) == pytest.approx(statistics(data, latents, best).expected(q), rel=1e-8)
     assert float(squares.mean().detach()) == pytest.approx(best.noise, rel=1e-8)
-    assert expected_fit(latents, q, data, best) > expected_fit(latents, q, data, phi)
+    assert statistics(data, latents, best).expected(q) > statistics(data, latents, phi).expected(q)
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
@@ -282,6 +279,7 @@ ROWS = 50
 Answers = dict[str, list[UnitStatistics]]
 
 
+@cache
 def asked(num_units: int, rounds: int, dims: int = 1) -> tuple[ExactState, tuple[Move, ...], Answers]:
     states, phi, data = federate(signals(dims, num_units=num_units), grid(dims), rounds)
     state, moves = states[-1], trial_moves(states[-1])
@@ -337,6 +335,7 @@ def test_few_sites_cannot_steer_the_lengthscales() -> None:
     np.testing.assert_array_equal(merge(state, lied, moves=moves, quorum=0.5).latents.scales, honest.latents.scales)
 
 
+@cache
 def starts(dims: int = 1, num_latents: int = 1) -> dict[str, UnitStatistics]:
     W = grid(dims)
     latents = start(W, (1.0, 2.0)[:num_latents]).latents

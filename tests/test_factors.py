@@ -46,14 +46,6 @@ def make_draws(seed: int = 0, kernel: str = "rbf", likelihood: str = "gaussian")
     return Draws(model, 2 * rand(SAMPLES, INDUCING, 2, seed=seed + 1), hyper)
 
 
-def at_points() -> tuple[Marginals, Draws]:
-    """Z and β as points, and the model there."""
-    model = make_draws().model
-    hyper = LatentFactor(value=model.initial_hyper().numpy())
-    q = Marginals(LatentFactor(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)
-    return q, model.at_means(q)
-
-
 def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
     return PseudoObservations(
         rand(size, 2, seed=seed), rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp(), tied
@@ -191,7 +183,10 @@ def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypat
 
 def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     """Another site changes the cavity, but not the conjugate optimum: a second pass leaves Λ and η as they are."""
-    q, draws = at_points()
+    model = make_draws().model
+    hyper = LatentFactor(value=model.initial_hyper().numpy())
+    q = Marginals(LatentFactor(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)  # Z and β as points
+    draws = model.at_means(q)
     data, other = (Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
     own, cavity = (first_factor(draws.model, d, q, "cpo") for d in (data, other))
     eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))

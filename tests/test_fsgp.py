@@ -24,15 +24,11 @@ from strategies.server.shapes import points_like_inputs
 SGD = {"method": "fsgp", "optimizer__name": "sgd", "optimizer__steps": 1}
 
 
-def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
-    return parameters(run(FaultyGrid(flat | {"num-server-rounds": 0}, sites)))
-
-
 def test_one_site_and_one_step_is_a_plain_gradient_step() -> None:
     """w + η dF/dw with F Titsias' bound per row, differentiated here by autograd of the textbook formula."""
     flat = configured(**SGD, optimizer__learning_rate=0.03, num_server_rounds=1, min_sites=1)
     grid = FaultyGrid(flat, 1)
-    before, strategy = start_of(flat, 1), run(grid)
+    before, strategy = parameters(run(FaultyGrid(flat | {"num-server-rounds": 0}, 1))), run(grid)
     x, y = rows_of(grid, strategy, "0")
     w = {name: torch.tensor(array, requires_grad=True) for name, array in before.items()}
     scale, noise = w["kernel.log_lengthscale"].exp(), w["likelihood.log_noise"].exp()

@@ -28,11 +28,6 @@ def regression_rows(inputs: int = INPUTS) -> tuple[np.ndarray, np.ndarray]:
     return x, 0.4 + x[:, 0] - 0.5 * x[:, 1] + 0.6 * draw.normal(size=ROWS)
 
 
-def class_rows() -> tuple[np.ndarray, np.ndarray]:
-    x, y = regression_rows()
-    return x, (y > 0.9).astype(float)
-
-
 def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]) -> LinearPredictor:
     parts = zip(*(np.split(entry, cuts) for entry in rows), strict=True)
     clients = [SimpleNamespace(rows=SimpleNamespace(x=x, y=y)) for x, y in parts]
@@ -76,7 +71,8 @@ def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
 
 
 def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
-    x, y = class_rows()
+    x, goal = regression_rows()
+    y = (goal > 0.9).astype(float)
     found, design = fitted((x, y), "bernoulli", [9, 30]), with_ones(x)
 
     def loss(w: np.ndarray) -> float:

@@ -145,11 +145,6 @@ def test_what_are_no_counts(variance: float, target: float) -> None:
         count_scores(np.zeros(1), np.array([variance]), np.array([target]))
 
 
-def predictions(n, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=n), rng.uniform(0.5, 2, n), rng.normal(size=n)
-
-
 def test_figures_by_hand_with_sites_of_unequal_size():
     sites = {
         "b": gaussian_scores([0.0], [1.0], [3.0]),
@@ -169,7 +164,8 @@ def test_figures_by_hand_with_sites_of_unequal_size():
 
 
 def test_standardised_figures_are_those_of_standardised_predictions():
-    m, s, y = predictions(40)
+    rng = np.random.default_rng(0)
+    m, s, y = rng.normal(size=40), rng.uniform(0.5, 2, 40), rng.normal(size=40)
     location, scale = 12.0, 5.0
     original = gaussian_scores(location + scale * m, scale * s, location + scale * y)
     expected = combine({"0": ScoreSums.of(gaussian_scores(m, s, y))}, 1.0)["test"]

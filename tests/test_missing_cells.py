@@ -12,12 +12,12 @@ import pytest
 from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 
 from fedgp_flower import server_app
-from fedgp_flower.agreement import Agreement, agree
+from fedgp_flower.agreement import agree
 from fedgp_flower.cli import main
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
-from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
+from fedgp_flower.data.sites import load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.artefacts import read_run
@@ -43,17 +43,10 @@ def settings(missing: str, **more: Any) -> CoreConfig:
     return CoreConfig.model_validate({"missing": missing, "test-fraction": 0.0, **more})
 
 
-def real_sites(folder: Path, missing: str, cuts: list[int]) -> list[RawSite]:
+def encoded(folder: Path, missing: str, cuts: list[int]) -> tuple[np.ndarray, tuple[str, ...]]:
     frames = {str(k): patients()[a:b] for k, (a, b) in enumerate(itertools.pairwise([0, *cuts, 90]))}
-    return [load_site(settings(missing), node) for node in csv_nodes(folder, frames)]
-
-
-def agreed(sites: list[RawSite], missing: str) -> Agreement:
-    return agree({str(k): site.describe() for k, site in enumerate(sites)}, missing=missing)
-
-
-def encoded(sites: list[RawSite], missing: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    agreement = agreed(sites, missing)
+    sites = [load_site(settings(missing), node) for node in csv_nodes(folder, frames)]
+    agreement = agree({str(k): site.describe() for k, site in enumerate(sites)}, missing=missing)
     preparation = Preparation.from_wire(agreement.arrays, agreement.schema)
     assert preparation.names == agreement.names
     return np.concatenate([site.encode(preparation).x for site in sites]), agreement.names
@@ -62,7 +55,7 @@ def encoded(sites: list[RawSite], missing: str) -> tuple[np.ndarray, tuple[str, 
 @pytest.mark.parametrize("missing", MIXED)
 @pytest.mark.parametrize("cuts", [[], [30, 61]])
 def test_inputs_are_those_of_the_whole_table(tmp_path: Path, missing: str, cuts: list[int]) -> None:
-    found, names = encoded(real_sites(tmp_path, missing, cuts), missing)
+    found, names = encoded(tmp_path, missing, cuts)
     table = patients().dropna(subset=["y"] if missing != "drop" else None)
     columns = {"age": table["age"], "weight": table["weight"]}
     columns |= {f"ward={level}": (table["ward"] == level).where(table["ward"].notna()) for level in "abc"}

@@ -19,13 +19,9 @@ from strategies.server.scoring import Scoring
 DESCRIBE = "query.describe"
 
 
-def network(grid: FaultyGrid, **keys: Any) -> Network:
-    return Network(grid, "run", 5.0, **keys)
-
-
 def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
     grid = FaultyGrid(configured(), count)
-    net = network(grid, **keys)
+    net = Network(grid, "run", 5.0, **keys)
     net.ask_new_nodes(DESCRIBE)
     return grid, net
 

@@ -228,7 +228,6 @@ def test_histograms_of_every_answer_are_coarse():
         ("query.describe", ""),  # the phase that it names beside its type is nothing that a site reads
         ("query.moments", "`query.moments` is not answered: `kinds`"),
         ("train.moments", "`train.moments`"),
-        ("evaluate.moments", "`evaluate.moments`"),
     ],
 )
 def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refused, tmp_path):

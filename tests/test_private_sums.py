@@ -22,9 +22,8 @@ from fedgp_flower.run.registry import client_class
 from strategies.pooled_bound import noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
-BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
-PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES, **BARE}
+PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES}
 PRIVATE |= {"num_server_rounds": 9, "evaluate_every": 1}
 SIZE = 6
 VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1), LOCATIONS: np.zeros((1, 1))}

@@ -102,10 +102,6 @@ def blocks(**gaussians) -> dict[str, NaturalParameters]:
     return {name: NaturalParameters.of(gaussian) for name, gaussian in gaussians.items()}
 
 
-def contribution(factor) -> Contribution:
-    return Contribution(blocks(function=factor))
-
-
 def assert_same(left, right, **tolerance) -> None:
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a, b, **(tolerance or EXACT))
@@ -117,7 +113,7 @@ def to_fixed_point(problem: Problem, likelihood: str, passes: int) -> PVIState:
         name, around = str(visit % 3), cavity(state, str(visit % 3))["function"]
         start = state.sites[name].factors["function"].gaussian if name in state.sites else around**0.0
         factor, _ = fixed_point(problem.site(visit % 3, likelihood), around, start)
-        state, _ = merge(state, {name: contribution(factor)}, damping=1.0)
+        state, _ = merge(state, {name: Contribution(blocks(function=factor))}, damping=1.0)
     return state
 
 

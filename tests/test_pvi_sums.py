@@ -16,7 +16,7 @@ from fedgp_flower.gp.fitc import weighted_sums
 from fedgp_flower.gp.models import LatentGP, SparseGP
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.duals import expectations
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, apart
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, unnumbered
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Parameters
@@ -45,7 +45,7 @@ class Site:
     y: ndarray
 
     def trials(self, request: Parameters) -> TrialSums:
-        models = [SparseGP.from_arrays(ModelSection(), values) for values in apart(request.values)]
+        models = [SparseGP.from_arrays(ModelSection(), values) for values in unnumbered(request.values)]
         rows = torch.from_numpy(self.x), torch.from_numpy(self.y)
         return TrialSums.of([weighted_sums(model, *rows) for model in models])
 

@@ -188,14 +188,14 @@ def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
         run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 3, fault))
 
 
-def misbehaving(monkeypatch, site, change, client=SparseClient, name="sums"):
+def misbehaving(monkeypatch, site, change, client=SparseClient, name="whitened"):
     plain = getattr(client, name)
 
-    def sums(self, values):
+    def changed(self, values):
         found = plain(self, values)
         return change(found) if self.site.site == site else found
 
-    monkeypatch.setattr(client, name, sums)
+    monkeypatch.setattr(client, name, changed)
 
 
 def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):

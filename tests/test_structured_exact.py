@@ -83,8 +83,9 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
         torch.testing.assert_close(found, kept["local.mean"], rtol=0, atol=1e-12)
 
 
-def learned_scales(model):
+def multinomial():
     """The model with prior scales that are not the ones it starts with."""
+    model = Multinomial(2, 3)
     with torch.no_grad():
         model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
     return model
@@ -93,7 +94,7 @@ def learned_scales(model):
 @pytest.mark.parametrize("triangular", [True, False])
 def test_the_server_s_term_needs_the_prior_s_arrays_alone(generator, triangular):
     """With and without draws it is that of the model itself."""
-    model = learned_scales(Multinomial(2, 3))
+    model = multinomial()
     site = model.prepare(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     q_global, (q_local,) = problems.start_posteriors(model, [site], generator, triangular=triangular)
     noise = torch.randn(5, model.global_size, generator=generator, dtype=torch.float64)
@@ -253,10 +254,7 @@ def test_new_child_is_predicted_by_integrating_its_intercept(generator):
 
 
 def test_multinomial_density_and_its_learned_prior(generator):
-    model = Multinomial(2, 3)
-    with torch.no_grad():
-        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
-    x = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    model, x = multinomial(), torch.randn(5, 2, generator=generator, dtype=torch.float64)
     site = model.prepare(x, torch.tensor([0.0, 2.0, 1.0, 1.0, 0.0]), key=4)
     z = torch.randn(2, 9, generator=generator, dtype=torch.float64)
     empty = torch.zeros(2, 1, 0, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, lost, run
 
 import fedgp_flower as fg
+from fedgp_flower.clients import baselines
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
@@ -273,7 +274,8 @@ def table_of(likelihood: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("likelihood", [*KINDS, "heteroscedastic"])
-def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path: Any) -> None:
+def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(baselines, "CYCLES", 1)
     frame = table_of(likelihood)
     options = {"output-dir": str(tmp_path), "model.likelihood": likelihood, "model.num-inducing": 8}
     options |= {"baselines.max-evaluations": 6, "evaluate-every": 0}

@@ -33,8 +33,6 @@ UNRESTRICTED = frozenset(
     {"method", "dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"}
 )
 """Keys that `keys` does not restrict: a real site does not read them, and `methods` restricts the method."""
-
-
 FEW_ROWS = (
     "sums of a site with so few rows nearly show its rows to the server; fewer `model.num-inducing`, or"
     " `privacy.secure-aggregation` = true, hide them (`parameters-per-row` of docs/privacy.md)"
@@ -43,7 +41,7 @@ FEW_ROWS = (
 
 
 class Policy(Section):
-    """The rules of a site. Under masks ``parameters-per-row`` does not hold: the server sees the total alone."""
+    """The rules of a site. Masks switch off ``parameters-per-row``, because the server sees only totals."""
 
     least_rows: Count = 10
     """Fewest training rows to take part."""

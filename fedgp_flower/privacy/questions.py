@@ -73,11 +73,11 @@ class MaskedQuestion:
     @property
     def digest(self) -> str:
         """H, the hash of the question with its roster."""
-        return _hash(self.subject, [[entry.site, entry.key, entry.signature] for entry in self.members])
+        return _hash(self.subject, [[member.site, member.key, member.signature] for member in self.members])
 
     def secrets(self, identity: Identity, site: str) -> dict[str, bytes]:
         """Return the secret that a site shares with each other site of the roster."""
-        private, keys, found = identity.run_key(self.run), {entry.site: entry.key for entry in self.members}, {}
+        private, keys, found = identity.run_key(self.run), {member.site: member.key for member in self.members}, {}
         for other in keys.keys() - {site}:
             info = json.dumps(["fedgp pair 1", self.run, sorted([[site, keys[site]], [other, keys[other]]])]).encode()
             found[other] = masks.pair_secret(private, bytes.fromhex(keys[other]), info)
@@ -157,7 +157,7 @@ def admitted(
     ``limits`` are the fewest sites of a total and the most changes of the roster.
     """
     least, most = max(limits[0], LEAST_SITES), limits[1]
-    sites, keys = question.sites, [entry.key for entry in question.members]
+    sites, keys = question.sites, [member.key for member in question.members]
     if list(sites) != sorted(sites) or len(set(sites)) < len(sites) or len(set(keys)) < len(keys):
         raise ProtocolError("the roster names a site or a key twice, or is not sorted")
     if len(sites) < least:
@@ -167,7 +167,7 @@ def admitted(
     for other in question.members:
         trust.require(question.run, other)
     _check_order(question, history)
-    roster = tuple((entry.site, entry.key) for entry in question.members)
+    roster = tuple((member.site, member.key) for member in question.members)
     changes = history.changes + (bool(history.roster) and roster != history.roster)
     if changes > most:
         raise ProtocolError(
@@ -187,6 +187,6 @@ def _check_order(question: MaskedQuestion, history: History) -> None:
         return
     if question.subject != history.subject:
         raise ProtocolError(f"question {question.number} differs from the question with this number that was answered")
-    roster = {(entry.site, entry.key) for entry in question.members}
+    roster = {(member.site, member.key) for member in question.members}
     if not roster < set(history.roster):
         raise ProtocolError(f"the roster of question {question.number} does not shrink: it may only lose sites")

@@ -67,7 +67,8 @@ def restored(snapshot: Snapshot) -> Agreement:
 
 def agreed(network: Network, config: RunConfig, described: Mapping[str, SiteDescription]) -> Agreement:
     """Return the agreement that follows from the sites' descriptions; sites that do not match it are dismissed."""
-    found = agree({site: one for site, one in described.items() if site in network.nodes}, **config.agreement_options)
+    present = {site: description for site, description in described.items() if site in network.nodes}
+    found = agree(present, **config.agreement_options)
     for site, reason in found.refused.items():
         network.dismiss(site, reason)
     network.require(config.min_sites)
@@ -88,7 +89,7 @@ def _log(found: Agreement) -> None:
 def meet(network: Network, config: RunConfig) -> dict[str, SiteDescription]:
     """Wait for the sites and return their descriptions; either all or none of them describe their rows."""
     described = _wait_for_sites(network, config)
-    with_sums = {site: one for site, one in described.items() if not one.bare}
+    with_sums = {site: description for site, description in described.items() if not description.bare}
     if not with_sums:
         return described
     for site in sorted(described.keys() - with_sums.keys()):
@@ -130,7 +131,7 @@ def _complete(summed: Summed[A], network: Network, sites: tuple[str, ...] | None
 def meet_again(network: Network, config: RunConfig, saved: Agreement) -> None:
     """Wait for the sites of a resumed run; the saved agreement stays."""
     described = _wait_for_sites(network, config)
-    changed = [site for site, one in described.items() if saved.rows.get(site) != one.num_examples]
+    changed = [site for site, found in described.items() if saved.rows.get(site) != found.num_examples]
     if saved.simulated and changed:
         raise RunError(
             f"cannot resume: the run has {len(saved.rows)} simulated sites, and {len(changed)} of the {len(described)}"
@@ -144,7 +145,7 @@ def _wait_for_sites(network: Network, config: RunConfig) -> dict[str, SiteDescri
     deadline = time.monotonic() + config.wait_seconds
     while True:
         described |= _new_descriptions(network)
-        partitions = max((one.partitions for one in described.values()), default=0)
+        partitions = max((description.partitions for description in described.values()), default=0)
         enough = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # otherwise further sites may still connect
         if len(network.asked_nodes if known else described) >= enough:

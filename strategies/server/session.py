@@ -205,8 +205,8 @@ class Session:
             return
         self.descriptions = enrolment.meet(network, self.config)
         self.preparation = enrolment.agreed(network, self.config, self.descriptions)
-        self._set_up_masking(all(one.trusting for one in self.descriptions.values()), self.preparation.simulated)
-        if any(one.bare for one in self.descriptions.values()):
+        self._set_up_masking(all(site.trusting for site in self.descriptions.values()), self.preparation.simulated)
+        if any(site.bare for site in self.descriptions.values()):
             self._adopt(self.preparation)
             self.preparation = self.run(enrolment.from_totals(network, self.config, self.preparation))
 

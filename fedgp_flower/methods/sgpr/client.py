@@ -33,7 +33,7 @@ from fedgp_flower.methods.sgpr.messages import (
     Sketch,
     SparseStatistics,
     TrialSums,
-    apart,
+    unnumbered,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import SECOND_COLUMN, ModelSection
@@ -115,7 +115,7 @@ class SGPRClient(SparseClient):
 
     def trials(self, request: Parameters) -> TrialSums:
         """Return the sums over this site's rows at each of several parameters."""
-        return TrialSums.of([self.evidence_sums(values) for values in apart(request.values)])
+        return TrialSums.of([self.evidence_sums(values) for values in unnumbered(request.values)])
 
     def evidence_sums(self, values: Mapping[str, ndarray]) -> WeightedSums:
         """Return the FITC sums over this site's rows at these parameters."""

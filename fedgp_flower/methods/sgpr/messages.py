@@ -1,4 +1,4 @@
-"""The messages of sgpr, svgp, sgpr-private and fsgp. Training and prediction need sums over sites and no more."""
+"""The messages of sgpr, svgp, sgpr-private and fsgp: the server needs only sums over sites."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ from fedgp_flower.shared_messages import Described, max_abs, outlying_variances,
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
-"""Of rounding, as a part of the largest entry: of sums, and of expectations, also in single precision."""
+"""Tolerated rounding as a share of the largest entry: of sums, and of expectations, which may be in float32."""
 
 
 @message("query.statistics", summand=True, counts="M")
 class SparseStatistics(SparseSums):
-    """What follows from a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
+    """Sums over a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
 
     @staticmethod
     def outliers(answers: Mapping[str, SparseStatistics], rows: Mapping[str, int]) -> dict[str, str]:
-        """Prior variances that are not those of most sites."""
+        """Return the sites whose prior variance per row differs from that of most sites, with the reason."""
         return outlying_variances({site: float(answer.prior_variance) / rows[site] for site, answer in answers.items()})
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
-        """Why sums cannot come from these rows, or None: necessary conditions that every honest site meets.
+        """Return why the sums cannot come from the described rows, or None.
 
-        A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x), and bᵀ A⁻¹ b ≤ yᵀ y.
+        Sums of rows have A = W Wᵀ positive semi-definite, tr A ≤ Σ k(x, x), and bᵀ A⁻¹ b ≤ yᵀ y.
         """
         if reason := described.squares_mismatch("target_squares", self.target_squares, described.target_square):
             return reason
         if reason := described.rows_mismatch("count", self.count):
             return reason
-        size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # units first: a liar's numbers may be huge
+        size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # scaled first: false entries may be huge
         if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
             return "`gram` explains more than the prior variance of the rows"
-        return impossible(self.gram, self.projection, float(self.target_squares), added=described.added)
+        return gram_refusal(self.gram, self.projection, float(self.target_squares), added=described.added)
 
 
 @message()
 class Anchors:
-    """Points where inputs of all sites lie, one for each slot that cells of rows are added up in."""
+    """Points distributed like the inputs of all sites; a site adds each cell of rows to the nearest of them."""
 
     points: Float[ndarray, "C D"] = leaves("drawn from the sums of all sites' histograms, in standardised units")
 
 
 @message("query.sketch", summand=True)
 class Sketch:
-    """Where a site's rows lie, in cells of at least five, and what its rows alone say of the hyperparameters θ.
+    """Sums over cells of at least five rows of a site, and the local mode of the log hyperparameters θ.
 
-    Values of each input are in cells of their own, so that one which many rows have is known as it is.
+    The values of each single input form other cells, so that a value of many rows is known exactly.
     """
 
-    rows: Float[ndarray, " C"] = leaves("rows of the cells in each slot")
+    rows: Float[ndarray, " C"] = leaves("rows of the cells at each anchor")
     first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
     second: Float[ndarray, "C D"] = leaves("Σ x² of these rows, standardised")
-    value_rows: Float[ndarray, "D B"] = leaves("of each input, rows whose values are in each slot")
+    value_rows: Float[ndarray, "D B"] = leaves("of each input, rows with values at each quantile")
     value_sums: Float[ndarray, "D B"] = leaves("Σ of these values, standardised")
-    repeats: Float[ndarray, "2 256"] = leaves("Σ of random signs of rows' targets, and of whole rows: equal ones agree")
+    repeats: Float[ndarray, "2 256"] = leaves("Σ of random signs, equal for equal targets; then for equal rows")
     precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
     shift: Float[ndarray, " H"] = leaves("H θ")
 
     def num_parameters(self) -> int:
-        """Cells that hold rows, and hyperparameters."""
+        """Return the number of cells with rows, plus that of hyperparameters."""
         return int(np.count_nonzero(self.rows)) + len(self.shift)
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from so many rows, or None: counts, variances and curvature are not negative."""
+        """Return why the sketch cannot come from the described rows, or None: no count or variance is negative."""
         rows = described.rows
         if reason := described.rows_mismatch("rows", self.rows.sum()):
             return reason
         slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
         if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
-            return f"its cells are not those of {rows} rows"
+            return f"its cells cannot come from {rows} rows"
         if (np.abs(self.repeats) > rows).any():
             return f"`repeats` are not sums of {rows} signs"
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
@@ -88,32 +88,32 @@ class Sketch:
 
 @message()
 class CommonValues:
-    """Values of each input that many rows have."""
+    """The values of each input that many rows have."""
 
     values: Float[ndarray, "D V"] = leaves("from the sums of all sites' cells of values, standardised")
 
 
 @message("query.pairs", summand=True)
 class PairCounts:
-    """How many rows have each two of the common values."""
+    """How many rows have each pair of common values of two inputs."""
 
-    counts: Float[ndarray, "P V V"] = leaves("of each two inputs, rows with each two values; fewer than three as 0")
+    counts: Float[ndarray, "P V V"] = leaves("of each two inputs, rows with each pair of values; fewer than three as 0")
 
     def num_parameters(self) -> int:
-        """Return the largest number of cells into which two inputs divide the rows."""
+        """Return the largest number of pairs of values of two inputs."""
         return int(np.count_nonzero(self.counts, axis=(1, 2)).max(initial=0))
 
     def refusal(self, described: Described) -> str | None:
-        """Return why this cannot come from so many rows, or None."""
+        """Return why the counts cannot come from the described rows, or None."""
         possible = (self.counts >= 0).all() and (self.counts.sum((1, 2)) <= described.rows).all()
-        return None if possible else f"`counts` are not of {described.rows} rows"
+        return None if possible else f"`counts` cannot come from {described.rows} rows"
 
 
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
     """:class:`WeightedSums` at each of several parameters."""
 
-    grams: Float[ndarray, "T M M"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), at each parameters", symmetric=True)
+    grams: Float[ndarray, "T M M"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), at each candidate", symmetric=True)
     projections: Float[ndarray, "T M"] = leaves("b = Σ w y/λ, λ = σ² + k(x, x) − |w|²")
     weighted_squares: Float[ndarray, " T"] = leaves("s = Σ y²/λ")
     log_variances: Float[ndarray, " T"] = leaves("ℓ = Σ log λ")
@@ -122,39 +122,36 @@ class TrialSums:
 
     @staticmethod
     def of(each: Sequence[WeightedSums]) -> TrialSums:
-        """From the sums at each parameters."""
+        """Return the message with the sums at each candidate."""
         return TrialSums(*map(np.stack, zip(*(vars(sums).values() for sums in each), strict=True)))
 
     def each(self) -> list[WeightedSums]:
-        """The sums at each parameters."""
+        """Return the sums at each candidate."""
         return [WeightedSums(*map(np.asarray, sums)) for sums in zip(*vars(self).values(), strict=True)]
 
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
-        """Sums that dwarf those of the other sites."""
+        """Return the sites whose sums per row far exceed the median, with the reason."""
         found = oversized(answers, rows, "`grams`", lambda answer: max_abs(answer.grams))
         return found | oversized(answers, rows, "`weighted_squares`", lambda answer: max_abs(answer.weighted_squares))
 
     def refusal(self, described: Described) -> str | None:
-        """Why any of the sums cannot come from these rows, or None.
-
-        Honest A are positive semi-definite with bᵀ A⁻¹ b ≤ s; a summand is only checked along some directions.
-        """
+        """Return why the sums cannot come from the described rows, or None; see :func:`gram_refusal`."""
         if reason := described.squares_mismatch("target_squares", self.target_squares, described.target_square):
             return reason
         if reason := next(filter(None, (described.rows_mismatch("counts", count) for count in self.counts)), None):
             return reason
         projected = zip(self.grams, self.projections, self.weighted_squares.tolist(), strict=True)
-        return next(filter(None, (impossible(*part, added=described.added) for part in projected)), None)
+        return next(filter(None, (gram_refusal(*part, added=described.added) for part in projected)), None)
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def impossible(gram: ndarray, projection: ndarray, squares: float, *, added: bool) -> str | None:
-    """Why sums A [M, M], b [M] and s are of no rows, or None: of rows A = W Wᵀ and bᵀ A⁻¹ b ≤ s.
+def gram_refusal(gram: ndarray, projection: ndarray, squares: float, *, added: bool) -> str | None:
+    """Return why A [M, M], b [M] and s cannot be sums over rows, or None: A = W Wᵀ implies A ⪰ 0 and bᵀ A⁻¹ b ≤ s.
 
-    Of ``added`` sums A is only checked in O(M²): |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ s vᵀAv for some v.
+    ``added`` sums are checked in O(M²) only: |A_ij| ≤ max A_ii, and vᵀ A v ≥ 0 and (bᵀv)² ≤ s vᵀAv for some v.
     """
-    size = max(float(gram.max()), -float(gram.min()), 1e-300)  # units first: a liar's numbers may be huge
+    size = max(float(gram.max()), -float(gram.min()), 1e-300)  # scaled first: false entries may be huge
     length = math.sqrt(max(squares, 0.0)) * (1 + SLACK)
     projection = projection / math.sqrt(size)
     if added:
@@ -176,26 +173,26 @@ def impossible(gram: ndarray, projection: ndarray, squares: float, *, added: boo
 
 @message("train.gradients", summand=True)
 class EvidenceGradient:
-    """A site's share of the evidence's gradient at the posterior of all rows.
+    """A site's share of the gradient of the log evidence, at the posterior of all rows.
 
-    What lies here can only cost time: a step is taken where the totals of sums bear out that the evidence rises.
+    A false gradient can only cost time, since a step is accepted only if the sums show a higher evidence.
     """
 
     gradient: Float[ndarray, " H"] = leaves("Σ ∂ E_q log N(y | wᵀv, λ) by each logarithm, in the order of their names")
     noise: Float[ndarray, "2 V"] = leaves("Σ z t and Σ (z t)², t = E_q (y − wᵀv)²/λ − 1, z each input and its square")
 
     def num_parameters(self) -> int:
-        """Hyperparameters."""
+        """Return the number of hyperparameters."""
         return len(self.gradient)
 
 
 def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:
-    """Several named arrays as one, under ``number.name``."""
+    """Return several sets of named arrays as one, with names ``number.name``."""
     return {f"{number}.{name}": array for number, arrays in enumerate(each) for name, array in arrays.items()}
 
 
-def apart(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
-    """The inverse of :func:`numbered`."""
+def unnumbered(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
+    """Return the sets of named arrays; the inverse of :func:`numbered`."""
     found: dict[str, dict[str, ndarray]] = {}
     for name, array in arrays.items():
         number, _, inner = name.partition(".")
@@ -205,42 +202,42 @@ def apart(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
 
 @message()
 class PooledPosterior:
-    """Parameters, and q(v) = N(m, S) of the whitened inducing values v = L⁻¹ f(Z): all that predicts."""
+    """Parameters and q(v) = N(m, S) of the whitened inducing values v = L⁻¹ f(Z), which together predict."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
-    mean: Float[ndarray, "*C M"] = leaves("m; of each class, where there are several")
+    mean: Float[ndarray, "*C M"] = leaves("m; of each function, if several")
     covariance: Float[ndarray, "*C M M"] = leaves("S", symmetric=True)
 
     def whitened(self) -> WhitenedPosterior:
-        """As tensors."""
+        """Return q(v) as tensors."""
         return WhitenedPosterior(torch.as_tensor(self.mean), torch.as_tensor(self.covariance))
 
 
 @message("train.expectations", summand=True, counts="values")
 class Expectations:
-    """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
+    """The expected log likelihood of rows under q(v) and its derivatives, for the bound, its gradient and a step."""
 
     values: Mapping[str, AnyShape] = leaves("Σ ∂/∂w E log p(y | f) at fixed L and q, by parameter", as_sent=True)
     fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
-    slope: Float[ndarray, "*C M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s); of each class")
+    slope: Float[ndarray, "*C M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s); of each function, if several")
     curvature: Float[ndarray, "*C M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
 
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
-        """Curvatures and slopes that dwarf those of the other sites."""
+        """Return the sites whose curvature or slope per row far exceeds the median, with the reason."""
         curvatures = oversized(answers, rows, "curvature", lambda answer: max_abs(answer.curvature))
         return curvatures | oversized(answers, rows, "slope", lambda answer: max_abs(answer.slope))
 
     def refusal(self, described: Described) -> str | None:
-        """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
+        """Return why this cannot come from the described rows, or None: log p(y | f) ≤ 0, and it is concave in f.
 
-        Student-t noise, which has parameters, knows neither limit, and the density of a number with a function for its
-        noise may be above 1. A summand is only checked in O(M²).
+        Neither holds for likelihoods with parameters, as Student-t. The density of a real-valued target with a function
+        for its noise may exceed 1. Masked summands are checked in O(M²) only.
         """
         if any(name.startswith("likelihood.") for name in self.values):
             return None
-        number = any(name.startswith("kernel.noise.") for name in self.values)
-        if not number and float(self.fit) > SINGLE_SLACK * described.rows:
+        real = any(name.startswith("kernel.noise.") for name in self.values)
+        if not real and float(self.fit) > SINGLE_SLACK * described.rows:
             return f"`fit` is {float(self.fit):g}: no probability is above 1"
         each = self.curvature.reshape(-1, *self.curvature.shape[-2:])
         slack = SINGLE_SLACK * np.abs(np.trace(each, axis1=1, axis2=2))
@@ -249,20 +246,20 @@ class Expectations:
         else:
             slack = np.maximum(slack, np.finfo(float).tiny)[:, None, None] * np.eye(each.shape[-1])
             concave = not torch.linalg.cholesky_ex(torch.from_numpy(each + slack)).info.any()
-        return None if concave else "`curvature` is not that of concave terms"
+        return None if concave else "`curvature` is not that of a log-concave likelihood"
 
 
 @message()
 class PrivateRequest:
-    """Where noisy sums are wanted."""
+    """A request for noisy sums."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
-    sharing: int = leaves("how many sites add up to the noise of one total; 1 where sites are seen by themselves")
+    sharing: int = leaves("number of sites that share the noise of a total; 1 if the server sees the sums of each site")
 
 
 @message("query.private", summand=True, counts="M")
 class PrivateSums:
-    """Sums of clipped rows with Gaussian noise; see :mod:`fedgp_flower.methods.sgpr.private`."""
+    """Sums over clipped rows with Gaussian noise; see :mod:`fedgp_flower.methods.sgpr.private`."""
 
     gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ and noise, W = L⁻¹ k(Z, X)", symmetric=True)
     projection: Float[ndarray, " M"] = leaves("b = W y and noise")
@@ -270,7 +267,7 @@ class PrivateSums:
 
     @staticmethod
     def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
-        """Sums that dwarf those of the other sites; noise is that of any number of rows."""
-        usual = float(np.median([rows[site] for site in answers] or [0]))
-        weights = {site: rows[site] + usual for site in answers}
+        """Return the sites with far larger sums than the median; the noise weighs as many rows as the median site."""
+        median = float(np.median([rows[site] for site in answers] or [0]))
+        weights = {site: rows[site] + median for site in answers}
         return oversized(answers, weights, "largest entry", lambda answer: max_abs(*vars(answer).values()))

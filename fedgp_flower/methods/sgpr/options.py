@@ -1,4 +1,4 @@
-"""The table ``sgpr.*`` of ``sgpr``, ``svgp`` and ``sgpr-private``; ``fsgp`` and ``fgpr`` read ``averaging.*`` alone."""
+"""The keys ``sgpr.*`` of ``sgpr``, ``svgp`` and ``sgpr-private``; ``fsgp`` and ``fgpr`` only have ``averaging.*``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedgp_flower.options import (
 )
 
 STATIONARY = ("rbf", "matern32", "matern52")
-"""Kernels of one amplitude with which differential privacy bounds a row."""
+"""Kernels with one amplitude k(x, x), which bounds the sums of a row under differential privacy."""
 
 
 class SGPROptions(MethodOptions):
@@ -27,13 +27,13 @@ class SGPROptions(MethodOptions):
     table: ClassVar[str] = "sgpr"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
     hyperprior: ClassVar[str] = "weak"
-    """Weak priors hold what the data leave open."""
+    """The priors matter only for hyperparameters that the data do not determine."""
     default_inducing: ClassVar[int] = 300
     """These methods send more bytes to save exchanges."""
     default_kernel: ClassVar[str] = "warp(rbf + l1)"
-    """Smooth and rough, on a learned scale of each input; what the data do not need gets a small scale."""
+    """A smooth and a rough term on learned scales of the inputs; the amplitude of an unneeded term becomes small."""
     default_megabytes: ClassVar[int] = 64
-    """Of sums at 4000 inducing points."""
+    """Size of sums at 4000 inducing points."""
 
     exchanges: Count = 0
     """Most exchanges with every site in training; 0: while a step promises .001 nats a row, up to 60. A round of
@@ -46,7 +46,7 @@ class SGPROptions(MethodOptions):
     """``sgpr-private``: lengthscales tried, by factors of two; they share the budget."""
 
     def check(self, core: CoreConfig) -> None:
-        """A Gaussian likelihood and whole batches."""
+        """Raise ConfigError unless the likelihood is Gaussian and batches are whole."""
         core.require_whole_batches()
         core.require_gaussian()
 
@@ -60,11 +60,11 @@ class SVGPOptions(SGPROptions):
     default_megabytes: ClassVar[int] = 0
 
     def kernel_for(self, likelihood: str) -> str:
-        """For several classes with a linear part: multinomial regression is a special case."""
+        """Return the default kernel; that for several classes has a linear term and includes multinomial regression."""
         return "rbf + linear" if likelihood in MULTICLASS else self.default_kernel
 
     def check(self, core: CoreConfig) -> None:
-        """Another likelihood than the Gaussian one, and whole batches."""
+        """Raise ConfigError if the likelihood is Gaussian or batches are not whole."""
         core.require_whole_batches()
         if core.model.likelihood == "gaussian":
             raise ConfigError("`method` = 'svgp' is for every other likelihood; with Gaussian noise take 'sgpr'")
@@ -78,22 +78,22 @@ class PrivateSGPROptions(SGPROptions):
     default_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:
-        """A budget, Gaussian noise, and a kernel with the same k(x, x) everywhere."""
+        """Raise ConfigError without a budget, a Gaussian likelihood, or a kernel with the same k(x, x) for all x."""
         core.require_whole_batches()
         if not core.privacy.epsilon:
             raise ConfigError("`method` = 'sgpr-private' needs a budget: set `privacy.epsilon`, or take 'sgpr'")
         if core.model.likelihood != "gaussian" or core.model.kernel not in STATIONARY:
             raise ConfigError(
                 "`privacy.epsilon` needs `model.likelihood` = 'gaussian' and `model.kernel` one of"
-                f" {', '.join(STATIONARY)}: k(x, x) is the same for every row then, which bounds what it adds"
+                f" {', '.join(STATIONARY)}: then k(x, x) is the same for every row and bounds its part of the sums"
             )
 
 
 class AveragedOptions(MethodOptions):
-    """No table beside ``averaging.*``."""
+    """No keys besides ``averaging.*``."""
 
     def check(self, core: CoreConfig) -> None:
-        """A Gaussian likelihood, whole batches, and under masks all sites in every round."""
+        """Raise ConfigError unless the likelihood is Gaussian, batches are whole, and masked rounds have all sites."""
         core.require_whole_batches()
         core.require_gaussian()
         core.require_whole_rosters("averaging.fraction", core.averaging.fraction)

@@ -1,24 +1,24 @@
-"""Sums of a sparse GP with noise that hides every single row, and what can be had from them.
+"""Sums of a sparse GP with Gaussian noise for differential privacy, and their use.
 
-Neighbours differ in one row (x, y) that is replaced; how many rows a site has is public, and so are the range that each
-column is clipped to, the inducing points, which are drawn in the box of these ranges, and the hyperparameters tried.
+Neighbouring data sets differ in one row (x, y), which is replaced. Public are the number of rows of each site, the
+range to which each column is clipped, the inducing points, drawn in the box of these ranges, and the hyperparameters.
 
-With a = L⁻¹ k(Z, x) and k(x, x) = κ a row adds a aᵀ, y a and y² to the sums; ‖a‖² ≤ κ, since a projection explains no
-more than there is, and |y| ≤ C by clipping. In units of κ, C √κ and √2 C² the three differences have squares
+With a = L⁻¹ k(Z, x) and k(x, x) = κ, a row adds a aᵀ, y a and y² to the sums. ‖a‖² ≤ κ, since a projection explains at
+most the prior variance, and |y| ≤ C by clipping. In units of κ, C √κ and √2 C² the squared differences of the sums are
 
     q² + q'² − 2 τ²,    q v² + q' v'² + 2 τ |v v'|,    ½ (v² − v'²)²
 
-at the worst signs, for q = ‖a‖²/κ, τ = |aᵀa'|/κ ≤ √(q q') and v = y/C. Their sum grows in q and q', hence q = q' = 1,
-and in the larger of |v| and |v'|, hence v = 1; with w = v'² it is 2 − 2τ² + 1 + w + 2τ√w + ½ (1 − w)², whose derivative
-by w, w + τ/√w, is never negative, hence w = 1; 4 + 2τ − 2τ² is largest at τ = ½. So
+at the worst signs, for q = ‖a‖²/κ, τ = |aᵀa'|/κ ≤ √(q q') and v = y/C. Their sum increases in q and q', hence
+q = q' = 1, and in the larger of |v| and |v'|, hence v = 1. With w = v'² it is 2 − 2τ² + 1 + w + 2τ√w + ½ (1 − w)². Its
+derivative by w, w + τ/√w, is never negative, hence w = 1; 4 + 2τ − 2τ² is largest at τ = ½. So
 
     Δ² = 9/2,
 
-and noise of standard deviation Δ/μ in these units, in coordinates of the symmetric matrix that keep lengths (an
-off-diagonal entry stands for two), makes a release that :mod:`fedgp_flower.privacy.noise` accounts for.
-Where only the total of K sites is seen, each adds 1/√K of it. Sums are rounded to a grid whose step is the share
-:data:`GRID` of the noise, and integers are added. Rounding moves each of the M² + M + 1 coordinates of neighbours apart
-by a step at most, which counts:
+and noise of standard deviation ν in these units is a Gaussian mechanism with μ = Δ/ν, as in
+:mod:`fedgp_flower.privacy.noise`. The coordinates of the symmetric matrix preserve lengths: an off-diagonal entry
+stands for two. If the server sees only the total of K sites, each adds 1/√K of the noise. Sums are rounded to a grid
+whose step is the share :data:`GRID` of the noise, and the noise is an integer number of steps. Rounding adds at most
+one step to the distance of neighbours in each of the M² + M + 1 coordinates, hence
 
     μ = Δ / ν + GRID √(M² + M + 1).
 """
@@ -39,26 +39,25 @@ from fedgp_flower.privacy.noise import composed, discrete_normal, epsilon_of, mu
 from fedgp_flower.typing import Array
 
 SENSITIVITY = math.sqrt(4.5)
-"""Δ: how far the sums move, in their units, when one row is replaced."""
+"""Δ: largest change of the sums, in their units, if one row is replaced."""
 EDGE = math.sqrt(3)
-"""A column's range ends so many standard deviations from its middle, those of the uniform distribution over it."""
+"""Half of a column's range in standard deviations of the uniform distribution over it."""
 GRID = 2.0**-24
-"""Sums are rounded to this share of their noise's standard deviation: the last bits of a float tell of its parts."""
+"""Step of rounding as a share of the noise; without rounding the last bits of a float disclose its summands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be released: so many sums, together (ε, δ)."""
+    """The privacy budget of a run: a number of releases that together are (ε, δ) private."""
 
     epsilon: float
     delta: float
     releases: int
-    inducing: int
-    """M."""
+    inducing: int  # M
 
     @staticmethod
     def of(config: RunConfig) -> Budget:
-        """That of a run: as many sums as there are trials."""
+        """Return the budget of a configuration, with one release per trial."""
         privacy, trials = config.privacy, cast(SGPROptions, config.options).trials
         return Budget(privacy.epsilon, privacy.delta, trials, config.model.num_inducing)
 
@@ -69,21 +68,21 @@ class Budget:
 
     @property
     def noise(self) -> float:
-        """ν: standard deviation of the noise in a total, in its units."""
+        """ν, the standard deviation of the noise in a total, in units of the sums."""
         return SENSITIVITY / (self.mu - GRID * math.sqrt(self.inducing**2 + self.inducing + 1))
 
     def spent(self, releases: int) -> float:
-        """ε at δ after so many of them."""
+        """Return ε at δ after this number of releases."""
         return epsilon_of(composed([self.mu] * releases), self.delta)
 
 
 def units_of(amplitude: float) -> tuple[float, float, float]:
-    """What the noise of gram, projection and squares is multiplied by; ``amplitude`` is κ."""
+    """Return the units of gram, projection and squares, for the ``amplitude`` κ."""
     return amplitude, EDGE * math.sqrt(amplitude), math.sqrt(2) * EDGE**2
 
 
 def disturbed(sums: SparseSums, amplitude: float, noise: float, rng: np.random.Generator) -> PrivateSums:
-    """The sums of clipped rows with discrete noise of this standard deviation, in their units."""
+    """Return sums over clipped rows with discrete normal noise of this standard deviation, in units of the sums."""
     size = len(sums.projection)
     lower = np.tril_indices(size, -1)
     symmetric = np.diag(discrete_normal(1 / GRID, size, rng))
@@ -94,21 +93,21 @@ def disturbed(sums: SparseSums, amplitude: float, noise: float, rng: np.random.G
     return PrivateSums(*(np.asarray((np.rint(exact / step) + draw) * step) for exact, draw, step in parts))
 
 
-def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tuple[SparseSums, int]:
-    """Sums that rows can have, and how many directions were left out because noise alone would look like them.
+def cleaned(noisy: PrivateSums, rows: int, amplitude: float, noise: float) -> tuple[SparseSums, int]:
+    """Return sums that rows can have, and the number of eigenvectors of A left out because noise dominates them.
 
-    The largest eigenvalue of the noise in the gram matrix is about ν κ √(2M) (Wigner); what is not above it is set to
-    zero, with what the projection says there. What residuals would be left, s − bᵀA⁻¹b, is at least its standard
-    deviation under the noise, which for u = A⁻¹b has the variance ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴).
+    The largest eigenvalue of the noise in A is about ν κ √(2M) (Wigner). Smaller eigenvalues of A, and b along their
+    eigenvectors, are set to zero. The residual s − bᵀA⁻¹b is raised to at least the standard deviation of its noise,
+    whose variance for u = A⁻¹b is ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴).
     """
-    spectrum, vectors = np.linalg.eigh(told.gram)
+    spectrum, vectors = np.linalg.eigh(noisy.gram)
     kept: Array = vectors[:, spectrum > noise * amplitude * math.sqrt(2 * len(spectrum))]
-    values, weights = spectrum[len(spectrum) - kept.shape[1] :], kept.T @ told.projection
+    values, weights = spectrum[len(spectrum) - kept.shape[1] :], kept.T @ noisy.projection
     gram, projection = (kept * values) @ kept.T, kept @ weights
     least_squares = weights / values
     size = amplitude * float(least_squares @ least_squares)
     deviation = noise * math.sqrt(2 * EDGE**4 + 4 * EDGE**2 * size + size**2)
-    squares = max(float(told.target_squares), float(weights @ least_squares) + deviation)
+    squares = max(float(noisy.target_squares), float(weights @ least_squares) + deviation)
     prior_variance = max(rows * amplitude, float(np.trace(gram)))
     numbers = map(np.asarray, (squares, prior_variance, float(rows)))
     return SparseSums(gram, projection, *numbers), len(spectrum) - kept.shape[1]
