@@ -70,8 +70,8 @@ LARGEST_STEP = 1.0
 """Largest change of a log hyperparameter in a step."""
 NEWTON_STEPS = 8
 """Newton steps to the best common scale of kernel and noise."""
-SHRINK_RANGE, SMALLEST_FACTOR = (0.1, 0.5), 1e-2
-"""Range of the factor that shortens a step that lowered J; training ends when the product of factors is smaller."""
+STIFFENING = (2.0, 10.0)
+"""Range of the factor by which the curvature along a step that lowered J grows."""
 EXCHANGES_BEFORE, EXCHANGES_PER_ROUND = 4, 2
 """Exchanges before training (descriptions, histograms of inputs, sketch, pairs of common values), and in a round."""
 DEFAULT_EXCHANGES = 60
@@ -112,8 +112,6 @@ class SGPRState:
     """∇J at ``place`` [H]; empty before the first gradient."""
     place: Float[ndarray, " _"] = field(default_factory=lambda: np.empty(0))
     """θ at the latest gradient [H]."""
-    shrunk: float = 1.0
-    """Factor of the next step."""
     sites: tuple[str, ...] = ()
     """Sites whose rows are in ``totals``."""
     exchanges: int = EXCHANGES_BEFORE
@@ -164,7 +162,7 @@ class SGPRState:
     def step(self) -> Array:
         """The next BFGS step [H], C⁻¹∇J, at most :data:`LARGEST_STEP` in any entry."""
         step = np.linalg.solve(self.curvature, self.gradient)
-        return self.shrunk * step / max(1.0, float(np.abs(step).max()) / LARGEST_STEP)
+        return step / max(1.0, float(np.abs(step).max()) / LARGEST_STEP)
 
     def promised_gain(self) -> float:
         """Gain of a full step in the quadratic model, ½ ∇Jᵀ C⁻¹ ∇J, in nats per row."""
@@ -322,7 +320,7 @@ def restarted(state: SGPRState, found: Evaluated, sites: tuple[str, ...]) -> SGP
     """Return the state after an exchange at other parameters or rows, where the gradient is unknown."""
     values, totals, objective = found
     state = replace(state, values=values, totals=totals, height=objective, sites=sites, converged=False)
-    return replace(state, gradient=np.empty(0), place=np.empty(0), shrunk=1.0, exchanges=state.exchanges + 1)
+    return replace(state, gradient=np.empty(0), place=np.empty(0), exchanges=state.exchanges + 1)
 
 
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
@@ -338,9 +336,14 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
         state = replace(state, curvature=bfgs(state.curvature, theta - state.place, state.gradient - gradient))
     noise = state.weight * summed.total.noise
     state = replace(state, gradient=gradient, place=theta, noise=noise, exchanges=state.exchanges + 1)
+    return replace(state, converged=rests(problem, state))
+
+
+def rests(problem: Problem, state: SGPRState) -> bool:
+    """Return whether a step promises less than the minimum gain, or than rounding."""
     rounding = TOLERANCE * max(1.0, abs(state.height) / state.rows)
     minimum = problem.minimum_gain if state.training else enlarging.MINIMUM_GAIN
-    return replace(state, converged=state.promised_gain() < max(minimum, rounding))
+    return state.promised_gain() < max(minimum, rounding)
 
 
 def bfgs(curvature: Array, step: Array, change: Array) -> Array:
@@ -355,21 +358,32 @@ def bfgs(curvature: Array, step: Array, change: Array) -> Array:
     return curvature - np.outer(image, image) / float(step @ image) + np.outer(change, change) / along
 
 
+def stiffened(curvature: Array, step: Array, slope: float, gain: float) -> Array:
+    """Return the curvature after a step s that lowered J: C + (κ − 1) C s sᵀ C/sᵀCs, κ = 2 (∇Jᵀs − gain)/sᵀCs.
+
+    Along s, C is then that of the parabola through both values of J; κ is within :data:`STIFFENING`.
+    """
+    image = curvature @ step
+    along = float(step @ image)
+    factor = float(np.clip(2 * (slope - gain) / along, *STIFFENING))
+    return curvature + (factor - 1) / along * np.outer(image, image)
+
+
 def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
-    """Return the state after a step if it raises J; otherwise the old state with a shorter next step."""
-    candidate = moved(state.values, state.step())
+    """Return the state after a step if it raises J; otherwise the old state with more curvature along the step."""
+    step = state.step()
+    candidate = moved(state.values, step)
     found, sites = yield from sums_at(problem, [candidate], state.sites, state.weight)
     if found is None or set(sites) != set(state.sites):
         return without_totals(state)
     values, totals, objective = found
-    gain = (objective - state.height) / state.rows
-    gains = np.append(state.gains, max(gain, 0.0))[-pooled_bound.RECENT_ROUNDS :]
+    gain = objective - state.height
+    gains = np.append(state.gains, max(gain, 0.0) / state.rows)[-pooled_bound.RECENT_ROUNDS :]
     state = replace(state, exchanges=state.exchanges + 1, rounds=state.rounds + bool(state.asked), gains=gains)
     if gain > 0:
-        return replace(state, values=values, totals=totals, height=objective, shrunk=1.0)
-    slope = float(state.gradient @ state.step()) / state.rows  # maximum of the parabola through both values
-    shrunk = state.shrunk * float(np.clip(slope / (2 * (slope - gain)), *SHRINK_RANGE))
-    return replace(state, shrunk=shrunk, converged=shrunk < SMALLEST_FACTOR)
+        return replace(state, values=values, totals=totals, height=objective)
+    state = replace(state, curvature=stiffened(state.curvature, step, float(state.gradient @ step), gain))
+    return replace(state, converged=rests(problem, state))
 
 
 def enlarge(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
@@ -398,9 +412,11 @@ def sizes_from(first: int, most: int) -> list[int]:
 
 
 def exchanges_left(problem: Problem, state: SGPRState) -> int:
-    """Return how many exchanges remain at the current number of inducing points."""
+    """Return how many exchanges remain at the current number of inducing points; half, if training goes on at more."""
     if state.training:
-        return problem.exchanges + EXCHANGES_PER_SIZE * bool(state.asked) - state.exchanges
+        goes_on = not state.asked and state.most // 2 >= FIRST_SIZE
+        limit = (EXCHANGES_BEFORE + problem.exchanges) // 2 if goes_on else problem.exchanges
+        return limit + EXCHANGES_PER_SIZE * bool(state.asked) - state.exchanges
     return EXCHANGES_PER_ROUND * (ROUNDS_PER_SIZE - state.rounds)
 
 
@@ -492,7 +508,7 @@ class SGPR(FederatedStrategy[SGPRState]):
 
         Recent gains forecast when training converges.
         """
-        most = left = exchanges_left(self.problem, state)
+        left = exchanges_left(self.problem, state)
         rounds = None if state.asked else rounds_to_come(state.gains, 1, self.problem.minimum_gain)
         if settled(self.problem, state):
             left = 0
@@ -502,7 +518,8 @@ class SGPR(FederatedStrategy[SGPRState]):
         work = (1 + ROUNDS_PER_SIZE * ROUND_COST) / EXCHANGES_PER_SIZE
         enlargements = [(EXCHANGES_PER_SIZE, work * size**2) for size in sizes]
         if sizes and sizes[0] == FIRST_SIZE <= state.most // 2:
-            enlargements[0] = (EXCHANGES_PER_SIZE + most - left, work * FIRST_SIZE**2)
+            rest = self.problem.exchanges - state.exchanges - left
+            enlargements[0] = (EXCHANGES_PER_SIZE + rest, work * FIRST_SIZE**2)
         return [(left, self.work(state, state)), *enlargements]
 
     def work(self, before: SGPRState, after: SGPRState) -> float:

@@ -65,7 +65,7 @@ def test_the_room_is_the_methods_unless_points_are_set():
 
 
 KEYS = {"method": "sgpr", "sgpr__exchanges": 8, "num_server_rounds": 20, "model__num_inducing": 6, "evaluate_every": 0}
-LARGE = KEYS | {"model__max_megabytes": 1}
+LARGE = KEYS | {"model__max_megabytes": 1, "sgpr__exchanges": 12}
 
 
 def test_training_goes_on_at_the_first_size_where_twice_as_many_may_follow():

@@ -178,15 +178,27 @@ def test_with_all_pairs_of_a_quadratic_bfgs_knows_its_curvature():
     assert bfgs(curvature, gradient, -gradient) is curvature  # not concave: nothing is learned
 
 
-def test_a_step_that_lowers_the_objective_is_taken_back_and_shortened():
+def test_a_step_that_lowers_the_objective_is_taken_back_and_the_next_one_is_shorter():
+    """Along a step s the curvature becomes that of the parabola through both values, and s ends at its top."""
+    draw = np.random.default_rng(0)
+    hessian, gradient = np.diag([20.0, 1.0, 3.0]), draw.standard_normal(3)
+    step = np.linalg.solve(np.eye(3), gradient)
+    gain = float(gradient @ step - step @ hessian @ step / 2)
+    curvature = sgpr.stiffened(np.eye(3), step, float(gradient @ step), gain)
+    assert step @ curvature @ step == pytest.approx(step @ hessian @ step)
+    across = np.linalg.svd(step[None])[2][1:]
+    assert across @ curvature @ across.T == pytest.approx(np.eye(2))
+    shorter = np.linalg.solve(curvature, gradient)
+    assert shorter == pytest.approx(step * (gradient @ step) / (step @ hessian @ step))
     sites, state = federation([25, 35]), starting()
     state, _ = drive(one_round(problem(), state, roster(sites)), sites)
     state = drive(differentiate(problem(), state), sites)
     wrong = replace(state, gradient=-state.gradient)
     after = drive(sgpr.search(problem(), wrong), sites)
     assert after.height == state.height
-    assert sgpr.SHRINK_RANGE[0] <= after.shrunk <= sgpr.SHRINK_RANGE[1]
-    assert (after.step() == pytest.approx(after.shrunk * wrong.step()), after.converged) == (True, False)
+    least, most = (float(wrong.step() @ wrong.curvature @ wrong.step()) * factor for factor in sgpr.STIFFENING)
+    assert least <= wrong.step() @ after.curvature @ wrong.step() <= most
+    assert not after.converged
 
 
 def test_the_outlook_goes_on_as_a_geometric_series_does():
