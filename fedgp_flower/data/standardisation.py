@@ -62,7 +62,7 @@ def describe(
 
 
 def without_sums(description: SiteDescription) -> SiteDescription:
-    """Return a description with placeholder sums: mean 0, sd 1 and equal counts of levels."""
+    """Return a description without the sums of rows: mean 0, sd 1 and equal counts of levels stand in their place."""
     rows = description.num_examples
     arrays: NamedArrays = {}
     for name, array in description.arrays.items():
