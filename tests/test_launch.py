@@ -112,7 +112,7 @@ SLEEP = "import time; time.sleep(300)"
 ORPHAN = f"""
 import subprocess, sys
 sleeper = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"]
-subprocess.Popen(sleeper, start_new_session=True)
+subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
 NAMELESS = f"""
 import subprocess, sys
@@ -139,7 +139,7 @@ def wait_for(token: str, count: int) -> set[psutil.Process]:
 def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
     with Processes({}, tmp_path, grace=1.0) as processes:
         processes.start("sleeper", [sys.executable, "-c", NAMELESS], tmp_path)
-        assert processes.call([sys.executable, "-c", ORPHAN], tmp_path, capture=False).returncode == 0
+        assert processes.call([sys.executable, "-c", ORPHAN], tmp_path).returncode == 0
         found = wait_for(processes.token, 3)
     assert family("none", found) == set()
     assert stranger.poll() is None

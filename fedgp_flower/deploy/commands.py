@@ -13,8 +13,6 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.lazy import Lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fedgp_flower.data import tables
     from fedgp_flower.deploy import doctor as checks
     from fedgp_flower.deploy import machines, processes, submission
@@ -153,12 +151,7 @@ def status(
 @deploy.command(name="doctor")
 def examine(folder: Folder = HERE) -> None:
     """Check the coordinator; exit status 2 if something is wrong."""
-    _show(checks.of_coordinator(machines.Coordinator.read(folder)))
-
-
-def _show(findings: Sequence[checks.Finding]) -> None:
-    print(*findings, sep="\n")
-    if not all(finding.good for finding in findings):
+    if not checks.of_coordinator(machines.Coordinator.read(folder)):
         raise typer.Exit(2)
 
 
@@ -180,12 +173,11 @@ def join(
     authority = machines.fingerprint_of(site.folder / "ca.crt")
     print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
     print(f"and runs only the app {site.facts['app']}: compare both with the coordinator's")
-    findings = checks.of_site(site)
-    print(*findings, sep="\n")
-    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {site.fingerprint}")
+    good = checks.of_site(site)
+    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {machines.fingerprint_of(site.public)}")
     print(f"then start the SuperNode:  fedgp site serve {site.folder}")
     print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
-    if not all(finding.good for finding in findings):
+    if not good:
         raise typer.Exit(1)
 
 
@@ -210,7 +202,8 @@ def doctor(folder: SitePath) -> None:
     if (folder / "coordinator.toml").exists():
         examine(folder)
     elif (folder / "site.toml").exists():
-        _show(checks.of_site(machines.SiteFolder.read(folder)))
+        if not checks.of_site(machines.SiteFolder.read(folder)):
+            raise typer.Exit(2)
     else:
         raise RunError(f"{folder} is not the folder of a site or of a coordinator")
 
