@@ -15,14 +15,13 @@ from fedgp_flower.lazy import Lazy
 if TYPE_CHECKING:
     from fedgp_flower.data import tables
     from fedgp_flower.deploy import doctor as checks
-    from fedgp_flower.deploy import machines, processes, submission
+    from fedgp_flower.deploy import machines, processes
     from fedgp_flower.options import Value
     from fedgp_flower.run import user_config
 else:  # not imported by `fedgp --help`
     checks, machines = Lazy("fedgp_flower.deploy.doctor"), Lazy("fedgp_flower.deploy.machines")
     tables = Lazy("fedgp_flower.data.tables")
-    processes, submission = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.deploy.submission")
-    user_config = Lazy("fedgp_flower.run.user_config")
+    processes, user_config = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.run.user_config")
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
 
@@ -104,14 +103,9 @@ def run_method(
     assignments: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="run configuration")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")] = None,
     folder: Folder = HERE,
-    connection: Annotated[str, typer.Option(help="a connection of .flwr/config.toml, instead of a folder")] = "",
 ) -> None:
     """Run a method on the registered sites; the exit status is the result of the run."""
     given = (user_config.read_config(config) if config else {}) | user_config.parse_assignments(assignments or [])
-    if connection:
-        with processes.interruptible():
-            submission.submit_elsewhere(user_config.complete_config(given, Path.cwd()), connection)
-        return
     coordinator = machines.Coordinator.read(folder)
     usual: dict[str, Value] = {
         "sites": len(coordinator.sites),
