@@ -102,9 +102,7 @@ def test_a_regression_of_times_from_sums_is_that_of_all_rows(name):
     assert float(told.likelihood) == pytest.approx(value(at), rel=close)
     slope = optimize.approx_fprime(at, value, 1e-6)
     np.testing.assert_allclose(told.gradient, slope, rtol=2e-3, atol=2e-3)
-    steps = [
-        add(s.time_regression(Coefficients(at + e)) for s in sites.values()).gradient for e in 1e-5 * np.eye(4)
-    ]
+    steps = [add(s.time_regression(Coefficients(at + e)) for s in sites.values()).gradient for e in 1e-5 * np.eye(4)]
     np.testing.assert_allclose(told.information, (told.gradient - np.array(steps)) / 1e-5, rtol=2e-3, atol=0.2)
     found = drive(time_regression(tuple(sites), 2, float(time.mean())), sites)
     best = optimize.minimize(lambda at: -value(at) + 0.5 * at[1:3] @ at[1:3], [1.0, 0, 0, 1.0], method="BFGS").x
