@@ -465,6 +465,8 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     if core.formula and not chosen.reads_formula:
         raise ConfigError(f"`method` = {method!r} does not read `formula`; leave `method` out to run 'mixed-model'")
     core.require_supported(chosen)
+    if core.model.has_steps and not chosen.takes_steps:
+        raise ConfigError(f"`model.kernel` = {core.model.kernel!r} needs `method` = 'svgp'")
     chosen.check(core)
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)

@@ -66,18 +66,19 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """Parse a sum or product of :func:`kernel_names`, or ``warp`` of one; ``auto`` means ``rbf``.
+    """Parse a sum or product of :func:`kernel_names`, or ``warp`` or ``steps`` of one; ``auto`` means ``rbf``.
 
     Raise ValueError for anything else.
     """
     try:
         expression = DEFAULT_KERNEL if expression == AUTO else expression
         tree = ast.parse(expression.strip(), mode="eval").body
-        match tree:
-            case ast.Call(func=ast.Name("warp"), args=[inner], keywords=[]):
-                nodes = list(ast.walk(inner))
-            case _:
-                nodes = list(ast.walk(tree))
+        inner = tree
+        for name in ("steps", "warp"):
+            match inner:
+                case ast.Call(func=ast.Name(found), args=[own], keywords=[]) if found == name:
+                    inner = own
+        nodes = list(ast.walk(inner))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         known = names <= {*KERNELS} or names <= {*kernel_names()}
         if known and all(isinstance(node, ast.BinOp | ast.Add | ast.Mult | ast.Name | ast.Load) for node in nodes):
@@ -109,8 +110,9 @@ class ModelSection(Section):
 
     kernel: Annotated[str, BASIC] = AUTO
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
-    ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` also learns a scale of each input. ``auto``:
-    ``rbf``; for ``sgpr`` ``warp(rbf + l1)``, smooth and rough; for several classes ``rbf + linear``."""
+    ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` also learns a scale of each input, and
+    ``steps(…)``, of ``svgp``, a step at each common value. ``auto``: ``rbf``; ``warp(rbf + l1)`` for ``sgpr``,
+    ``steps(rbf)`` for ``svgp``, ``rbf + linear`` for several classes."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
@@ -147,6 +149,11 @@ class ModelSection(Section):
     """Initial noise variance, in standardised units."""
     jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has its value."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the kernel is ``steps(…)``."""
+        return self.kernel.strip().startswith("steps")
 
     @field_validator("kernel")
     @classmethod
@@ -206,6 +213,8 @@ class MethodOptions(BaseModel):
     """Class of keys that the method shares with another method."""
     likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS
     """Supported likelihoods."""
+    takes_steps: ClassVar[bool] = False
+    """Whether ``model.kernel`` may be ``steps(…)``."""
     reads_formula: ClassVar[bool] = False
     """Whether the method reads ``formula``."""
     accounted: ClassVar[bool] = False

@@ -134,7 +134,8 @@ def total_statistics(
 def unit_function(model: SparseGP) -> Array:
     """Return v = L⁻¹ 1 [*C, M], the whitened inducing values of a function that is 1 at all inducing points."""
     factor = Whitener(model).factor
-    return torch.linalg.solve_triangular(factor, torch.ones_like(factor[..., :1]), upper=False)[..., 0].numpy()
+    ones = model.ones[:, None].expand(*factor.shape[:-1], 1)
+    return torch.linalg.solve_triangular(factor, ones, upper=False)[..., 0].numpy()
 
 
 def report_contradictions(

@@ -20,10 +20,11 @@ from numpy import ndarray
 
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
+from fedgp_flower.gp.steps import num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, gradient_at_server, pseudo_sums, transferred
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
+from fedgp_flower.methods.sgpr.messages import Bins, Expectations, PooledPosterior, ValueCounts
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
@@ -43,7 +44,7 @@ FIRST_STEP, LARGEST_STEP = 0.1, 1.0
 LOCATION_UNIT = 0.3
 """Unit of inducing points in a step, as a share of the lengthscale."""
 EXCHANGES_BEFORE = 2
-"""Exchanges before training: descriptions, and histograms of inputs."""
+"""Exchanges before training: descriptions, and histograms of inputs; another one for steps."""
 HALVINGS = 4
 """The memory of L-BFGS is cleared after so many halvings in a row; the run ends after twice as many."""
 DEFAULT_EXCHANGES = 57
@@ -101,8 +102,15 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     model = problem.model.model_copy(update={"num_inducing": count})
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
-    second_mean = float(shape.beside) / float(shape.histogram[0].sum())
-    return initial_state(LatentGP(model, torch.from_numpy(locations)).begin(problem.target, second_mean))
+    rows, more = float(shape.histogram[0].sum()), 0
+    if model.has_steps and locations.shape[1] > 1:
+        bins = num_bins(locations.shape[1])
+        summed: Summed[ValueCounts] = yield Total(ValueCounts, Bins(bins), sizes={"D": locations.shape[1], "B": bins})
+        more += 1
+        if summed.total is not None:
+            locations = np.vstack([step_points(summed.total.rows, summed.total.sums, rows), locations])
+    latent = LatentGP(model, torch.from_numpy(locations)).begin(problem.target, float(shape.beside) / rows)
+    return replace(initial_state(latent), exchanges=EXCHANGES_BEFORE + more)
 
 
 def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:

@@ -13,6 +13,7 @@ import fedgp_flower as fg
 from fedgp_flower.clients import baselines
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
+from fedgp_flower.gp.steps import ABSENT
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
 from fedgp_flower.methods.sgpr.duals import Duals, expectations, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
@@ -54,15 +55,22 @@ def section(likelihood: str, **keys: Any) -> ModelSection:
     return ModelSection(likelihood=likelihood, **keys)
 
 
-def latent(likelihood: str, **keys: Any) -> LatentGP:
+def latent(likelihood: str, kernel: str = "rbf", **keys: Any) -> LatentGP:
     points = torch.from_numpy(np.random.default_rng(1).standard_normal((INDUCING, 2)))
-    model = LatentGP(section(likelihood, **keys), points)
+    if kernel.startswith("steps"):  # two steps of the first input and one of the second
+        points[:3] = torch.tensor([[-0.4, ABSENT], [0.5, ABSENT], [ABSENT, 0.1]])
+    model = LatentGP(section(likelihood, kernel=kernel, **keys), points)
     return model.begin({"a": 0.3, "b": 0.5, "c": 0.2}, 1.0) if likelihood in SEVERAL else model
+
+
+def direction(draw: np.random.Generator, array: np.ndarray) -> np.ndarray:
+    """A random one, in which steps stay."""
+    return draw.standard_normal(array.shape) * (array != ABSENT).all(axis=-1, keepdims=True)
 
 
 def moved_by(model: LatentGP, size: float) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(2)
-    return {name: array + size * draw.standard_normal(array.shape) for name, array in model.to_arrays().items()}
+    return {name: array + size * direction(draw, array) for name, array in model.to_arrays().items()}
 
 
 def factor(model: SparseGP) -> torch.Tensor:
@@ -99,7 +107,7 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
     assert at_unit_noise(seen)[0] == pytest.approx(float(alone), abs=1e-8)
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear"])
+@pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear", "steps(rbf)"])
 @pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES, *SEVERAL])
 def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str, kernel: str) -> None:
     """Central differences of F + log p(w), q carried from an anchor that is neither w nor settled."""
@@ -117,9 +125,9 @@ def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str
     local, draw, size = gradient_at_server(duals, old, new, found), np.random.default_rng(3), 1e-5
     assert set(local) == set(point)
     for name, array in point.items():
-        direction = draw.standard_normal(array.shape)
-        up, down = (evaluated(point | {name: array + sign * size * direction})[0] for sign in (1, -1))
-        slope = ((found.values[name] + local[name]) * direction).sum()
+        along = direction(draw, array)
+        up, down = (evaluated(point | {name: array + sign * size * along})[0] for sign in (1, -1))
+        slope = ((found.values[name] + local[name]) * along).sum()
         assert slope == pytest.approx((up - down) / (2 * size), rel=2e-6, abs=1e-6), name
 
 

@@ -163,6 +163,8 @@ def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = 
             return _joined(AdditiveKernel, [_build(side, model, num_inputs) for side in (left, right)])
         case ast.BinOp(left=left, right=right):
             kernel = _joined(ProductKernel, [_build(side, model, num_inputs, False) for side in (left, right)])
+        case ast.Call(func=ast.Name("steps"), args=[inner]):
+            return _build(inner, model, num_inputs, scaled)  # see fedgp_flower.gp.steps
         case ast.Call(args=[inner]):
             return Warped(_build(inner, model, num_inputs, scaled), num_inputs)
         case _:

@@ -26,6 +26,7 @@ from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.kernels import WARP, OfEach, build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.steps import Stepped, are_steps
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
@@ -96,6 +97,11 @@ class WhitenedGP(ApproximateGP):
         self.inducing_points = Parameter(inducing_points.double().clone())
         self.requested_jitter = jitter
         self.posterior: WhitenedPosterior | None = None
+
+    @property
+    def ones(self) -> Tensor:
+        """Return f(Z) [M] for f = 1, with 0 for each step."""
+        return (~are_steps(self.inducing_points)).to(self.inducing_points)
 
     @property
     def jitter(self) -> float:
@@ -241,13 +247,20 @@ class LatentGP(SparseGP):
     """A sparse GP f = c + g with any likelihood p(y | f): a constant c [1] and R log parameters of the likelihood.
 
     If p(y | f) has C functions, they share inducing points and, unless the likelihood names the functions, the kernel.
-    Then c is [C, 1], q(v) = ∏ N(μ_c, S_c), and moments are [C, N].
+    Then c is [C, 1], q(v) = ∏ N(μ_c, S_c), and moments are [C, N]. Some inducing points may stand for steps
+    (:mod:`fedgp_flower.gp.steps`).
     """
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
         observed, num_inputs = build_point_likelihood(model.likelihood, noise=model.noise), inducing_points.shape[-1]
-        kernels = {name: build_kernel(model, num_inputs) for name in observed.functions}
-        kernel = OfEach(kernels) if kernels else build_kernel(model, num_inputs)
+        stepped = bool(are_steps(inducing_points).any())
+
+        def build() -> Kernel:
+            kernel = build_kernel(model, num_inputs)
+            return Stepped(kernel, inducing_points) if stepped else kernel
+
+        kernels = {name: build() for name in observed.functions}
+        kernel = OfEach(kernels) if kernels else build()
         WhitenedGP.__init__(self, kernel, inducing_points, model.jitter)
         self.observed = observed
         self.constant = Parameter(torch.zeros(1, dtype=torch.float64))
@@ -281,7 +294,7 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Return the log prior: log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²), and ω ~ N(0, ½²) of a warp.
+        """Return the log prior: log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²), ω ~ N(0, ½²) of a warp; of steps.
 
         The prior keeps amplitudes a of separable classes finite; the likelihood sets τ, usually 1. For ``linear`` a is
         the variance of a weight, so that k(x, x) = a |x|².
@@ -293,7 +306,7 @@ class LatentGP(SparseGP):
             prior = amplitude if is_amplitude(name) else priors.get(name.rpartition("raw_")[2])
             if prior is not None:
                 total = total - 0.5 * ((parameter - prior[0]) / prior[1]).square().sum()
-        return total
+        return total + sum(part.log_prior() for part in self.kernel.modules() if isinstance(part, Stepped))
 
     def nugget(self) -> Float[Tensor, "*C 1"]:
         """Return the variance that the jitter adds to f at every input, as at Z in L Lᵀ."""

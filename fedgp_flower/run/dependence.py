@@ -15,6 +15,7 @@ from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.likelihoods.grades import values_of
+from fedgp_flower.gp.steps import are_steps
 from fedgp_flower.options import SECOND_COLUMN
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Exportable, Predictor
@@ -98,7 +99,8 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     if name == "ordinal":
         grades = values_of(agreed.target.levels)
         outcome = lambda f: likelihood(torch.from_numpy(f)).probs.numpy() @ grades  # noqa: E731
-    points = model.inducing_points.detach().numpy()
+    points = model.inducing_points.detach()
+    points = points[~are_steps(points)].numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
     # Standardised range of about 95 % of the rows, if known.
     known = {column["name"]: column.get("range") for column in posterior.run.metrics.data.get("columns", ())}

@@ -19,10 +19,12 @@ from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
+from fedgp_flower.gp.steps import common_values
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
+    Bins,
     CommonValues,
     EvidenceGradient,
     Expectations,
@@ -33,6 +35,7 @@ from fedgp_flower.methods.sgpr.messages import (
     Sketch,
     SparseStatistics,
     TrialSums,
+    ValueCounts,
     unnumbered,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
@@ -137,6 +140,10 @@ class SVGPClient(SparseClient):
         model, whitener = self.whitened(values)
         assert isinstance(model, LatentGP)
         return model, whitener.factor
+
+    def common_values(self, request: Bins) -> ValueCounts:
+        """Return how many of this site's rows have each common value of an input."""
+        return ValueCounts(*common_values(self.rows.x, request.count, max(LEAST_ALIKE, self.least_cell)))
 
     def expectations(self, request: PooledPosterior) -> Expectations:
         """Return the expected log likelihood of this site's rows, and its derivatives."""

@@ -115,7 +115,7 @@ def transferred(duals: Duals, old: LatentGP, new: LatentGP, factor: Float[Tensor
     """Return (B, b) of the same pseudo-observations of f(Z₀) under new parameters, differentiable by these.
 
     The conditional mean of f(Z₀) is c + k(Z₀, Z) L⁻ᵀ v, so that v₀ = R v + δ with R = L₀⁻¹ k(Z₀, Z) L⁻ᵀ and
-    δ = L₀⁻¹ 1 (c − c₀). Hence B = Rᵀ B₀ R and b = Rᵀ (b₀ − B₀ δ). ``factor`` is L of ``new``.
+    δ = L₀⁻¹ 1 (c − c₀), with 0 for 1 at a step. Hence B = Rᵀ B₀ R and b = Rᵀ (b₀ − B₀ δ). ``factor`` is L of ``new``.
     """
     points = old.inducing_points.detach()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def transferred(duals: Duals, old: LatentGP, new: LatentGP, factor: Float[Tensor
     cross = new.kernel(points, new.inducing_points).to_dense() + nugget
     half = torch.linalg.solve_triangular(old_factor, cross, upper=False)
     transfer = torch.linalg.solve_triangular(factor, half.mT, upper=False)  # Rᵀ
-    change = (new.constant - old.constant.detach()).expand(duals.shift.shape)
+    change = (new.constant - old.constant.detach()) * old.ones.expand(duals.shift.shape)
     offset = torch.linalg.solve_triangular(old_factor, change[..., None], upper=False)[..., 0]  # δ
     positive, negative = duals.parts()
     shift = product(transfer, duals.shift - product(positive, offset))

@@ -109,6 +109,30 @@ class PairCounts:
         return None if possible else f"`counts` cannot come from {described.rows} rows"
 
 
+@message()
+class Bins:
+    """How finely values are told apart."""
+
+    count: int = leaves("number of bins of each input")
+
+
+@message("query.common_values", summand=True)
+class ValueCounts:
+    """How many rows have each common value of an input."""
+
+    rows: Float[ndarray, "D B"] = leaves("of each input, rows in each bin whose value at least three rows share")
+    sums: Float[ndarray, "D B"] = leaves("Σ of these values, standardised")
+
+    def num_parameters(self) -> int:
+        """Return the largest number of values of an input."""
+        return int(np.count_nonzero(self.rows, axis=1).max(initial=0))
+
+    def refusal(self, described: Described) -> str | None:
+        """Return why the counts cannot come from the described rows, or None."""
+        possible = (self.rows >= 0).all() and (self.rows.sum(1) <= described.rows).all()
+        return None if possible else f"`rows` cannot come from {described.rows} rows"
+
+
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
     """:class:`WeightedSums` at each of several parameters."""

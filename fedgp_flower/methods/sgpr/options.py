@@ -56,8 +56,9 @@ class SVGPOptions(SGPROptions):
 
     likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS | {*SECOND_COLUMN}
 
-    default_kernel: ClassVar[str] = DEFAULT_KERNEL
+    default_kernel: ClassVar[str] = "steps(rbf)"
     default_megabytes: ClassVar[int] = 0
+    takes_steps: ClassVar[bool] = True
 
     def kernel_for(self, likelihood: str) -> str:
         """Return the default kernel; that for several classes has a linear term and includes multinomial regression."""
