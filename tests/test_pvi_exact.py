@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.methods.pvi.messages import LatentFactor, NaturalParameters, PseudoPoints, Refined, Visit
@@ -89,13 +89,13 @@ class Problem:
         targets = self.y[rows] if likelihood == "gaussian" else (self.y[rows] > 0).double()
         return LinearRows(a, targets, point, point.initial, extra)
 
-    def unwhitened(self, q: NaturalGaussian) -> tuple[torch.Tensor, torch.Tensor]:
+    def unwhitened(self, q: Gaussian) -> tuple[torch.Tensor, torch.Tensor]:
         L = torch.linalg.cholesky(self.k(self.z, self.z))
         mean, covariance = q.moments()
         return L @ mean, L @ covariance @ L.mT
 
     def prior(self) -> dict[str, NaturalParameters]:
-        return blocks(function=NaturalGaussian.from_moments(torch.zeros(8).double(), torch.eye(8).double()))
+        return blocks(function=Gaussian.from_moments(torch.zeros(8).double(), torch.eye(8).double()))
 
 
 def blocks(**gaussians) -> dict[str, NaturalParameters]:
@@ -136,8 +136,8 @@ def test_a_fixed_point_is_stationary_for_global_vi_and_free_energies_add_up():
 
 
 def test_forgetting_refuses_to_leave_an_improper_posterior():
-    prior = blocks(b=DiagonalGaussian.standard(1))
-    strong = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), -2.0).double())
+    prior = blocks(b=Gaussian.standard(1))
+    strong = Gaussian(torch.zeros(1).double(), torch.full((1,), -2.0).double())
     state = PVIState(prior, {"a": Contribution(blocks(b=strong)), "b": Contribution(blocks(b=strong**-0.5))})
     with pytest.raises(NumericsError, match="improper"):
         forget(state, "a")
@@ -180,18 +180,16 @@ def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapse
 
 
 def contribution_of(precision: float) -> Contribution:
-    return Contribution(
-        blocks(b=DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), -0.5 * precision).double()))
-    )
+    return Contribution(blocks(b=Gaussian(torch.zeros(1).double(), torch.full((1,), -0.5 * precision).double())))
 
 
 def test_cavities_of_all_sites_at_once_are_those_of_each():
     """Sites `a` and `c` have a block that `b` has not, and that has no prior."""
     sites = {name: contribution_of(4.0**k) for k, name in enumerate("abc")}
     for name in "ac":
-        own = Contribution(blocks(u=DiagonalGaussian.standard(2)))
+        own = Contribution(blocks(u=Gaussian.standard(2)))
         sites[name] = Contribution({**sites[name].factors, **own.factors})
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), sites)
+    state = PVIState(blocks(b=Gaussian.standard(1)), sites)
     for site, found in zip(sites, cavities(state), strict=True):
         expected = cavity(state, site)
         assert found.keys() == expected.keys()
@@ -202,7 +200,7 @@ def test_cavities_of_all_sites_at_once_are_those_of_each():
 
 def test_an_improper_site_does_not_hold_up_the_others():
     """Precisions: prior 1, a proposes 4, b −3, c −1e20. Alone b is proper at ρ/4, c at none; together a and b are."""
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
+    state = PVIState(blocks(b=Gaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
     replies = {"a": contribution_of(4.0), "b": contribution_of(-3.0), "c": contribution_of(-1e20)}
     merged, record = merge(state, replies, damping=1.0)
     assert record.refused == ("c",)
@@ -218,7 +216,7 @@ def test_an_improper_site_does_not_hold_up_the_others():
 
 def test_sites_that_are_improper_together_are_damped_together():
     """Each takes 0.6 of a prior precision of 1: alone proper, together not, at half of that they are."""
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
+    state = PVIState(blocks(b=Gaussian.standard(1)))
     merged, record = merge(state, {"a": contribution_of(-0.6), "b": contribution_of(-0.6)}, damping=1.0)
     assert (record.damping, record.halvings, record.refused) == (0.5, 1, ())
     assert float(posterior(merged)["b"].precision) == pytest.approx(0.4)
@@ -227,10 +225,8 @@ def test_sites_that_are_improper_together_are_damped_together():
 def test_a_proper_posterior_with_an_improper_cavity_is_damped():
     """q has precision 1 + 4 − 2 = 3, but without the site of precision 4 it would have −1."""
     half = torch.full((1,), -0.5).double()
-    state = PVIState(
-        blocks(b=DiagonalGaussian.standard(1)), {"a": Contribution(blocks(b=DiagonalGaussian(0 * half, 4 * half)))}
-    )
-    _, record = merge(state, {"s": Contribution(blocks(b=DiagonalGaussian(0 * half, -2 * half)))}, damping=1.0)
+    state = PVIState(blocks(b=Gaussian.standard(1)), {"a": Contribution(blocks(b=Gaussian(0 * half, 4 * half)))})
+    _, record = merge(state, {"s": Contribution(blocks(b=Gaussian(0 * half, -2 * half)))}, damping=1.0)
     assert record.halvings == 2  # −2, −1 improper; −½ proper
 
 
@@ -307,9 +303,9 @@ def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] 
     return state
 
 
-def q_of(state: PVIState) -> NaturalGaussian:
+def q_of(state: PVIState) -> Gaussian:
     found = posterior(state)["weights"]
-    assert isinstance(found, NaturalGaussian)
+    assert isinstance(found, Gaussian)
     return found
 
 
@@ -405,4 +401,4 @@ def collapsed_local_bound(draws: Draws, others: Sequence[Factor], data: Data) ->
 
 def log_normaliser(q: Gaussian) -> Tensor:
     """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
-    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.described()[2])
+    return 0.5 * (q.eta1 @ q.mean() + len(q.eta1) * math.log(2 * math.pi) - q.described()[2])
