@@ -181,27 +181,12 @@ def state_of(model, q_global):
     return SFVIState(on_the_wire(model.theta() | named(q_global)), prior_of(model), {})
 
 
-SEED, RATE = 5, 0.05
-
-
 def plan_of(**options):
     """How a round goes: options, seed, rate."""
-    found = SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()})
-    return found, SEED, RATE
+    return SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()}), 5, 0.05
 
 
 def gradient_of(state):
     """The gradient behind the first step of Adam, whose first moment is 1 − β₁ of it."""
     assert state.steps == 1
     return {name: value / (1 - 0.9) for name, value in state.first.items()}
-
-
-def random_factors(rng: np.random.Generator, sites: int, size: int, condition: float) -> np.ndarray:
-    """Lower factors of randomly rotated covariances with the given condition number."""
-    factors = []
-    for _ in range(sites):
-        rotation, _ = np.linalg.qr(rng.normal(size=(size, size)))
-        root = rotation * np.geomspace(1.0, condition**-0.5, size) * np.exp(rng.normal() / 2)
-        upper = np.linalg.qr(root.T, mode="r")
-        factors.append((upper * np.sign(np.diag(upper))[:, None]).T)
-    return np.stack(factors)

@@ -1,10 +1,8 @@
-"""The barycentre against POT, closed forms, and its defining equation in 60 digits."""
+"""The barycentre against closed forms, and its defining equation in 60 digits."""
 
 import mpmath
 import numpy as np
 import pytest
-from ot.gaussian import bures_wasserstein_barycenter
-from structured_problems import random_factors
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
@@ -13,6 +11,13 @@ from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
+
+
+def random_factors(rng, sites, size, condition):
+    """Lower factors of randomly rotated covariances with the given condition number."""
+    rotations = np.linalg.qr(rng.normal(size=(sites, size, size)))[0]
+    roots = rotations * np.geomspace(1.0, condition**-0.5, size) * np.exp(rng.normal(size=(sites, 1, 1)) / 2)
+    return np.linalg.cholesky(roots @ roots.mT)
 
 
 @pytest.mark.parametrize("condition", [1e4, 1e10])
@@ -32,38 +37,21 @@ def test_solves_its_defining_equation_in_sixty_digits(rng, condition):
     assert worst < 1e-10
 
 
-def test_agrees_with_python_optimal_transport(rng):
-    means, weights, factors = rng.normal(size=(5, 8)), rng.dirichlet(np.ones(5)), random_factors(rng, 5, 8, 1e4)
-    centre, factor = barycentre(means, factors, weights)
-    mean, covariance = bures_wasserstein_barycenter(means, factors @ factors.mT, weights, num_iter=5000, eps=1e-14)
-    np.testing.assert_allclose(centre, mean, rtol=1e-13, atol=1e-13)
-    np.testing.assert_allclose(factor @ factor.T, covariance, rtol=0, atol=1e-8 * np.abs(covariance).max())
-
-
-def test_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
+def test_means_and_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
     means, scales, weights = rng.normal(size=(4, 6)), rng.uniform(0.1, 3.0, (4, 6)), np.array([1.0, 2.0, 3.0, 4.0])
-    _, diagonal = barycentre(means, scales, weights)
-    np.testing.assert_allclose(diagonal, (0.1, 0.2, 0.3, 0.4) @ scales, rtol=1e-14)
+    centre, diagonal = barycentre(means, scales, weights)
+    np.testing.assert_allclose([centre, diagonal], [weights / 10 @ part for part in (means, scales)], rtol=1e-13)
     _, full = barycentre(means, np.stack([np.diag(s) for s in scales]), weights, max_iterations=6)
     np.testing.assert_allclose(full, np.diag(diagonal), rtol=0, atol=1e-10)
 
 
-def test_distance_matches_the_trace_formula_and_the_barycentre_minimises_it(rng):
-    means, factors, weights = rng.normal(size=(3, 4)), random_factors(rng, 3, 4, 1e2), np.array([0.2, 0.3, 0.5])
+def test_the_distance_is_that_of_the_trace_formula(rng):
+    means, factors = rng.normal(size=(2, 4)), random_factors(rng, 2, 4, 1e2)
     nuclear = np.linalg.svd(factors[0].T @ factors[1], compute_uv=False).sum()
     squared = np.sum((means[0] - means[1]) ** 2) + np.sum(factors[0] ** 2) + np.sum(factors[1] ** 2) - 2 * nuclear
     assert wasserstein_distance(means[0], factors[0], means[1], factors[1]) == pytest.approx(squared**0.5, rel=1e-12)
     scalar = wasserstein_distance(np.zeros(1), np.array([2.0]), np.array([3.0]), np.array([6.0]))
     assert scalar == pytest.approx(5.0)
-
-    def cost(mean, factor):
-        sites = zip(weights, means, factors, strict=True)
-        return sum(w * wasserstein_distance(mean, factor, m, f) ** 2 for w, m, f in sites)
-
-    mean, factor = barycentre(means, factors, weights)
-    least = cost(mean, factor)
-    for _ in range(10):
-        assert cost(mean, factor + 1e-3 * np.tril(rng.normal(size=(4, 4)))) > least
 
 
 def test_what_does_not_converge_is_refused(rng):

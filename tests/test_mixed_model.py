@@ -75,13 +75,11 @@ def spread(theta: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(*[slopes] * 6, *[theta[3].reshape(1, 1)] * 3).double()
 
 
-def restricted(rows: Crossed, dense: torch.Tensor, theta: torch.Tensor, sd: float) -> float:
-    """The density of contrasts Aᵀy that have no fixed effects, A orthonormal, less ½ log|XᵀX| (Harville 1974)."""
-    return normal_contrasts(rows, dense @ spread(theta), sd)
-
-
 def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
-    """The same where y has covariance sd² (I + root rootᵀ)."""
+    """The density of contrasts Aᵀy that have no fixed effects, A orthonormal, less ½ log|XᵀX| (Harville 1974).
+
+    y has covariance sd² (I + root rootᵀ).
+    """
     v = (sd**2 * (root @ root.T + torch.eye(len(root)))).numpy()
     x = rows.fixed.numpy()
     contrasts = np.linalg.svd(x)[0][:, x.shape[1] :]
@@ -97,7 +95,7 @@ def totals(rows: Crossed, theta: torch.Tensor) -> Totals:
 def test_the_restricted_likelihood_is_that_of_contrasts():
     rows, dense = crossed_rows()
     found = totals(rows, THETA).restricted(torch.zeros(4).double(), numbers(0.3))
-    assert float(found) == pytest.approx(restricted(rows, dense, THETA, math.exp(0.3)), abs=1e-10)
+    assert float(found) == pytest.approx(normal_contrasts(rows, dense @ spread(THETA), math.exp(0.3)), abs=1e-10)
     around, step = totals(rows, THETA).expansion(), 1e-5 * np.eye(4)
     near = [[totals(rows, THETA + torch.tensor(s * e)).expansion() for s in (1, -1)] for e in step]
     slope = [(up.value - down.value) / 2e-5 for up, down in near]
@@ -430,9 +428,7 @@ def test_a_smooth_term_of_counts_in_groups_finds_their_rate_under_masks(tmp_path
     new = run.posterior.predict(pd.DataFrame({"dose": [0, 1, 0], "age": ages}))
     typical = np.exp(0.5 + 0.4 * np.array([0, 1, 0]) + np.sin(ages / 15) + 0.5 * 0.4**2)
     np.testing.assert_allclose(new["mean"], typical, rtol=0.35)
-    report = run.report_path.read_text(encoding="utf-8")
-    assert "on the scale of log rate" in report
-    assert (run.path / "plots" / "smooth-terms.png").exists()
+    assert "on the scale of log rate" in run.report_path.read_text(encoding="utf-8")
 
 
 def test_the_site_is_an_effect(tmp_path):
@@ -444,25 +440,12 @@ def test_the_site_is_an_effect(tmp_path):
 def test_formulas_are_taken_apart_and_call_little():
     found = parse("y ~ x * C(`a b`, Treatment('n')) + offset(log(t)) + (1 + x || s / r) + s(age, bmi)")
     assert found.inputs == ("x", "a b", "t", "age", "bmi")
-    assert [(term.effects, term.group) for term in found.random] == [
-        ("1", ("s",)),
-        ("0 + x", ("s",)),
-        ("1", ("s", "r")),
-        ("0 + x", ("s", "r")),
-    ]
+    terms = [(effects, group) for group in (("s",), ("s", "r")) for effects in ("1", "0 + x")]
+    assert [(term.effects, term.group) for term in found.random] == terms
     assert (found.categories, found.groups, found.offset) == (("a b",), ("s", "r"), "(log(t))")
-    for text in (
-        "y ~ eval(x)",
-        "y ~ x.real",
-        "y ~ x | g",
-        "y ~ (1 | g",
-        "y",
-        "y ~ [x]",
-        "y ~ `a`.b",
-        "y ~ __import__('os')",
-    ):
+    for right in ("~ eval(x)", "~ x.real", "~ x | g", "~ (1 | g", "", "~ [x]", "~ `a`.b", "~ __import__('os')"):
         with pytest.raises(ConfigError, match="formula"):
-            parse_config({"formula": text})
+            parse_config({"formula": f"y {right}"})
     with pytest.raises(ConfigError, match="leave out `target`"):
         parse_config({"formula": "y ~ x", "target": "y"})
     with pytest.raises(ConfigError, match="does not read `formula`"):
@@ -470,9 +453,6 @@ def test_formulas_are_taken_apart_and_call_little():
 
 
 def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
+    options = {"formula": mixed_models.SETS["crossed"][1], "output-dir": str(tmp_path)}
     with pytest.raises(DataError, match="at most 1"):
-        fg.run(
-            mixed_models.crossed(),
-            sites=3,
-            options={"formula": mixed_models.SETS["crossed"][1], "output-dir": str(tmp_path)},
-        )
+        fg.run(mixed_models.crossed(), sites=3, options=options)

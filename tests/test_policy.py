@@ -345,12 +345,9 @@ def log(written, tmp_path) -> Path:
     return tmp_path / "audit.jsonl"
 
 
-def test_the_second_place_has_the_same_lines(written):
+def test_a_line_says_what_left_and_the_second_place_has_the_same_lines(written):
     assert (written.parents[1] / "copy.jsonl").read_bytes() == written.read_bytes()
-
-
-def test_a_line_says_what_left(log):
-    found, problems, _ = audit.read(log)
+    found, problems, _ = audit.read(written)
     assert problems == []
     lines = {line["kind"]: line for line in found}
     assert [line["line"] for line in found] == list(range(1, len(found) + 1))
