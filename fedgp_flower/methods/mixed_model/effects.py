@@ -252,13 +252,8 @@ def no_factor(rows: Float[Tensor, "N _"]) -> Factor:
     return Factor(torch.zeros(len(rows), dtype=torch.int64), 0, rows[:, :0], ())
 
 
-def no_features(log_lengthscales: Tensor) -> list[Tensor]:
-    """The features of a formula without smooth terms."""
-    return []
-
-
 def restricted_sums(
-    rows: Crossed, theta: Float[Tensor, " T"], features: Callable[[Tensor], list[Tensor]] = no_features
+    rows: Crossed, theta: Float[Tensor, " T"], features: Callable[[Tensor], list[Tensor]] = lambda lengths: []
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums [Q] of the restricted likelihood, and their derivatives [T, Q] and [T, T, Q] by θ and log ℓ.
 
