@@ -278,22 +278,22 @@ def telling(run, facts):
 
 
 def test_the_shortest_comes_first_with_a_log_normal_interval(run):
-    [own] = relevances(telling(run, lengthscale_facts(LOGS, SPREAD, "a test")))
-    assert own.names == ("dose", "age", "ward")
-    assert own.value == pytest.approx([0.5, 4, 90])
-    assert own.low == pytest.approx([0.5, 4, 90] / np.exp(1.959964 * np.array([0.2, 0.1, 2.0])), rel=1e-6)
-    assert own.low * own.high == pytest.approx(own.value**2)
-    assert (own.part, own.how) == ("kernel", "a test")
+    [(part, own)] = relevances(telling(run, lengthscale_facts(LOGS, SPREAD, "a test"))).items()
+    assert list(own.index) == ["dose", "age", "ward"]
+    assert list(own["value"]) == pytest.approx([0.5, 4, 90])
+    assert list(own["low"]) == pytest.approx([0.5, 4, 90] / np.exp(1.959964 * np.array([0.2, 0.1, 2.0])), rel=1e-6)
+    assert list(own["low"] * own["high"]) == pytest.approx(list(own["value"] ** 2))
+    assert (part, own.attrs["how"]) == ("kernel", "a test")
 
 
 def test_without_intervals_points_are_shown_and_none_is_made_up(run):
-    [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test")))
-    assert np.isnan(own.low).all()
-    assert not own.how
+    [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test"))).values()
+    assert own["low"].isna().all()
     saved = replace(run.saved, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])})
-    [same] = relevances(replace(run, saved=saved))
-    assert (same.names, same.part, same.how) == (own.names, "kernel", "")
-    assert relevances(run) == []
+    same = relevances(replace(run, saved=saved))
+    pd.testing.assert_frame_equal(same["kernel"], own)
+    assert own.attrs["how"] == same["kernel"].attrs["how"] == ""
+    assert relevances(run) == {}
 
 
 def test_parts_of_a_model_have_panels_of_their_own(run):

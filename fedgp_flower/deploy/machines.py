@@ -13,13 +13,12 @@ import shlex
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tomli_w
 
@@ -28,9 +27,10 @@ from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
 from fedgp_flower.deploy.wrapped import CONTROL, PIN
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.files import write_bytes
+from fedgp_flower.files import read_toml, write_bytes
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.keys import Identity, short_hash
+from fedgp_flower.typing import Json
 
 Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
 """Words, working directory and environment variables of a command."""
@@ -307,10 +307,5 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
     write_bytes(path, tomli_w.dumps(content).encode())
 
 
-def _read(path: Path, maker: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` creates it") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+def _read(path: Path, maker: str) -> Json:
+    return read_toml(path, f"; `{maker}` creates it")

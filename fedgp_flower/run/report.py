@@ -164,8 +164,8 @@ def _relevance(run: Run) -> list[Panel]:
     found = relevances(run)
     if not found:
         return []
-    hidden = max(len(part.names) for part in found) - figures.MAX_INPUTS
-    how = found[0].how
+    first = next(iter(found.values()))
+    hidden, how = len(first) - figures.MAX_INPUTS, first.attrs["how"]
     caption = (
         "Lengthscales in standard deviations of the input: the shorter, the more relevant. Data span about 4, so inputs"
         " with much longer lengthscales hardly matter."
