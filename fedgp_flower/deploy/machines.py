@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import tomli_w
 
-from fedgp_flower.deploy.credentials import Authority, create_node_key
+from fedgp_flower.deploy.credentials import certify, create_authority, create_node_key
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
 from fedgp_flower.deploy.wrapped import CONTROL, PIN
@@ -121,10 +121,9 @@ class Coordinator:
         folder = folder.resolve()
         _new(folder, "server", "flower", "logs", "invitations")
         _new(_authority(folder))
-        authority = Authority.new(AUTHORITY_DAYS)
-        authority.write(_authority(folder))
+        create_authority(_authority(folder), AUTHORITY_DAYS)
         shutil.copy(_authority(folder) / "ca.crt", folder)
-        authority.certify(folder / "server", host, SERVER_DAYS)
+        certify(_authority(folder), folder / "server", host, SERVER_DAYS)
         _write(folder / "coordinator.toml", {"host": host, "port": port, "control": control})
         profile = {"address": f"127.0.0.1:{control}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
@@ -155,7 +154,7 @@ class Coordinator:
 
     def rotate(self) -> None:
         """Create a new key and certificate of the SuperLink with the same authority. Sites need no change."""
-        Authority.read(_authority(self.folder)).certify(self.folder / "server", self.host, SERVER_DAYS)
+        certify(_authority(self.folder), self.folder / "server", self.host, SERVER_DAYS)
 
     @contextmanager
     def flower(self) -> Iterator[Flower]:

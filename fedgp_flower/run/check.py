@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
@@ -15,15 +15,8 @@ from fedgp_flower.errors import DataError, PolicyError
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.typing import Json, Node
 
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Result of a check of tables."""
-
-    data: Json
-    """Summary as in ``metrics.json``; empty if no table can be used."""
-    problems: tuple[str, ...]
-    suspected: tuple[str, ...] = ()
+Checked: TypeAlias = tuple[Json, list[str], list[str]]
+"""Summary as in ``metrics.json``, empty if no table can be used; warnings; problems."""
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
@@ -45,7 +38,7 @@ def plan(config: CoreConfig, sites: int) -> Checked:
 def require_usable(config: CoreConfig, sites: int) -> None:
     """Raise DataError, once for all sites, if a simulated run cannot use the data."""
     if files := tables_in(config.dataset):
-        if problems := check(files, config).problems:
+        if problems := check(files, config)[2]:
             raise DataError("\n".join(problems))
     else:
         check_partition(config, sites)
@@ -71,7 +64,7 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
     try:
         agreement = agree(described, **config.agreement_options)
     except DataError as error:
-        return Checked({}, (*problems, *([str(error)] if described else [])))
+        return {}, [], [*problems, *([str(error)] if described else [])]
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
     suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
     counted = {
@@ -80,4 +73,4 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
         "rows": sum(agreement.rows.values()),
         "inputs": len(agreement.names),
     }
-    return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems), tuple(suspected))
+    return {**counted, "dropped": dropped, "columns": agreement.columns}, suspected, problems

@@ -22,8 +22,8 @@ from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.typing import Array
+from fedgp_flower.run.summary import number
+from fedgp_flower.typing import Array, Facts
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Run
@@ -53,7 +53,7 @@ Make: TypeAlias = Callable[..., Figure]
 """Constructor of figures: the class Figure, or a function of pyplot in a notebook."""
 
 
-def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, make: Make = Figure) -> Figure | None:
+def convergence(history: pd.DataFrame, others: Mapping[str, Facts], units: str, make: Make = Figure) -> Figure | None:
     """Plot the objective and held-out scores by round, or by visit if they are counted, with baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
@@ -72,7 +72,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
         values = history[name].dropna()
         style = "o-" if len(values) <= 30 else "-"
         ax.plot(abscissa[values.index], values, style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
-        levels = {arm.name: number(arm.figures.get(name.removeprefix("test_"))) for arm in baselines}
+        levels = {arm: number(known.get(name.removeprefix("test_"))) for arm, known in others.items() if arm in STYLES}
         for arm, level in levels.items():
             if math.isfinite(level):
                 colour, dash = STYLES[arm]
