@@ -26,7 +26,6 @@ from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
     GAUSSIAN,
     LOG_2PI,
-    Conditional,
     Crossed,
     Factor,
     Marginal,
@@ -243,8 +242,9 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
     noise = math.exp(2 * known.log_noise)
     covariance = torch.tensor(known.covariance)
-    found = Conditional(Marginal(rows, GAUSSIAN), torch.tensor(known.beta), THETA)
-    mean, variance = found.linear(x, asked[0], asked[1:], covariance, noise)
+    factors = [asked[rows.order.index(k)] for k in range(2)]
+    mean, spread_of, slopes = Marginal(rows, GAUSSIAN).conditional(torch.tensor(known.beta), THETA, x, factors)
+    variance = noise * spread_of + torch.einsum("ne,ef,nf->n", slopes, covariance, slopes)
     wide = torch.zeros(3, 18).double()  # levels of the new ones are columns of zeros beside those with rows
     wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]
     root, there = dense @ spread(THETA), wide[:, :15] @ spread(THETA)

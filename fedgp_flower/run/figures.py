@@ -22,12 +22,12 @@ from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.typing import Array
+from fedgp_flower.run.summary import number
+from fedgp_flower.typing import Array, Facts
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Run
-    from fedgp_flower.run.dependence import Effect, Relevance
+    from fedgp_flower.run.dependence import Effect
     from fedgp_flower.run.predict import Predictor
 
 FEDERATED, LOCAL, POOLED, BAND, MISS = "#1f5f99", "#c8691c", "#3d3d3d", "#bcd3e8", "#b3261e"
@@ -53,7 +53,7 @@ Make: TypeAlias = Callable[..., Figure]
 """Constructor of figures: the class Figure, or a function of pyplot in a notebook."""
 
 
-def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, make: Make = Figure) -> Figure | None:
+def convergence(history: pd.DataFrame, others: Mapping[str, Facts], units: str, make: Make = Figure) -> Figure | None:
     """Plot the objective and held-out scores by round, or by visit if they are counted, with baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
@@ -72,7 +72,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
         values = history[name].dropna()
         style = "o-" if len(values) <= 30 else "-"
         ax.plot(abscissa[values.index], values, style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
-        levels = {arm.name: number(arm.figures.get(name.removeprefix("test_"))) for arm in baselines}
+        levels = {arm: number(known.get(name.removeprefix("test_"))) for arm, known in others.items() if arm in STYLES}
         for arm, level in levels.items():
             if math.isfinite(level):
                 colour, dash = STYLES[arm]
@@ -187,14 +187,15 @@ def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
     counts = np.asarray(pit)
     n, half = int(counts.sum()), len(counts) // 2
     figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
-    low, high = 100 * _chance(n, np.linspace(0, 1, 201)) / n
-    ax.fill_between(np.linspace(0, 100, 201), low, high, color="#e3e3e3", lw=0, label="chance, 95 %")
+    nominal = np.linspace(0, 1, 201)
+    low, high = (100 * end / n for end in binom.interval(0.95, n, nominal))
+    ax.fill_between(100 * nominal, low, high, color="#e3e3e3", lw=0, label="chance, 95 %")
     inside = [counts[half - j : half + j].sum() / n for j in range(half)]
     levels = np.array([*(np.arange(half) / half), 0.95, 1.0])
     _against_diagonal(ax, levels, np.array([*inside, coverage_95, 1.0]))
     ax.set(xlabel="nominal coverage of central interval (%)", ylabel="held-out rows inside (%)")
     ax.legend(fontsize=8, frameon=False, loc="upper left")
-    limits = _chance(n, np.array(1 / len(counts)))
+    limits = binom.interval(0.95, n, 1 / len(counts))
     histogram.axhspan(*limits, color="#e3e3e3", lw=0)
     for limit in limits:
         histogram.axhline(limit, color="#8a8a8a", lw=0.8, ls="--", zorder=3)
@@ -210,7 +211,7 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     count, predicted, seen = bins[bins[:, 0] > 0].T
     p = predicted / count
     figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
-    low, high = 100 * _chance(count, p) / count
+    low, high = (100 * end / count for end in binom.interval(0.95, count, p))
     ax.vlines(100 * p, low, high, color="#d0d0d0", lw=7, label="chance, 95 %")
     _against_diagonal(ax, p, seen / count)
     ax.set(xlabel="predicted probability (%)", ylabel="observed frequency (%)")
@@ -246,11 +247,6 @@ def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Seq
     ax.set(xlabel="predicted share without an event (%)", ylabel="observed (%)")
     ax.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _chance(n: int | Array, p: Array) -> Array:
-    """Return the ends of the central 95 % range of Bin(n, p), elementwise."""
-    return np.stack([binom.ppf(0.025, n, p), binom.ppf(0.975, n, p)])
 
 
 def _against_diagonal(ax: Axes, predicted: Array, observed: Array) -> None:
@@ -353,23 +349,23 @@ def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure
     return figure
 
 
-def relevance(found: Sequence[Relevance]) -> Figure:
+def relevance(found: Mapping[str, pd.DataFrame]) -> Figure:
     """Plot lengthscales of the most relevant inputs, a panel for each part of the model, with known 95 % intervals."""
-    rows = min(MAX_INPUTS, max(len(part.names) for part in found))
+    rows = min(MAX_INPUTS, max(map(len, found.values())))
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
-    for ax, part in zip(axes, found, strict=True):
-        y, shown = np.arange(rows), slice(rows)
-        ax.hlines(y, part.low[shown], part.high[shown], color=BAND, lw=6)
-        ax.plot(part.value[shown], y, "o", color=FEDERATED, ms=4)
-        ax.set_yticks(y, [label_text(name) for name in part.names[shown]])
-        ends = np.concatenate([part.value[shown], part.low[shown], part.high[shown].clip(max=MAX_LENGTHSCALE)])
+    for ax, (part, table) in zip(axes, found.items(), strict=True):
+        y, shown = np.arange(rows), table.head(rows)
+        ax.hlines(y, shown["low"], shown["high"], color=BAND, lw=6)
+        ax.plot(shown["value"], y, "o", color=FEDERATED, ms=4)
+        ax.set_yticks(y, [label_text(str(name)) for name in shown.index])
+        ends = shown.assign(high=shown["high"].clip(upper=MAX_LENGTHSCALE)).to_numpy()
         ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlabel("lengthscale (standard deviations of the input)")
         if len(found) > 1:
-            ax.set_title(part.part, fontsize=9, loc="left")
+            ax.set_title(part, fontsize=9, loc="left")
     return figure
 
 

@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import GaussianLikelihood, Likelihood
-from gpytorch.models import GP
+from gpytorch.likelihoods import GaussianLikelihood
 from pydantic import ValidationError
 
 from fedgp_flower.config import RunConfig
@@ -47,37 +46,13 @@ if TYPE_CHECKING:
     from fedgp_flower.run.to_botorch import FederatedModel
 
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
-"""Mean and sd [N] at standardised inputs [N, D]; for more than two classes those of their indicators [N, C]."""
+"""Mean and sd [N] at standardised inputs [N, D]; for more than two classes those of their indicators [N, C].
+
+It may have further methods, all in standardised units: ``mean(inputs)``, only the means [N]; ``quantiles(inputs,
+levels)`` of non-normal observations [levels, N]; ``survival(inputs, times)``, P(T > t) [times, N]; and ``export()``,
+equally weighted pairs of a GPyTorch model and likelihood such that ``likelihood(model(x))`` is the prediction.
+"""
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
-
-
-@runtime_checkable
-class Exportable(Protocol):
-    """A :data:`Standardised` that is a sparse Gaussian process, or an equally weighted mixture of several."""
-
-    def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Return mean and sd of a noisy observation, standardised."""
-
-    def export(self) -> Sequence[tuple[GP, Likelihood]]:
-        """Return a GPyTorch model and likelihood for every component; ``likelihood(model(x))`` is its prediction."""
-
-
-@runtime_checkable
-class Quantiles(Protocol):
-    """A :data:`Standardised` with quantiles of non-normal observations."""
-
-    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
-        """Return quantiles [levels, N], standardised."""
-
-
-@runtime_checkable
-class Survival(Protocol):
-    """A :data:`Standardised` with survival probabilities."""
-
-    def survival(self, inputs: Array, times: Sequence[float]) -> Array:
-        """Return P(T > t) [times, N]."""
-
-
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Function from a saved posterior and the names of the encoded inputs to its predictor."""
 SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
@@ -147,12 +122,8 @@ class Predictor:
             arrays = {}  # sites of some methods keep no state
         config = parse_config(read.config)
         rows = Rules("predict").read(node).site(load_site(config, node))
-        predictor = _at_node(read, config, rows, arrays)
-        if predictor is None:
-            raise RunError(
-                f"{state}, the state of site {site!r}, is missing, damaged, or belongs to other rows or another run"
-            )
-        return predictor
+        unusable = f"{state}, the state of site {site!r}, is missing, damaged, or belongs to other rows or another run"
+        return _at_node(read, config, rows, arrays, unusable)
 
     @staticmethod
     def joined(run: Path, name: str, data: Path) -> Predictor:
@@ -161,10 +132,9 @@ class Predictor:
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(f"a site {name!r} took part in {run}: use `fedgp predict --site`, or rename the table")
         config = parse_config(read.config | {"split": -1, "test-fraction": 0.0})
-        predictor = _at_node(read, config, load_site(config, _node(read, name, data)), {})
-        if predictor is None:
-            raise RunError(f"a new site cannot join a run of {read.metrics.method!r} as configured")
-        return predictor
+        rows = load_site(config, _node(read, name, data))
+        unusable = f"a new site cannot join a run of {read.metrics.method!r} as configured"
+        return _at_node(read, config, rows, {}, unusable)
 
     @staticmethod
     def of_all(run: Path) -> dict[str, Predictor]:
@@ -194,8 +164,8 @@ class Predictor:
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
     def _quantiles(self, encoded: Array, levels: Sequence[float], moments: Callable[[], tuple[Array, Array]]) -> Array:
-        if isinstance(self.standardised, Quantiles):
-            return self.units.values(self.standardised.quantiles(encoded, levels))
+        if (quantiles := getattr(self.standardised, "quantiles", None)) is not None:
+            return self.units.values(quantiles(encoded, levels))
         mean, sd = moments()
         if self.saved.likelihood == "poisson":
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
@@ -233,10 +203,10 @@ class Predictor:
 
     def survival(self, encoded: Array, times: Sequence[float]) -> dict[str, Array]:
         """Return P(T > t) [N] at standardised inputs for each time."""
-        model = self.standardised
-        if not times or not isinstance(model, Survival):
+        survival = getattr(self.standardised, "survival", None)
+        if not times or survival is None:
             return {}
-        return {f"survival at {t:g}": share for t, share in zip(times, model.survival(encoded, times), strict=True)}
+        return {f"survival at {t:g}": share for t, share in zip(times, survival(encoded, times), strict=True)}
 
     def mean(self, frame: pd.DataFrame) -> Array:
         """Return only the means [N]; fast for a sparse Gaussian process with Gaussian noise."""
@@ -322,13 +292,13 @@ class Predictor:
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """Return the equally weighted components of the prediction; one if it is no mixture."""
-        if not isinstance(self.standardised, Exportable):
+        if (export := getattr(self.standardised, "export", None)) is None:
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; its predictor is no sparse Gaussian"
                 " process that can be exported to GPyTorch. Use `predict`"
             )
         transforms = Transforms.of(self.saved.arrays)
-        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.standardised.export())
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in export())
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):
@@ -386,8 +356,8 @@ def predict_file(
     return len(frame), count_unknown_levels(frame, preparation), int((outside != "").sum())
 
 
-def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
-    """Return the predictor at a site, from its rows and its saved state; None if they do not match."""
+def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, unusable: str) -> Predictor:
+    """Return the predictor at a site, from its rows and its saved state. Raise RunError ``unusable`` if they differ."""
     reference = read.method.at_site
     if read.saved is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
@@ -395,7 +365,9 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -
     model: SiteModel = load(reference)
     agreed = Preparation.from_wire(read.saved.arrays, json.dumps(read.saved.schema))
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.saved, agreed, standardised, rows)
+    if standardised is None:
+        raise RunError(unusable)
+    return Predictor(read, read.saved, agreed, standardised, rows)
 
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:

@@ -24,17 +24,19 @@ from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
-from fedgp_flower.run.predict import Predictor, Survival
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
     arms,
     baseline_differences,
+    baselines,
     cell,
     data_name,
     expected_coverage,
     figure_columns,
     headline,
+    held_out_rows,
     is_classification,
     is_time,
     notes,
@@ -100,7 +102,6 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
     plots.mkdir(exist_ok=True)
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
     failing = len({str(row["site"]) for row in metrics.failures})
-    lines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
     nll = [
         {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
         for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ()))
@@ -126,7 +127,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             predictions=list(_predictions(run, predictor, target)),
             calibration=_calibration(run),
             convergence=_picture(
-                "convergence", figures.convergence(run.history, lines, units), "Figures after each round."
+                "convergence", figures.convergence(run.history, baselines(metrics), units), "Figures after each round."
             ),
             sites=_picture("sites", figures.sites(*nll), "Held-out NLL of each site, in nats per row."),
             site_table=_site_table(metrics),
@@ -164,8 +165,8 @@ def _relevance(run: Run) -> list[Panel]:
     found = relevances(run)
     if not found:
         return []
-    hidden = max(len(part.names) for part in found) - figures.MAX_INPUTS
-    how = found[0].how
+    first = next(iter(found.values()))
+    hidden, how = len(first) - figures.MAX_INPUTS, first.attrs["how"]
     caption = (
         "Lengthscales in standard deviations of the input: the shorter, the more relevant. Data span about 4, so inputs"
         " with much longer lengthscales hardly matter."
@@ -205,7 +206,7 @@ def _many(count: int, noun: str) -> str:
 
 def _headline_note(metrics: RunMetrics, units: str) -> str:
     """Return the explanation of the headline's figures."""
-    n = arms(metrics)[0].rows
+    n = held_out_rows(metrics)
     if is_time(metrics):
         note = (
             "Concordance: share of pairs of rows of a site with events in the predicted order. NLL in nats per row and"
@@ -219,13 +220,13 @@ def _headline_note(metrics: RunMetrics, units: str) -> str:
             " probabilities. Skill: 1 − Brier score / Brier score of the class shares."
         )
     else:
-        low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
+        low, high = map(percent, expected_coverage(n) if n else (0.0, 1.0))
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
             " R² compares with the mean of the training rows."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
-    if len({arm.rows for arm in arms(metrics)}) > 1:
+    if len({known["rows"] for known in arms(metrics).values()}) > 1:
         note += " The rows of this table were scored on different numbers of held-out rows, so compare them with care."
     return note
 
@@ -266,7 +267,8 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
 def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """Yield survival curves along the most important column, and the calibration of survival."""
     follow_up = None if predictor is None else predictor.preparation.follow_up
-    if predictor is not None and follow_up is not None and isinstance(predictor.standardised, Survival):
+    survival = getattr(predictor and predictor.standardised, "survival", None)
+    if predictor is not None and follow_up is not None and survival is not None:
         grid, curves, column = np.linspace(0, 1, 101)[1:] * follow_up.grid[-1], {}, ""
         for effect in effects(predictor, 1):
             column, last = effect.name, len(effect.values) - 1
@@ -275,7 +277,7 @@ def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Pa
             )
             names = [effect.levels[place] if effect.levels else f"{effect.values[place]:.3g}" for place in few]
             assert effect.x is not None
-            found = predictor.standardised.survival(effect.x[list(few)], grid.tolist())
+            found = survival(effect.x[list(few)], grid.tolist())
             curves = {f"{column} {name}": found[:, place] for place, name in enumerate(names)}
         caption = f"Predicted curves: `{column}` as named, all other columns at their means." if curves else ""
         yield Panel("Survival", figures.survival(follow_up, curves, grid, target), caption, "survival")
