@@ -296,12 +296,12 @@ class CoreConfig(Section):
         words = (self.method, re.sub(r"[^\w.]+", "-", label or self.dataset), time.strftime("%Y%m%d-%H%M%S"))
         return self.name or "-".join(words)
 
-    def require_whole_rosters(self, key: str, fraction: float) -> None:
+    def require_whole_rosters(self) -> None:
         """Raise ConfigError if rounds under masks would sample sites."""
-        if fraction < 1 and self.privacy.secure_aggregation:
+        if self.averaging.fraction < 1 and self.privacy.secure_aggregation:
             raise ConfigError(
-                f"`{key}` = {fraction:g} samples sites in every round, so differences of masked totals would reveal"
-                " the sums of few sites; set it to 1, or `privacy.secure-aggregation` to false"
+                f"`averaging.fraction` = {self.averaging.fraction:g} samples sites in every round, so differences of masked"
+                " totals would reveal the sums of few sites; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
     def require_whole_batches(self) -> None:
