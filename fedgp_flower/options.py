@@ -241,7 +241,6 @@ class MethodOptions(BaseModel):
 
     def kernel_for(self, likelihood: str) -> str:
         """Return the default kernel for a likelihood."""
-        del likelihood
         return self.default_kernel
 
     def of_classes(self, count: int) -> Self:
