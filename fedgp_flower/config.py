@@ -300,8 +300,9 @@ class CoreConfig(Section):
         """Raise ConfigError if rounds under masks would sample sites."""
         if self.averaging.fraction < 1 and self.privacy.secure_aggregation:
             raise ConfigError(
-                f"`averaging.fraction` = {self.averaging.fraction:g} samples sites in every round, so differences of masked"
-                " totals would reveal the sums of few sites; set it to 1, or `privacy.secure-aggregation` to false"
+                f"`averaging.fraction` = {self.averaging.fraction:g} samples sites in every round, so differences of"
+                " masked totals would reveal the sums of few sites; set it to 1, or `privacy.secure-aggregation` to"
+                " false"
             )
 
     def require_whole_batches(self) -> None:
