@@ -284,9 +284,8 @@ def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torc
 
 
 def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
-    return pooled_sums(
-        SparseGP.from_arrays(strategy.config.model, parameters(strategy)), *rows_of(grid, strategy, sites)
-    )
+    model = SparseGP.from_arrays(strategy.config.model, parameters(strategy))
+    return pooled_sums(model, *rows_of(grid, strategy, sites))
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:

@@ -70,30 +70,18 @@ POLICY = "least-cell = 0\nleast-rows = 2"
 PVI = {"method": "pvi", "pvi__steps": 10, "num_server_rounds": 5}
 MEMBERS: dict[str, dict[str, Any]] = {
     "sgpr": {"method": "sgpr", "num_server_rounds": 3, "model__num_inducing": 40},
-    "fsgp": {"method": "fsgp"},
-    "fgpr": {"method": "fgpr"},
     "pvi adam": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi", "num_server_rounds": 12},
-    "hierarchical-gp": {"method": "hierarchical-gp"},
-    "fedmgp": {"method": "fedmgp"},
+    **{name: {"method": name} for name in ("fsgp", "fgpr", "hierarchical-gp", "fedmgp")},
 }
 """The first site of a sequential method is the one with the constant target."""
-CLASSES: dict[str, dict[str, Any]] = {
-    "svgp": {"method": "svgp"},
-    "pvi": PVI | {"pvi__local_update": "adam"},
-    "sfvi": {"method": "sfvi"},
-}
+CLASSES = {"svgp": {"method": "svgp"}, "pvi": PVI | {"pvi__local_update": "adam"}, "sfvi": {"method": "sfvi"}}
 
 
 def landscape() -> dict[str, pd.DataFrame]:
     sea = waves(40, 9)
-    return {
-        "atlantic": sea.assign(x1=sea["x1"] + 6, y=-1.0),
-        "greenwich": waves(40, 5).assign(x2=0.25),
-        "islet": waves(5, 7),
-        "north": waves(40, 0),
-        "south": waves(40, 1),
-    }
+    odd = {"atlantic": sea.assign(x1=sea["x1"] + 6, y=-1.0), "greenwich": waves(40, 5).assign(x2=0.25)}
+    return odd | {"islet": waves(5, 7), "north": waves(40, 0), "south": waves(40, 1)}
 
 
 def scores(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> dict[str, dict[str, float]]:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pydoc
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -99,23 +100,10 @@ def test_draws_have_the_moments_of_f(run):
 
 def test_any_number_of_draws_of_a_mixture(run):
     """One draw comes from one component alone, so that the others give none."""
-    twice = dataclasses.replace(run.posterior, standardised=Mixture(run.posterior.standardised))
-    new = pd.DataFrame({"x": [-1.0, 0.5]})
+    parts, new = [*run.posterior.standardised.export()] * 3, pd.DataFrame({"x": [-1.0, 0.5]})
+    mixture = dataclasses.replace(run.posterior, standardised=SimpleNamespace(export=lambda: parts))
     for count in (0, 1, 4, 9, 10, 11, 12):
-        assert run.posterior.sample(new, count).shape == twice.sample(new, count).shape == (count, 2)
-
-
-class Mixture:
-    """Three times the same component."""
-
-    def __init__(self, part):
-        self.part = part
-
-    def __call__(self, inputs):
-        return self.part(inputs)
-
-    def export(self):
-        return [*self.part.export()] * 3
+        assert run.posterior.sample(new, count).shape == mixture.sample(new, count).shape == (count, 2)
 
 
 def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
@@ -236,9 +224,8 @@ def test_classes_are_no_single_mixture_but_f_is(tmp_path):
     draws, inputs = posterior.to_gpytorch_draws(), posterior.inputs(frame)
     low = torch.stack([likelihood(model(inputs)).mean for model, likelihood in draws]).mean(0)
     np.testing.assert_allclose(table["probability of low"], low, rtol=1e-7)
-    torch.testing.assert_close(
-        posterior.distribution(frame).mean, torch.stack([model(inputs).mean for model, _ in draws]).mean(0)
-    )
+    wanted = torch.stack([model(inputs).mean for model, _ in draws]).mean(0)
+    torch.testing.assert_close(posterior.distribution(frame).mean, wanted)
     with pytest.raises(RunError, match=r"mixture of 100 models.*`to_gpytorch_draws\(\)`"):
         posterior.to_gpytorch()
     with pytest.raises(RunError, match="not normal"):

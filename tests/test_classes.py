@@ -27,11 +27,8 @@ NONE = torch.zeros(0).double()
 @pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
 def test_of_two_classes_the_difference_is_a_logit(variance):
     """Log Σ e^f = f_0 + log(1 + e^d), d = f_1 − f_0 ~ N(m_1 − m_0, s_0 + s_1): another closed form has that."""
-    mean, spread = (
-        torch.linspace(-6, 6, 14).double().view(2, 7) * torch.tensor([[1.0], [-0.4]]),
-        torch.ones(2, 7).double(),
-    )
-    spread = variance * spread * torch.tensor([[1.0], [0.7]])
+    mean = torch.linspace(-6, 6, 14).double().view(2, 7) * torch.tensor([[1.0], [-0.4]])
+    spread = variance * torch.tensor([[1.0], [0.7]]).double().expand(2, 7)
     value, share, curvature = expected_log_sum_exp(mean, spread)
     softplus, logistic, density = expected_softplus(mean[1] - mean[0], spread.sum(0))
     torch.testing.assert_close(value, mean[0] + softplus, rtol=0, atol=2e-6)
@@ -142,13 +139,8 @@ def flowers(rows=160):
     return pd.DataFrame({"x0": x[:, 0], "x1": x[:, 1], "place": place, "species": species})
 
 
-QUICK = {
-    "model.likelihood": "categorical",
-    "model.num-inducing": 15,
-    "baselines.max-evaluations": 8,
-    "evaluate-every": 0,
-    "sgpr.exchanges": 12,
-}
+QUICK = {"model.likelihood": "categorical", "model.num-inducing": 15, "sgpr.exchanges": 12}
+QUICK |= {"baselines.max-evaluations": 8, "evaluate-every": 0}
 ALONE = {"baselines.local-only": False, "baselines.pooled": False}
 
 

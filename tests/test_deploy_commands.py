@@ -156,12 +156,8 @@ def test_status_and_revocation(
     capsys.readouterr()
     cli.app(["deploy", "status"], standalone_mode=False)
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert said == [
-        "north online since noon",
-        "south not registered any more since never",
-        "run 5: running",
-        "first: round 2, 1 failures",
-    ]
+    sites = ["north online since noon", "south not registered any more since never"]
+    assert said == [*sites, "run 5: running", "first: round 2, 1 failures"]
     cli.app(["deploy", "revoke", "south"], standalone_mode=False)
     assert asked[-1] == "supernode unregister 8 deployment"
     with pytest.raises(ConfigError, match="'south' is not registered; registered are north"):

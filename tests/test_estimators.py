@@ -66,12 +66,11 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
     from botorch.optim import optimize_acqf
 
     model, points = fitted.posterior_.to_botorch(), torch.tensor([[0.3, -1.0], [1.0, 0.5]], dtype=torch.float64)
-    exact = fitted.posterior_.distribution(pd.DataFrame(points.numpy(), columns=["x0", "x1"]))
-    found = model.posterior(points)
+    table, found = pd.DataFrame(points.numpy(), columns=["x0", "x1"]), model.posterior(points)
+    exact, noisy = (fitted.posterior_.distribution(table, noise=noise) for noise in (False, True))
     torch.testing.assert_close(found.mean[:, 0], exact.mean)
     torch.testing.assert_close(found.distribution.covariance_matrix, exact.covariance_matrix)
-    noise = fitted.posterior_.distribution(pd.DataFrame(points.numpy(), columns=["x0", "x1"]), noise=True)
-    torch.testing.assert_close(model.posterior(points, observation_noise=True).variance[:, 0], noise.variance)
+    torch.testing.assert_close(model.posterior(points, observation_noise=True).variance[:, 0], noisy.variance)
     assert torch.autograd.gradcheck(lambda x: model.posterior(x).mean, points.clone().requires_grad_())
     bound = acquisition.qUpperConfidenceBound(model, beta=1.0)
     box = torch.tensor([[-2.0, -2.0], [2.0, 2.0]], dtype=torch.float64)
@@ -91,16 +90,11 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
         model.condition_on_observations(points, points[:, :1])
 
 
-EXPECTED: dict[str, str] = {}
-"""Checks that fail, and why: none."""
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [fg.FederatedGPRegressor, fg.FederatedGPClassifier])
 def test_scikit_learns_own_checks_pass(kind):
-    quick = {"model.num-inducing": 5, "sgpr.exchanges": 4}
-    check_estimator(kind(num_rounds=3, sites=2, options=quick), expected_failed_checks=EXPECTED)
+    check_estimator(kind(num_rounds=3, sites=2, options={"model.num-inducing": 5, "sgpr.exchanges": 4}))
 
 
 def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs(fitted):

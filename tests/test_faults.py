@@ -1,7 +1,7 @@
 """Sites that are broken, late, lying, gone or back: the run completes, names them, and counts nobody twice."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,17 +41,14 @@ from strategies.pooled_bound import noise_of
 SITES = ("a", "b", "c")
 SWAP = np.array([[9, -9, *[0] * 38]])
 """Added to a histogram, it leaves the number of rows as it is."""
-WITH_SUMS = ("query.statistics",)
 
 
 def tables(broken: Mapping[str, pd.DataFrame] | None = None) -> dict[str, pd.DataFrame]:
     return {site: waves(60, seed) for seed, site in enumerate(SITES)} | dict(broken or {})
 
 
-def figures(outcome: Summary | None) -> dict[str, Any]:
+def figures(outcome: Summary) -> dict[str, Any]:
     """What must not depend on a site that took no part."""
-    assert outcome is not None
-    assert outcome.posterior is not None
     rows = {row["site"]: row["rmse"] for row in outcome.metrics["per_site"]}
     means = {f"mean {m}": value for m, value in enumerate(outcome.posterior.arrays["inducing.mean"])}
     return {**outcome.metrics["test"], **rows, **means}
@@ -63,19 +60,14 @@ def without_the_broken_site(tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return figures(run(FaultyGrid(configured(method="fsgp", sites=3), nodes)).outcome)
 
 
-def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
-    def change(frame: pd.DataFrame) -> pd.DataFrame:
-        frame[column] = frame[column].astype(object)
-        frame.loc[row, column] = value
-        return frame
-
-    return change
+def with_text(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.assign(x1=frame["x1"].astype(object).where(frame.index != 7, "secret"))
 
 
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
-        (cell(7, "x1", "secret"), ("bad.csv", "`x1`", "text in a numeric cell in row 8")),
+        (with_text, ("bad.csv", "`x1`", "text in a numeric cell in row 8")),
         (lambda frame: frame[:1], ("too few training rows", "`least-rows` = 10")),
     ],
     ids=["text", "one-row"],
@@ -126,20 +118,16 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie: str) -> None:
     change, words = LIES[lie]
-    keys = {"method": "fsgp", "num_server_rounds": 3}
-    grid = FaultyGrid(configured(**keys), 3, Fault("1", change, WITH_SUMS))
+    grid = FaultyGrid(configured(method="fsgp", num_server_rounds=3), 3, Fault("1", change, ("query.statistics",)))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"1"}
     assert all(words in reason for reason in blamed(strategy)["1"]), blamed(strategy)
-    expected = posterior_of(grid, strategy, ("0", "2"))
-    assert strategy.scoring.predicted.request.mean == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
-    assert strategy.scoring.predicted.request.covariance == pytest.approx(
-        expected.covariance.numpy(), rel=1e-9, abs=1e-12
-    )
+    expected, found = posterior_of(grid, strategy, ("0", "2")), strategy.scoring.predicted.request
+    assert found.mean == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
+    assert found.covariance == pytest.approx(expected.covariance.numpy(), rel=1e-9, abs=1e-12)
     bound = collapsed_bound(sums_of(grid, strategy, ("0", "2")), noise_of(parameters(strategy)))
     assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-9)
-    rounds = [failure.round for failure in strategy.network.failures]
-    assert rounds == [3]  # the closing sums
+    assert [failure.round for failure in strategy.network.failures] == [3]  # the closing sums
 
 
 @pytest.mark.parametrize(
@@ -151,13 +139,12 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     ],
 )
 def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_rows(change: Any, words: str) -> None:
-    keys = {"method": "fsgp", "num_server_rounds": 5}
-    recorder = Recorder()
-    strategy = run(FaultyGrid(configured(**keys), 3, Fault("1", change, ("train",))), recorder)
+    flat, recorder = configured(method="fsgp", num_server_rounds=5), Recorder()
+    strategy = run(FaultyGrid(flat, 3, Fault("1", change, ("train",))), recorder)
     failures = [(failure.round, failure.site) for failure in strategy.network.failures]
     assert failures == [(1, "1"), (2, "1"), (3, "1")]  # then it is left out
     assert all(words in reason for reason in blamed(strategy)["1"])
-    never = run(FaultyGrid(configured(**keys), 3, Fault("1", crashed, ("train",))))
+    never = run(FaultyGrid(flat, 3, Fault("1", crashed, ("train",))))
     for name, array in parameters(strategy).items():
         assert np.array_equal(array, parameters(never)[name])
     assert [row["failures"] for row in recorder.rows] == [1, 2, 3, 3, 3]
@@ -253,16 +240,15 @@ def test_the_server_waits_for_a_second_usable_site(tmp_path: Path) -> None:
     """Two machines are there, one with a broken file, and the third is on its way: that is no reason to give up."""
     nodes = csv_nodes(tmp_path, tables({"b": waves(1, 1)}))
     grid = FaultyGrid(configured(), nodes[:2])
-    calls = itertools.count()
-    original = grid.get_node_ids
+    calls, whole = itertools.count(), grid.get_node_ids
 
     def late() -> Any:
         if next(calls) == 3:
             grid.join(nodes[2])
-        return original()
+        return whole()
 
-    with mock.patch.object(grid, "get_node_ids", late):
-        assert run(grid).network.sites() == ["a", "c"]
+    grid.get_node_ids = late
+    assert run(grid).network.sites() == ["a", "c"]
 
 
 @pytest.mark.parametrize(
@@ -282,15 +268,14 @@ def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Faul
     assert "`min-sites` = 2" in str(caught.value) or "wanted 2" in str(caught.value)
 
 
-def untrained(reply: Message) -> Message:
-    return crashed(reply) if reply.metadata.message_type.startswith("train") else reply
-
-
 GATE = {"sgpr", "fsgp", "pvi", "fedmgp exact"}
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in GATE else pytest.mark.long) for m in METHODS])
 def test_a_run_that_merged_no_answer_to_training_fails(method: str) -> None:
+    def untrained(reply: Message) -> Message:
+        return crashed(reply) if reply.metadata.message_type.startswith("train") else reply
+
     recorder, faults = Recorder(), [Fault(site, untrained) for site in "012"]
     with pytest.raises(RunError, match=r"the run has no result.*MemoryError"):
         run(FaultyGrid(keys_of(method, num_server_rounds=2, evaluate_every=1), 3, *faults), recorder)

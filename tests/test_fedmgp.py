@@ -79,7 +79,6 @@ def consistent(grid: FaultyGrid, strategy: Any, sites: tuple[str, ...] = UNITS) 
     parts = []
     for site in sites:
         phi, data, _ = known(grid, strategy, site)
-        assert phi is not None
         parts.append(statistics(data, latents, phi))
     total = add(parts)
     assert strategy.current.bound == pytest.approx(pooled_bound(total), rel=1e-9)
@@ -99,7 +98,6 @@ def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
     squares = count = 0.0
     for site in UNITS:
         phi, _, rows = known(grid, strategy, site)
-        assert phi is not None
         mean, _ = predict(rows.x_test, latents, q, phi)
         squares, count = squares + float(np.sum((mean - rows.y_test) ** 2)), count + len(mean)
     assert strategy.evaluation["test_standardised"]["rmse"] == pytest.approx(math.sqrt(squares / count), rel=1e-9)
@@ -137,10 +135,8 @@ def test_a_reply_lost_in_the_last_round_leaves_the_report_before(tmp_path: Path)
     grid = FaultyGrid(keys(), nodes(tmp_path), fault)
     strategy = run(grid)
     kept = memory(grid, strategy, "b")
-    assert kept is not None
     assert (kept.round, kept.based_on) == (5, 4)
     phi, _, _ = known(grid, strategy, "b")
-    assert phi is not None
     assert np.array_equal(phi.smoothing, kept.before.smoothing)
     assert phi.noise == kept.before.noise != kept.proposed.noise
 
@@ -204,13 +200,10 @@ def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "alone", "collapsed"), [(0.6, 0.5, True), (0.5, 0.6, False), (0.99, 2.0, True), (0.9, None, False)]
 )
-def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(
-    error: float, alone: float | None, collapsed: bool
-) -> None:
+def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(error, alone, collapsed) -> None:
     scores = {"test": {"rmse": error}, "test_standardised": {"rmse": error}}
     local = SimpleNamespace(local_only=None if alone is None else {"rmse": alone})
-    seen: Any = SimpleNamespace(evaluation=scores, scoring=local)
-    assert bool(collapse(seen)) is collapsed
+    assert bool(collapse(SimpleNamespace(evaluation=scores, scoring=local))) is collapsed
 
 
 Z = np.linspace(-8, 8, 4001)[:, None]
@@ -252,7 +245,6 @@ def held_out(grid: FaultyGrid, strategy: Any) -> Any:
     latents, q = shared(strategy)
     for site in UNITS:
         phi, _, rows = known(grid, strategy, site)
-        assert phi is not None
         yield phi, *predict(rows.x_test, latents, q, phi), rows.y_test
 
 
@@ -274,9 +266,7 @@ def test_counts_are_trained_and_scored_as_counts(tmp_path: Path) -> None:
 def test_heavy_tails_are_learned_and_kept_at_the_site(tmp_path: Path) -> None:
     """The scale stays in the unit's memory and moves."""
     grid, strategy = trained(tmp_path, heavy(), model__likelihood="student-t")
-    remembered = memory(grid, strategy, "b")
-    assert remembered is not None
-    kept = remembered.proposed.likelihood
+    kept = memory(grid, strategy, "b").proposed.likelihood
     assert len(kept) == 2
     scale = float(strategy.preparation.arrays["target.scale"])
     assert 0.05 < np.exp(kept[1]) * scale < 0.4  # noise 0.1; with the outliers the residuals have 1.3
@@ -306,11 +296,10 @@ def test_classes_are_predicted_also_by_a_unit_that_joins_late(tmp_path: Path) ->
 
 def test_the_pooled_model_beside_has_the_same_functions(tmp_path: Path) -> None:
     """With all rows in one place it is no worse than three rounds; the page shows units and what they share."""
-    flat = keys(dataset="convolved-signals", partitioner="natural", partition__column="unit", split=0)
-    del flat["test-fraction"]
-    flat |= {"baselines.max-evaluations": 15, "baselines.pooled": True, "num-server-rounds": 3, "round-timeout": 120.0}
-    flat |= {"keep-predictions": True, "output-dir": str(tmp_path), "name": "run"}
-    found = read_run(run_in_process(flat, 5))
+    natural = {"dataset": "convolved-signals", "partitioner": "natural", "partition__column": "unit", "split": 0}
+    pooled = {"baselines__max_evaluations": 15, "baselines__pooled": True, "round_timeout": 120.0}
+    kept = {"num_server_rounds": 3, "keep_predictions": True, "output_dir": str(tmp_path), "name": "run"}
+    found = read_run(run_in_process(keys(**natural, **pooled, **kept), 5))
     assert 0.05 < found.metrics.pooled["rmse"] < found.metrics.test["rmse"] + 0.05
     units, shared = panels(found)
     assert (units.title, shared.title) == ("Units", "Shared latent functions")

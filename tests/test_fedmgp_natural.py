@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_exact_q import grid, random_unit
 
 from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp.latents import (
     PRECISION,
     SCALES,
@@ -90,10 +91,9 @@ def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
         ends = [natural_steps(theta, *unit, steps(5, 0.5, p))[0] for unit, p in zip(units, weights, strict=True)]
         theta = {name: sum(p * end[name] for p, end in zip(weights, ends, strict=True)) for name in theta}
     parts = [statistics(*unit) for unit in units]
-    np.testing.assert_allclose(
-        theta[PRECISION][0], np.eye(J) + sum(part.precision for part in parts), rtol=1e-6, atol=1e-6
-    )
-    np.testing.assert_allclose(theta[SHIFT][0], sum(part.shift for part in parts), rtol=1e-6, atol=1e-6)
+    total = add(parts)
+    np.testing.assert_allclose(theta[PRECISION][0], np.eye(J) + total.precision, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(theta[SHIFT][0], total.shift, rtol=1e-6, atol=1e-6)
 
 
 def test_agreement_reads_what_rows_say_and_counts_out_another_process() -> None:
@@ -151,9 +151,8 @@ def test_coordinates_of_q_change_no_mean() -> None:
     np.testing.assert_allclose(whole[PRECISION], np.stack([np.eye(4)] * 2), atol=1e-12)
     np.testing.assert_allclose(whole[SHIFT], 0, atol=1e-12)
     symmetric = np.diag([-1.0, 0.2, 0.7, 2.0])[None] + np.zeros((2, 4, 4))
-    np.testing.assert_allclose(
-        rules.within_averages(symmetric, 0.5), np.minimum(symmetric, 0.5 * np.eye(4)), atol=1e-12
-    )
+    within = rules.within_averages(symmetric, 0.5)
+    np.testing.assert_allclose(within, np.minimum(symmetric, 0.5 * np.eye(4)), atol=1e-12)
     other = {name: draw.standard_normal(array.shape) for name, array in theta.items()}
     other[PRECISION] = other[PRECISION] + other[PRECISION].transpose(0, 2, 1)
     again = frame.unwhiten(frame.whiten(other))

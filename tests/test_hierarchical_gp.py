@@ -181,8 +181,7 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
     q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
     found, variance = units[0].predict(new, q_global)
     offsets, shares = units[0].mixture(q_global)
-    means, variances = [], []
-    plain = shaped_gp(inputs=POINTS, widths=ALIKE)
+    plain, parts = shaped_gp(inputs=POINTS, widths=ALIKE), []
     for offset in offsets:
         root, size, stretch = model.log_width.detach().exp() * offset
         theta = {name: own.detach().clone() for name, own in model.theta().items() if name != WIDTHS}
@@ -190,13 +189,10 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
         theta["theta.deviation.log_outputscale"] += 2 * size
         theta["theta.deviation.log_lengthscale"] += stretch
         plain.load_theta({**theta, WIDTHS: plain.log_width.detach()})
-        own = SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global)
-        means.append(own[0])
-        variances.append(own[1])
-    mean = shares @ torch.stack(means)
-    torch.testing.assert_close(found, mean, rtol=1e-9, atol=1e-9)
-    spread = shares @ (torch.stack(means) - mean).square()
-    torch.testing.assert_close(variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
+        parts.append(SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global))
+    means, variances = map(torch.stack, zip(*parts, strict=True))
+    torch.testing.assert_close(found, shares @ means, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(variance, shares @ (variances + (means - found).square()), rtol=1e-9, atol=1e-9)
 
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:
@@ -355,18 +351,14 @@ def test_a_mixture_is_that_of_a_fine_grid(problem):
     """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
     _, sites = problem
     q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
-    line = torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)
-    grid = torch.cartesian_prod(line, line, line)
-    for site in sites[:1]:
-        offsets, shares = site.mixture(q_global)
-        assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
-        assert float(shares.min()) > 0
-        with torch.no_grad():
-            exact = torch.stack([site.sums(z).expected(q_global) for z in grid]).softmax(0)
-        mean = exact @ grid
-        torch.testing.assert_close(shares @ offsets, mean, rtol=0, atol=0.1)
-        second, moment = shares @ offsets.square(), exact @ grid.square()
-        torch.testing.assert_close(second, moment, rtol=0.15, atol=0.0)
+    grid = torch.cartesian_prod(*[torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)] * 3)
+    offsets, shares = sites[0].mixture(q_global)
+    assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
+    assert float(shares.min()) > 0
+    with torch.no_grad():
+        exact = torch.stack([sites[0].sums(z).expected(q_global) for z in grid]).softmax(0)
+    torch.testing.assert_close(shares @ offsets, exact @ grid, rtol=0, atol=0.1)
+    torch.testing.assert_close(shares @ offsets.square(), exact @ grid.square(), rtol=0.15, atol=0.0)
 
 
 def test_a_newton_step_ends_at_the_top_of_a_quadratic_unless_the_radius_is_smaller():

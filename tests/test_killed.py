@@ -27,8 +27,8 @@ ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
 
 
 class DyingGrid(FaultyGrid):
-    def __init__(self, flat: Mapping[str, Any], sites: int, folder: Path, at: int, *, answered: bool) -> None:
-        super().__init__(flat, sites)
+    def __init__(self, method: str, folder: Path, at: int = -1, answered: bool = False, **more: Any) -> None:
+        super().__init__(keys(method) | more, 3 if "masked" in method else 2)
         self.keep_states(folder)
         self.at, self.answered = at, answered
 
@@ -57,25 +57,16 @@ def keys(method: str, rounds: int = 2) -> dict[str, Any]:
     return keys_of(method, num_server_rounds=rounds, evaluate_every=2)
 
 
-def sites(method: str) -> int:
-    return 3 if "masked" in method else 2
-
-
-def calm(method: str, folder: Path) -> tuple[Any, int]:
-    grid = DyingGrid(keys(method), sites(method), folder, -1, answered=False)
-    return run(grid), len(grid.visits)
-
-
-def resumed(method: str, folder: Path, at: int, *, answered: bool) -> Any:
+def resumed(method: str, folder: Path, at: int, answered: bool) -> Any:
     recorder = Recorder()
     with pytest.raises(Killed):
-        run(DyingGrid(keys(method), sites(method), folder, at, answered=answered), recorder)
+        run(DyingGrid(method, folder, at, answered), recorder)
     snapshot = recorder.snapshots[-1] if recorder.snapshots else None
-    return run(DyingGrid(keys(method), sites(method), folder, -1, answered=False), Recorder(), copy.deepcopy(snapshot))
+    return run(DyingGrid(method, folder), Recorder(), copy.deepcopy(snapshot))
 
 
-def repeated(method: str, folder: Path, at: int, *, answered: bool) -> Any:
-    return run(LosingGrid(keys(method) | REPEAT, sites(method), folder, at, answered=answered))
+def repeated(method: str, folder: Path, at: int, answered: bool) -> Any:
+    return run(LosingGrid(method, folder, at, answered, **REPEAT))
 
 
 def require_same(found: Any, expected: Any) -> None:
@@ -88,17 +79,13 @@ def require_same(found: Any, expected: Any) -> None:
     assert found.outcome.metrics["sites"] == expected.outcome.metrics["sites"]
 
 
-def boundaries(method: str, messages: int, chosen: int) -> list[tuple[int, bool]]:
-    draw = np.random.default_rng([*method.encode()])
+def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = resumed) -> None:
+    calm, draw = DyingGrid(method, folder / "calm"), np.random.default_rng([*method.encode()])
+    expected, messages = run(calm), len(calm.visits)
     first = messages // 2 if chosen == 1 else 0  # one alone is after a checkpoint
     sides = [(at, answered) for at in range(first, messages) for answered in (False, True)]
-    return [sides[i] for i in sorted(draw.choice(len(sides), size=min(chosen, len(sides)), replace=False))]
-
-
-def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = resumed) -> None:
-    expected, messages = calm(method, folder / "calm")
-    for at, answered in boundaries(method, messages, chosen):
-        found = after(method, folder / f"{at} {answered}", at, answered=answered)
+    for side in draw.choice(len(sides), size=min(chosen, len(sides)), replace=False):
+        found = after(method, folder / f"{side}", *sides[side])
         if method not in ASYNCHRONOUS:
             require_same(found, expected)
 
@@ -179,8 +166,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(method: str, tmp_path: Pa
     said: list[str] = []
 
     def make_room(reply: Message) -> Message:
-        error = reply.content.config_records["config"].get("error")
-        if error:
+        if error := reply.content.config_records["config"].get("error"):
             said.append(str(error))
             (disk / "filler").unlink(missing_ok=True)
             grid.contexts[grid.node_of("b")].state = RecordDict()
@@ -194,8 +180,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(method: str, tmp_path: Pa
         require_same(rough, calm)
     lines, problems, _ = audit.read(disk / "b" / "audit.jsonl")
     assert problems == []
-    answers = sum(visit.site == "b" for visit in grid.visits) - len(said)
-    assert len(lines) == answers
+    assert len(lines) == sum(visit.site == "b" for visit in grid.visits) - len(said)
 
 
 class LateGrid(FaultyGrid):

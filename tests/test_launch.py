@@ -41,23 +41,18 @@ def test_the_profiles_in_code_are_those_that_people_read() -> None:
     assert tomllib.loads((Path(__file__).parents[1] / "pyproject.flwr.toml").read_text()) == PROFILES
 
 
-def test_profiles_are_installed_and_connections_added_by_hand_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     assert installed_home() == tmp_path
     target = tmp_path / "config.toml"
-    by_hand = '[superlink.hospital]\naddress = "example.org:8000"\n'
-    target.write_text(target.read_text() + by_hand)
+    target.write_text(target.read_text() + '[superlink.hospital]\naddress = "example.org:8000"\n')
     installed_home()
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
 
 
-def test_flower_reports_a_superlink_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flower_reports_a_superlink_that_does_not_answer(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     with Processes({}, tmp_path) as processes, pytest.raises(RunError, match="did not answer"):
         Flower(processes, tmp_path, "gone").wait_until_ready(f"http://127.0.0.1:{free_ports(1)[0]}", seconds=0.5)
@@ -145,19 +140,14 @@ def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path: Path, strang
     assert stranger.poll() is None
 
 
-def watch(processes: Processes) -> None:
-    for _ in range(400):
-        processes.require_alive()
-        time.sleep(0.05)
-
-
 def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path: Path) -> None:
     show = "import os, sys; print('no such', os.environ['COLOUR'], os.environ['SHAPE']); sys.exit(3)"
     with Processes({"COLOUR": "red", "SHAPE": "round"}, tmp_path) as processes:
         assert processes.call([sys.executable, "-c", show], tmp_path).stdout == "no such red round\n"
         processes.start("server", [sys.executable, "-c", show], tmp_path, {"SHAPE": "square"})
+        wait_for(processes.token, 0)
         with pytest.raises(RunError, match=r"server ended with status 3.*\nno such red square"):
-            watch(processes)
+            processes.require_alive()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -49,11 +49,11 @@ def restricted_evidence(x: np.ndarray, y: np.ndarray, penalty: float, variance: 
 def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
     x, y = regression_rows()
     found = fitted((x, y), "gaussian", [9, 30])
-    best = [
-        optimize.minimize_scalar(lambda s, p=p: -restricted_evidence(x, y, p, math.exp(s)), bounds=(-4, 2)).fun
-        for p in PENALTIES
-    ]
-    penalty = float(PENALTIES[int(np.argmin(best))])
+
+    def highest(p: float) -> Any:
+        return optimize.minimize_scalar(lambda s: -restricted_evidence(x, y, p, math.exp(s)), bounds=(-4, 2))
+
+    penalty = float(min(PENALTIES, key=lambda p: highest(p).fun))
     centred, goal = x - x.mean(axis=0), y - y.mean()
     root = linalg.cho_factor(centred.T @ centred + penalty * np.eye(INPUTS))
     weights = linalg.cho_solve(root, centred.T @ goal)
@@ -62,12 +62,9 @@ def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
     np.testing.assert_allclose(found.centre, x.mean(axis=0), rtol=1e-12)
     assert found.intercept == pytest.approx(y.mean(), rel=1e-12)
     assert found.variance == pytest.approx(variance * (1 + 1 / ROWS), rel=1e-10)
-    np.testing.assert_allclose(
-        found.spread.T @ found.spread, variance * linalg.cho_solve(root, np.eye(INPUTS)), rtol=1e-9
-    )
-    assert optimize.minimize_scalar(
-        lambda s: -restricted_evidence(x, y, penalty, math.exp(s)), bounds=(-4, 2)
-    ).x == pytest.approx(math.log(variance), abs=1e-5)
+    covariance = variance * linalg.cho_solve(root, np.eye(INPUTS))
+    np.testing.assert_allclose(found.spread.T @ found.spread, covariance, rtol=1e-9)
+    assert highest(penalty).x == pytest.approx(math.log(variance), abs=1e-5)
 
 
 def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
@@ -115,16 +112,12 @@ def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
     assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
 
 
-def log_odds_and_labels(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(1)
-    middles = (np.arange(RANK_BINS) + 0.5) * 2 * RANK_REACH / RANK_BINS - RANK_REACH
-    odds = middles[draw.integers(25, 55, rows)]
-    return odds, (draw.random(rows) < 1 / (1 + np.exp(-0.6 * odds - 0.3))).astype(float)
-
-
 def test_figures_of_ranks_from_summed_histograms() -> None:
     """Log odds in the middles of bins: the histograms lose nothing."""
-    odds, y = log_odds_and_labels(500)
+    draw = np.random.default_rng(1)
+    middles = (np.arange(RANK_BINS) + 0.5) * 2 * RANK_REACH / RANK_BINS - RANK_REACH
+    odds = middles[draw.integers(25, 55, 500)]
+    y = (draw.random(500) < 1 / (1 + np.exp(-0.6 * odds - 0.3))).astype(float)
     scores = {str(k): bernoulli_scores(1 / (1 + np.exp(-odds[k::3])), y[k::3]) for k in range(3)}
     test = combine({k: ScoreSums.of(v) for k, v in scores.items()}, 1.0)["test"]
     pairs = np.sign(odds[y == 1][:, None] - odds[y == 0])
@@ -139,10 +132,8 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
     assert test["calibration_slope"] < 0.9  # predictions are more extreme than the classes
     design = with_ones(odds[:, None])
     p = 1 / (1 + np.exp(-design @ best))
-    information = design.T * (p * (1 - p)) @ design
-    assert test["calibration_slope_se"] == pytest.approx(
-        math.sqrt(np.linalg.solve(information, [0.0, 1.0])[1]), rel=1e-3
-    )
+    error = math.sqrt(np.linalg.solve(design.T * (p * (1 - p)) @ design, [0.0, 1.0])[1])
+    assert test["calibration_slope_se"] == pytest.approx(error, rel=1e-3)
 
 
 LINEAR = {"baselines__linear": True, "num_server_rounds": 1}

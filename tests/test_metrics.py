@@ -13,14 +13,6 @@ from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, gaussian
 from fedgp_flower.shared_messages import ScoreSums
 from strategies.server.scoring import combine
 
-
-def crps_by_integration(cdf, y, low, high):
-    """The definition ∫ (F(t) − 1[t ≥ y])² dt, split at the jump."""
-    below, _ = integrate.quad(lambda t: cdf(t) ** 2, low, y, epsabs=1e-12, limit=200)
-    above, _ = integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, high, epsabs=1e-12, limit=200)
-    return below + above
-
-
 MANY = ([-1.0, 0.5, 3.0, 3.1], [0.3, 1.0, 0.5, 2.0])
 
 
@@ -41,7 +33,9 @@ def test_scores_of_one_row_meet_the_definitions(means, sds, y):
     assert score.sums["absolute-error"] == pytest.approx(abs(m.mean() - y))
     assert score.sums["nll"] == pytest.approx(-math.log(np.mean(stats.norm.pdf(y, m, s))), rel=1e-12)
     low, high = (m - 12 * s).min(), max((m + 12 * s).max(), y + s[0])
-    assert score.sums["crps"] == pytest.approx(crps_by_integration(cdf, y, low, high), rel=1e-8)
+    below, _ = integrate.quad(lambda t: cdf(t) ** 2, low, y, epsabs=1e-12, limit=200)
+    above, _ = integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, high, epsabs=1e-12, limit=200)
+    assert score.sums["crps"] == pytest.approx(below + above, rel=1e-8)  # ∫ (F(t) − 1[t ≥ y])² dt
     assert np.flatnonzero(score.arrays["evaluation.pit"]) == [min(int(cdf(y) * 20), 19)]
     for level in (50, 90, 95):
         assert score.sums[f"inside-{level}"] == float(abs(cdf(y) - 0.5) <= level / 200)
@@ -146,11 +140,8 @@ def test_what_are_no_counts(variance: float, target: float) -> None:
 
 
 def test_figures_by_hand_with_sites_of_unequal_size():
-    sites = {
-        "b": gaussian_scores([0.0], [1.0], [3.0]),
-        "a": gaussian_scores([0.0, 1.0, 2.0], [1.0] * 3, [0.0, 0.0, 2.0]),
-    }
-    result = combine({site: ScoreSums.of(score) for site, score in sites.items()}, 2.0)
+    one, three = gaussian_scores([0.0], [1.0], [3.0]), gaussian_scores([0.0, 1.0, 2.0], [1.0] * 3, [0.0, 0.0, 2.0])
+    result = combine({"b": ScoreSums.of(one), "a": ScoreSums.of(three)}, 2.0)
     test = result["test"]
     assert test["rmse"] == pytest.approx(math.sqrt((9 + 0 + 1 + 0) / 4))
     assert test["mae"] == pytest.approx(1.0)
@@ -159,8 +150,7 @@ def test_figures_by_hand_with_sites_of_unequal_size():
     assert [row["site"] for row in result["per_site"]] == ["a", "b"]
     assert [row["num_examples"] for row in result["per_site"]] == [3, 1]
     assert result["per_site"][1]["rmse"] == pytest.approx(3.0)
-    pit = sum(score.arrays["evaluation.pit"] for score in sites.values())
-    assert result["calibration"] == {"pit": pit.tolist()}
+    assert result["calibration"] == {"pit": (one.arrays["evaluation.pit"] + three.arrays["evaluation.pit"]).tolist()}
 
 
 def test_standardised_figures_are_those_of_standardised_predictions():

@@ -54,11 +54,8 @@ def numbers(values: object) -> torch.Tensor:
 def crossed_rows(y: np.ndarray | None = None, count: int = 24) -> tuple[Crossed, torch.Tensor]:
     """Slopes of six groups, correlated, and an intercept of three levels across them; and their dense Z Λ."""
     x = np.column_stack([np.ones(count), DRAW.normal(size=count)])
-    levels = np.arange(count) % 6, np.arange(count) // 8
-    z = torch.tensor(x), torch.ones(count, 1).double()
-    factors = [
-        Factor(torch.tensor(level), n, e, (k,)) for k, (level, n, e) in enumerate(zip(levels, (6, 3), z, strict=True))
-    ]
+    groups = (np.arange(count) % 6, 6, x), (np.arange(count) // 8, 3, np.ones((count, 1)))
+    factors = [Factor(torch.tensor(level), n, torch.tensor(e), (k,)) for k, (level, n, e) in enumerate(groups)]
     y = DRAW.normal(size=count) if y is None else y
     rows = Crossed(Terms((2, 1)), torch.tensor(x), torch.zeros(count).double(), torch.tensor(y), factors)
     hot = [torch.nn.functional.one_hot(f.level, f.count).double() for f in factors]
@@ -237,9 +234,8 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     x = numbers([[1.0, 0.3], [1.0, -2.0], [1.0, 0.5]])
     at = [torch.tensor([2, -1, 4]), torch.tensor([1, 2, -1])]
     effects = x, torch.ones(3, 1).double()
-    asked = [
-        Factor(level, f.count, e, f.terms) for level, f, e in zip(at, [rows.inner, *rows.others], effects, strict=True)
-    ]
+    parts = zip(at, [rows.inner, *rows.others], effects, strict=True)
+    asked = [Factor(level, factor.count, effect, factor.terms) for level, factor, effect in parts]
     known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
     noise = math.exp(2 * known.log_noise)
     covariance = torch.tensor(known.covariance)
@@ -249,14 +245,11 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]
     root, there = dense @ spread(THETA), wide[:, :15] @ spread(THETA)
     flat = 1e8
-    prior = [
-        flat * a @ b.T + noise * c @ d.T
-        for a, b, c, d in ((rows.fixed, rows.fixed, root, root), (x, rows.fixed, there, root))
-    ]
-    gain = torch.linalg.solve(prior[0] + noise * torch.eye(len(root)), prior[1].T).T
+    prior, cross = (flat * a @ rows.fixed.T + noise * c @ root.T for a, c in ((rows.fixed, root), (x, there)))
+    gain = torch.linalg.solve(prior + noise * torch.eye(len(root)), cross.T).T
     torch.testing.assert_close(mean, gain @ rows.y, atol=1e-5, rtol=1e-5)
     fresh = torch.stack([torch.zeros(()), (x[1] @ spread(THETA)[:2, :2]).square().sum(), THETA[3] ** 2]).double()
-    whole = flat * (x**2).sum(1) + noise * (there.square().sum(1) + fresh) - (gain * prior[1]).sum(1)
+    whole = flat * (x**2).sum(1) + noise * (there.square().sum(1) + fresh) - (gain * cross).sum(1)
     torch.testing.assert_close(variance, whole, atol=1e-5, rtol=1e-4)
 
 

@@ -119,20 +119,9 @@ for words in WORDS:
     words = [["methods"], ["compare", str(run), str(run)]]
     words += [["predict", str(run), "--input", str(table), "--output", str(tmp_path / "out.csv")]]
     model = ["method=sfvi", "sfvi.learning-rate=0.3", "sfvi.model=toy-linear", "sfvi.toy-noise=0.5", "name=model"]
-    model += [
-        "sfvi.structure=full",
-        "dataset=diabetes",
-        "features=age,bmi,bp",
-        "num-server-rounds=60",
-        "evaluate-every=0",
-    ]
-    model += [
-        f"output-dir={tmp_path}",
-        "baselines.linear=false",
-        "baselines.local-only=false",
-        "baselines.pooled=false",
-    ]
-    words += [["run", "--sites", str(SITES), *model]]
+    model += ["sfvi.structure=full", "dataset=diabetes", "features=age,bmi,bp", f"output-dir={tmp_path}"]
+    model += [f"baselines.{name}=false" for name in ("linear", "local-only", "pooled")]
+    words += [["run", "--sites", str(SITES), *model, "num-server-rounds=60", "evaluate-every=0"]]
     words += [["predict", str(tmp_path / "model"), "--input", str(table), "--output", str(tmp_path / "model.csv")]]
     path = os.pathsep.join([str(PACKAGE), str(ROOT)])
     command = [sys.executable, "-c", code.replace("WORDS", repr(words))]

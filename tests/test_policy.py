@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import schedules
-from faults import FaultyGrid, configured, csv_nodes, run, waves
+from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, refusal, require_others, violated
 
@@ -106,27 +106,22 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
     nodes = csv_nodes(tmp_path, {str(seed): hospital(seed, **columns) for seed in range(2)}, "")
     for node in nodes:
         node["state-dir"] = str(tmp_path / "state" / node["site"])
-    grids: list[FaultyGrid] = []
-
-    def kept(app, flat, entry):
-        grids.append(FaultyGrid(flat, entry))
-        return grids[-1]
-
-    monkeypatch.setattr("fedgp_flower.run.in_process.InProcessGrid", kept)
     flat = configured(sites=2, num_server_rounds=2, min_sites=2, wait_seconds=0.2)
-    flat |= {"output-dir": str(tmp_path / "results"), "name": "run", "target": "y"}
+    flat |= {"output-dir": str(tmp_path / "results"), "name": "run", "target": "y", "method": "sfvi"}
+    grid = FaultyGrid(flat, nodes)
+    monkeypatch.setattr("fedgp_flower.run.in_process.InProcessGrid", lambda app, keys, entry: grid)
     if columns:
         with pytest.raises(Exception, match="usable site"):
             run_in_process(flat, nodes=nodes)
     else:
-        run_in_process(flat | {"method": "sfvi"}, nodes=nodes)
+        run_in_process(flat, nodes=nodes)
         table = {"data": tmp_path / "0.csv", "state_dir": tmp_path / "state" / "0"}
         alone = Predictor.at_site(tmp_path / "results" / "run", "0", **table)  # whose rows are those of the run
         assert alone.predict(hospital(0)).notna().all(axis=None)
         schema = json.loads((tmp_path / "results" / "run" / "posterior.json").read_text())
         assert OTHER in json.dumps(schema)
-        assert "measles" in left_behind(tmp_path / "results" / "run", grids[0])  # the search would find what leaves
-    text = left_behind(tmp_path / "results" / "run", grids[0])
+        assert "measles" in left_behind(tmp_path / "results" / "run", grid)  # the search would find what leaves
+    text = left_behind(tmp_path / "results" / "run", grid)
     assert len(text) > 100
     assert [secret for secret in SECRETS if secret in text] == []
 
@@ -407,9 +402,7 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path, key):
     nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
     nodes[2] |= {"audit": str(tmp_path / "log.jsonl"), key: str(tmp_path)}
     strategy = run(FaultyGrid(configured(method="fsgp", sites=3, num_server_rounds=1), nodes))
-    assert {entry.reason for entry in strategy.network.failures if entry.site == "c"} == {
-        "the audit log of this site cannot be written (Is a directory)"
-    }
+    assert set(blamed(strategy)["c"]) == {"the audit log of this site cannot be written (Is a directory)"}
 
 
 def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):

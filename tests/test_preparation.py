@@ -163,12 +163,8 @@ SCHEMA = json.dumps(
         "target": {"name": "y", "kind": "numeric"},
     }
 )
-ARRAYS = {
-    "input.mean": np.array([0.5, 2.0, 0.2, 0.3, 0.5]),
-    "input.scale": np.array([0.5, 4.0, 1.0, 1.0, 1.0]),
-    "target.mean": np.array(10.0),
-    "target.scale": np.array(5.0),
-}
+ARRAYS = {"input.mean": np.array([0.5, 2.0, 0.2, 0.3, 0.5]), "input.scale": np.array([0.5, 4.0, 1.0, 1.0, 1.0])}
+ARRAYS |= {"target.mean": np.array(10.0), "target.scale": np.array(5.0)}
 
 
 def frame(**columns) -> pd.DataFrame:

@@ -161,16 +161,6 @@ def test_few_rounds_leave_a_visit_for_everyone() -> None:
     assert math.isfinite(end.outcome.metrics["test"]["nll"])
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "asynchronous"])
-def test_schedules_differ_in_rounds_alone(schedule: str) -> None:
-    one, other = (
-        run(FaultyGrid(configured(**KEYS, pvi__exchanges=5, pvi__schedule=name), 3))
-        for name in ("sequential", schedule)
-    )
-    assert other.round == (one.round - 2 if schedule == "synchronous" else one.round)
-    assert other.outcome.metrics["test"]["nll"] == pytest.approx(one.outcome.metrics["test"]["nll"], abs=1e-9)
-
-
 def test_a_site_that_is_lost_has_no_factor_and_holds_up_nobody(tmp_path: Any) -> None:
     nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
     fault = Fault("b", lost, ("query.trials",), range(3, 99))

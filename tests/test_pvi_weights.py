@@ -224,10 +224,8 @@ def three_classes(rows: int = 90) -> Data:
 def test_draws_for_each_row_are_those_of_the_weights():
     """Mean and spread of every logit over 40 000 draws of all weights, written out."""
     x = torch.tensor([[0.5, -1.0], [2.0, 0.3]], dtype=torch.float64)
-    mean, variance = (
-        torch.randn(SIZE, generator=generator()).double(),
-        torch.rand(SIZE, generator=generator(1)).double(),
-    )
+    mean = torch.randn(SIZE, generator=generator()).double()
+    variance = torch.rand(SIZE, generator=generator(1)).double()
     q = DiagonalGaussian.from_moments(mean, variance)
     theta = mean + variance.sqrt() * torch.randn(40000, SIZE, generator=generator(2), dtype=torch.float64)
     first, second = theta[:, :12].view(-1, 4, 3), theta[:, 12:].view(-1, 3, 5)

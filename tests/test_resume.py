@@ -26,12 +26,11 @@ def execute(folder: Path, kill_at: int = 0, then: Callable[[], None] = killed, r
     """The ServerApp over three sites; killed after the history of a round, before its checkpoint."""
 
     def progress(row: Mapping[str, float], total: int) -> None:
-        del total
         if row["round"] == kill_at:
             then()
 
-    flat = configured(**KEYS, num_server_rounds=ROUNDS, evaluate_every=3, name="run", output_dir=str(folder))
-    flat["resume"] = resume
+    kept = {"evaluate_every": 3, "name": "run", "output_dir": str(folder), "resume": resume}
+    flat = configured(**KEYS, num_server_rounds=ROUNDS, **kept)
     with no_waiting(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedgp_flower.run.report.write_report", lambda path: None)
         return server_app.execute(FaultyGrid(flat, 3), flat, progress)

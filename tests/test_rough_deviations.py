@@ -31,6 +31,7 @@ from fedgp_flower.methods.hierarchical_gp.rough import (
     first_theta,
     widened,
 )
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 
@@ -94,9 +95,8 @@ def test_with_one_roughness_the_bound_is_the_dense_evidence() -> None:
     every, own = units(), theta()
     total, _ = settled(every, own, sweeps=2)
     y = np.concatenate([unit.y.numpy() for unit in every])
-    assert float(bound(total)) == pytest.approx(
-        multivariate_normal(cov=dense(every, own, (3, 3, 3))).logpdf(y), abs=1e-8
-    )
+    evidence = multivariate_normal(cov=dense(every, own, (3, 3, 3))).logpdf(y)
+    assert float(bound(total)) == pytest.approx(evidence, abs=1e-8)
 
 
 def test_with_several_the_bound_is_below_the_evidence_and_near_it() -> None:
@@ -192,13 +192,8 @@ def series(seed: int = 0) -> pd.DataFrame:
     return pd.concat(frames)
 
 
-ROUGH = {
-    "round_timeout": 60.0,
-    "method": "hierarchical-gp",
-    "hierarchical__deviation": "rough",
-    "model__num_inducing": 6,
-    "num_server_rounds": 5,
-}
+ROUGH = {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "round_timeout": 60.0}
+ROUGH |= {"model__num_inducing": 6, "num_server_rounds": 5}
 
 
 def finished(folder: Path, frame: pd.DataFrame, name: str) -> Path:
@@ -228,3 +223,36 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
 def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="needs one input, but there are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")
+
+
+ROWS = (1, 2, 3, 5, 30, 30, 15, 40)
+
+
+def table(folder: Path) -> str:
+    draw, x = np.random.default_rng(0), np.linspace(0, 1, 40)
+    frames = []
+    for number, rows in enumerate(ROWS):
+        y = (1 + 0.1 * number) * np.sin(4 * x) + 0.05 * draw.standard_normal(len(x))
+        split = np.where(np.arange(len(x)) < rows, "train", "test")
+        frames.append(pd.DataFrame({"t": x, "unit": f"u{number}", "y": y, "split": split}))
+    pd.concat(frames).to_csv(folder / "units.csv", index=False)
+    return str(folder / "units.csv")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "hierarchical-gp", "hierarchical__deviation": "rough"},
+        {"method": "fedmgp-exact"},
+        {"method": "fedmgp", "num_server_rounds": 4},
+    ],
+    ids=lambda keys: str(keys["method"]),
+)
+def test_units_of_any_size_take_part(keys: dict[str, object], tmp_path: Path) -> None:
+    """Noise that a unit fits to one row is none: its held-out rows then had a negative log density of 80 000."""
+    natural = {"dataset": table(tmp_path), "target": "y", "partitioner": "natural", "partition__column": "unit"}
+    common = {"split": 0, "model__num_inducing": 8, "num_server_rounds": 8, "output_dir": str(tmp_path), "name": "run"}
+    found = read_run(run_in_process(configured(**{**natural, **common, **keys}), 0)).metrics
+    assert len(found.per_site) == sum(rows < 40 for rows in ROWS)
+    assert found.data["sites"] == len(ROWS)
+    assert max(site["nll"] for site in found.per_site) < 4.0

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, parameters, run, waves
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, parameters, run, texts, waves
 from flwr.app import Message, RecordDict
 from test_sfvi import memories, mixed, tiny, visits_csv
 
@@ -23,7 +23,6 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory, Slopes
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
-from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.network import LACKS, SharedContext
@@ -45,10 +44,8 @@ def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(
     nodes = offset_sites(tmp_path)
     keys = {"sfvi__learning_rate": 0.1, "sfvi__local_steps": 4}
     flat = tiny(method="sfvi-avg", num_server_rounds=12, **keys)
-    calm = run(FaultyGrid(flat, nodes))
-    grid, recorder = FaultyGrid(flat, nodes), Recorder()
-    recorder.at[11] = lambda: grid.restart("a")
-    strategy = run(grid, recorder)
+    calm, grid = run(FaultyGrid(flat, nodes)), FaultyGrid(flat, nodes)
+    strategy = run(grid, Recorder(at={11: lambda: grid.restart("a")}))
     assert strategy.details()["fresh_starts"] == 1
 
     def error(own: Any) -> float:
@@ -110,25 +107,15 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
 
 
 class Watched(FaultyGrid):
-    """Keeps what every message carries, as the site gets it, and the reply's arrays."""
+    """Keeps the kinds of messages that carry the context."""
 
     def __init__(self, *told: Any) -> None:
         super().__init__(*told)
-        self.down: list[tuple[str, int, dict[str, np.ndarray]]] = []
-        self.up: list[dict[str, np.ndarray]] = []
-        self.once: list[bool] = []
+        self.with_context: list[str] = []
 
     def answer(self, message: Message) -> Message:
-        reply = super().answer(message)
-        records, config = message.content.array_records, message.content.config_records["config"]
-        carries = {name: array for record in records.values() for name, array in numpy_arrays(record).items()}
-        self.once.append("context" in message.content)
-        self.down.append((message.metadata.message_type, int(str(config["round"])), carries))
-        self.up.append(numpy_arrays(reply.content.array_records["arrays"]))
-        return reply
-
-    def forget(self, site: str) -> None:
-        self.contexts[self.node_of(site)].state = RecordDict()
+        self.with_context += [message.metadata.message_type] * ("context" in message.content)
+        return super().answer(message)
 
 
 def classes_csv(folder: Path) -> Path:
@@ -143,15 +130,8 @@ def classes_csv(folder: Path) -> Path:
 
 
 def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {
-        "method": "sfvi",
-        "dataset": str(classes_csv(folder)),
-        "target": "y",
-        "standardise": False,
-        "sfvi__model": "multinomial",
-        "sfvi__samples": 2,
-        "sfvi__learning_rate": 0.1,
-    }
+    own = {"method": "sfvi", "dataset": str(classes_csv(folder)), "target": "y", "standardise": False}
+    own |= {"sfvi__model": "multinomial", "sfvi__samples": 2, "sfvi__learning_rate": 0.1}
     return configured(**{**own, **changes})
 
 
@@ -165,16 +145,17 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     later = [visit.down + visit.up for visit in visits if visit.round > 1]
     assert len(later) == 9
     assert max(later) <= 1.1 * (2 * numbers + draws) * 8
-    with_context = [phase for (phase, _, _), once in zip(grid.down, grid.once, strict=True) if once]
-    assert with_context == ["train.gradient"] * 3  # the first message that needs it
+    assert grid.with_context == ["train.gradient"] * 3  # the first message that needs it
 
 
 def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path) -> None:
     flat = multinomial(tmp_path)
-    calm = run(FaultyGrid(flat, 3))
-    grid, recorder = Watched(flat, 3), Recorder()
-    recorder.at[2] = lambda: grid.forget("1")
-    strategy = run(grid, recorder)
+    calm, grid = run(FaultyGrid(flat, 3)), FaultyGrid(flat, 3)
+
+    def forget() -> None:
+        grid.contexts[grid.node_of("1")].state = RecordDict()
+
+    strategy = run(grid, Recorder(at={2: forget}))
     assert not blamed(strategy)
     for name, array in parameters(calm).items():
         assert np.array_equal(parameters(strategy)[name], array), name
@@ -184,36 +165,24 @@ def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path)
 
 
 def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
-    flat = multinomial(tmp_path, num_server_rounds=2)
-    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradient",)))
-    strategy = run(grid)
-    reasons = blamed(strategy)
-    assert set(reasons) == {"1"}
-    assert len(reasons["1"]) == 2
-    assert all("sent again" in reason for reason in reasons["1"])
-
-
-def claiming(reply: Message) -> Message:
-    reply = arrays(lambda own: {})(reply) or reply
-    reply.content.config_records["config"][LACKS] = True
-    return reply
+    empty, lacking = arrays(lambda own: {}), texts(**{LACKS: True})
+    fault = Fault("1", lambda reply: lacking(empty(reply)), ("train.gradient",))
+    [(site, reasons)] = blamed(run(FaultyGrid(multinomial(tmp_path, num_server_rounds=2), 3, fault))).items()
+    assert (site, len(reasons)) == ("1", 2)
+    assert all("sent again" in reason for reason in reasons)
 
 
 def test_a_context_is_named_by_what_it_holds() -> None:
     """A message that names another digest is not read with what a site keeps."""
-    arrays_of_all, texts = {"input.mean": np.array([2.0, 3.0])}, {"schema": "a"}
-    context = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
-    others = (
-        SharedContext.of({"input.mean": np.array([2.0, 3.5])}, texts, {"points": np.ones((2, 3))}),
-        SharedContext.of(arrays_of_all, {"schema": "b"}, {"points": np.ones((2, 3))}),
-        SharedContext.of(arrays_of_all, texts, {"points": np.ones((3, 2))}),
-        SharedContext.of(arrays_of_all, texts, {"point": np.ones((2, 3))}),
-        SharedContext.of(arrays_of_all, texts),
-    )
-    assert len({context.digest, *(other.digest for other in others)}) == 6
-    same = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
-    assert same.digest == context.digest
-    assert same.constants["points"].numpy().shape == (2, 3)
+
+    def context(mean: float = 3.0, schema: str = "a", **constants: np.ndarray) -> SharedContext:
+        return SharedContext.of({"input.mean": np.array([2.0, mean])}, {"schema": schema}, constants)
+
+    ones = np.ones((2, 3))
+    others = context(3.5, points=ones), context(schema="b", points=ones), context(points=ones.T), context(point=ones)
+    assert len({own.digest for own in (context(points=ones), context(), *others)}) == 6
+    assert context(points=ones).digest == context(points=ones).digest
+    assert context(points=ones).constants["points"].numpy().shape == (2, 3)
 
 
 class Listening(FaultyGrid):

@@ -156,13 +156,8 @@ def server_side(noise: float, norm: float, rounds: int) -> tuple[list[ArrayRecor
     strategy, grid = FSGP(**KEYWORDS | {"steps": 20}), own_grid()
     messages = watched(grid)
     wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, noise, norm, num_sampled_clients=3)
-    result = wrapped.start(
-        grid,
-        initial_arrays=strategy.initial_arrays(grid),
-        num_rounds=rounds,
-        evaluate_fn=lambda number, record: seen.append(record),
-    )
-    return seen, messages, result
+    start, watch = strategy.initial_arrays(grid), lambda number, record: seen.append(record)
+    return seen, messages, wrapped.start(grid, initial_arrays=start, num_rounds=rounds, evaluate_fn=watch)
 
 
 def test_flower_clips_every_array_and_the_noised_ones_are_those_that_sites_train_and_predict_with() -> None:
@@ -188,22 +183,23 @@ def test_flower_clips_every_array_and_the_noised_ones_are_those_that_sites_train
 WRAPPED = {"sgpr", "fsgp", "pvi", "sfvi-avg"}
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if form in WRAPPED else pytest.mark.long) for form in METHODS]
-)
-def test_a_wrapper_runs_around_averages_and_is_refused_in_words_elsewhere(form: str, adaptive: bool) -> None:
+CLIPPING = [
+    (DifferentialPrivacyServerSideFixedClipping, (0.0, 1.0)),
+    (DifferentialPrivacyServerSideAdaptiveClipping, (0.2,)),
+]
+
+
+@pytest.mark.parametrize(("wrapper", "sizes"), CLIPPING)
+@pytest.mark.parametrize("form", [pytest.param(m, marks=[] if m in WRAPPED else pytest.mark.long) for m in METHODS])
+def test_a_wrapper_runs_around_averages_and_is_refused_in_words_elsewhere(form, wrapper, sizes) -> None:
     flat = keys_of(form, num_server_rounds=1)
     kind, grid = strategy_class(parse_config(flat)), FaultyGrid(flat, 3)
     strategy = kind.from_config(parse_config(flat), Recorder())
     averages = kind.state_class is AveragingState
     with no_waiting(), contextlib.nullcontext() if averages else contextlib.suppress(ConfigError):
         start = strategy.initial_arrays(grid)
-        if adaptive:
-            wrapper = DifferentialPrivacyServerSideAdaptiveClipping(strategy, 0.2, num_sampled_clients=3)
-        else:
-            wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, num_sampled_clients=3)
-        result = wrapper.start(grid, initial_arrays=start, num_rounds=1)
+        wrapped = wrapper(strategy, *sizes, num_sampled_clients=3)
+        result = wrapped.start(grid, initial_arrays=start, num_rounds=1)
     if averages:
         assert strategy.network.failures == []
         assert result.train_metrics_clientapp[1]
@@ -284,9 +280,7 @@ APP = Path(__file__).resolve().parents[1] / "examples" / "own_flower_app"
     ("name", "array"),
     [("FSGP", "values.inducing.locations (50, 2)"), ("SGPR", "inducing.locations"), ("PVI", ""), ("FGPR", "")],
 )
-def test_its_strategies_are_swapped_by_one_word(
-    name: str, array: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_strategies_are_swapped_by_one_word(name, array, tmp_path, monkeypatch, capsys) -> None:
     """It prints a figure after each round, and the arrays of the result."""
     monkeypatch.chdir(tmp_path)
     grid = InProcessGrid(runpy.run_path(f"{APP}/client_app.py")["app"], {}, simulated_nodes(2))

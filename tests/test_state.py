@@ -30,11 +30,9 @@ def updated(run: str) -> memory.SiteState:
 
 
 def same(one: memory.SiteState, other: memory.SiteState) -> bool:
-    arrays = one.arrays.keys() == other.arrays.keys() and all(
-        np.array_equal(one.arrays[k], other.arrays[k]) and one.arrays[k].shape == other.arrays[k].shape
-        for k in one.arrays
-    )
-    return arrays and (one.run, one.updates) == (other.run, other.updates)
+    alike = all(np.array_equal(array, other.arrays.get(name)) for name, array in one.arrays.items())
+    facts = [(own.run, own.updates, own.arrays.keys()) for own in (one, other)]
+    return alike and facts[0] == facts[1]
 
 
 def test_a_restarted_node_finds_its_file_and_counts_on(tmp_path):
@@ -74,14 +72,8 @@ def test_a_site_refuses_other_rows_within_a_run_and_says_so(tmp_path):
     assert kept[0]["rows"] != kept[1]["rows"]  # the same rows, salted
 
 
-AGREED = Preparation(
-    (Column("x", "numeric"),),
-    Column("y", "numeric"),
-    np.array([0.5]),
-    np.array([2.0]),
-    target_mean=1.0,
-    target_scale=3.0,
-)
+SCALES = {"input_mean": np.array([0.5]), "input_scale": np.array([2.0]), "target_mean": 1.0, "target_scale": 3.0}
+AGREED = Preparation((Column("x", "numeric"),), Column("y", "numeric"), **SCALES)
 CONFIG = parse_config({})
 
 

@@ -117,9 +117,8 @@ def conjugate_problem(generator):
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
     designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
-    q_global, q_local, evidence = problems.linear_gaussian_posterior(
-        designs, [site.targets.numpy() for site in sites], 0.2
-    )
+    targets = [site.targets.numpy() for site in sites]
+    q_global, q_local, evidence = problems.linear_gaussian_posterior(designs, targets, 0.2)
     left_open = sum(float(left.sum()) for _, _, left in bases) / (2 * 0.2)
     return model, sites, q_global, q_local, evidence - left_open
 
@@ -262,9 +261,8 @@ def test_multinomial_density_and_its_learned_prior(generator):
         assert float(found[draw, 0]) == pytest.approx(rows.sum(), rel=1e-12)
         prior = stats.norm.logpdf(z[draw, :6], scale=math.exp(-0.4)).sum()
         prior += stats.norm.logpdf(z[draw, 6:], scale=math.exp(0.7)).sum()
-        assert float(normal_log_density(z[draw], model.prior_log_scale(), None).detach()) == pytest.approx(
-            prior, rel=1e-12
-        )
+        density = normal_log_density(z[draw], model.prior_log_scale(), None)
+        assert float(density.detach()) == pytest.approx(prior, rel=1e-12)
     probability, variance = model.observation(site, z, empty)
     torch.testing.assert_close(probability.sum(-1), torch.ones(2, 5, dtype=torch.float64))
     torch.testing.assert_close(variance, probability * (1 - probability))
@@ -367,9 +365,8 @@ def test_local_steps_are_those_of_torchs_adam(generator):
     def parts():
         model = problems.sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
         site = problems.gp_sites(model, torch.Generator().manual_seed(1), sizes=(6,))[0]
-        q_global, [q_local] = problems.start_posteriors(
-            model, [site], torch.Generator().manual_seed(2), triangular=False
-        )
+        draw = torch.Generator().manual_seed(2)
+        q_global, [q_local] = problems.start_posteriors(model, [site], draw, triangular=False)
         return Learner(model, site, 0, 0, 0, 1), (q_global, q_local, AdamState())
 
     learner, start = parts()
