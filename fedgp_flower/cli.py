@@ -174,12 +174,11 @@ def deploy_demo(
         typer.Option(help="CSV files, one per site; rows to hold out may lie beside NAME.csv in NAME.test.csv"),
     ] = None,
     folder: Annotated[Path, typer.Option(help="where keys, logs and state go")] = Path(".deploy"),
-    keep: Annotated[bool, typer.Option("--keep", help="leave everything up after the run, until Ctrl-C")] = False,
 ) -> None:
     """Deploy on this machine: a SuperLink with TLS and authenticated SuperNodes with one CSV file each."""
     files, keys = _files_and_keys(words)
     with processes.interruptible():
-        demo.run_demo(keys, _site_files([*(data or ()), *files]), num_sites, folder.resolve(), keep=keep)
+        demo.run_demo(keys, _site_files([*(data or ()), *files]), num_sites, folder.resolve())
 
 
 @app.command("check")

@@ -408,13 +408,6 @@ class LifeTableScoreSums(ScoreSums):
     """Scores of the Kaplan–Meier curve on a site's held-out rows."""
 
 
-@message()
-class TimeCoefficients:
-    """Coefficients of z = τ log t − X̃ᵀv, the standardised residual of log time."""
-
-    values: Float[ndarray, " Q"] = leaves("v, Q − 1 numbers, and τ")
-
-
 @message("query.time_regression", summand=True, counts="Q")
 class TimeSums:
     """Log likelihood of a site's times, z = τ log t − X̃ᵀv, and its derivatives with respect to (v, τ)."""
@@ -496,9 +489,9 @@ class Moments:
 
 @message()
 class Coefficients:
-    """Intercept and weights, for standardised inputs, of each class but the first, whose log odds are 0."""
+    """Intercept and weights for standardised inputs: of each class but the first, whose log odds are 0; or of times."""
 
-    values: Float[ndarray, "R P"] = leaves("intercept and weights of each class but the first")
+    values: AnyShape = leaves("[R, P] of classes; [Q] of times: v, Q − 1 numbers, and τ")
 
 
 @message("query.logistic", summand=True, counts="Q")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedgp_flower.errors import ProtocolError, RunError
-from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.models import LOCATIONS
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import (
@@ -247,7 +247,7 @@ class PVI(FederatedStrategy[PVIState]):
         locations = initial_locations(shape, self.config.model, self.config.seed)
         first = {"inducing": locations, "hyper": shape.start["hyper"]}
         sizes = {"inducing": locations.size, "hyper": first["hyper"].size, "whitened": len(locations)}
-        priors = {n: NaturalParameters.standard(sizes[n], full=n == "whitened") for n in options.product}
+        priors = {n: NaturalParameters.of(Gaussian.standard(sizes[n], full=n == "whitened")) for n in options.product}
         points = {name: LatentFactor(value=first[name].ravel()) for name in LATENTS if name not in options.product}
         return PVIState(priors, shared=points, first=first, rows=roster.rows)
 
@@ -338,5 +338,5 @@ class PVI(FederatedStrategy[PVIState]):
         for name, latent in zip(LATENTS, (q.inducing, q.hyper), strict=True):
             kl[f"kl_{name}"] = 0.0
             if latent.value is None:
-                kl[f"kl_{name}"] = float(latent.natural().gaussian.kl(DiagonalGaussian.standard(latent.size)))
+                kl[f"kl_{name}"] = float(latent.natural().gaussian.kl(Gaussian.standard(latent.size)))
         return (yield from free_energy(state, Predictive(q, factors), kl))

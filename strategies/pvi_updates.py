@@ -162,7 +162,7 @@ def natural_gradient(q: PooledPosterior) -> Update:
 def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
     """Return the state at an agreed Z [M, D] and β: N(0, I) for v, and no factors."""
     locations = values[LOCATIONS]
-    prior = {"whitened": NaturalParameters.standard(len(locations), full=True)}
+    prior = {"whitened": NaturalParameters.of(Gaussian.standard(len(locations), full=True))}
     return replace(state, values=values, prior=prior, first={"inducing": locations})
 
 

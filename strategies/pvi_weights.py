@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, TypeAlias, cast
 
-from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
@@ -58,7 +57,7 @@ def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicte
     q, likelihood = posterior(state)[WEIGHTS], run.config.model
     mean, covariance = (part.numpy() for part in q.moments())
     arrays: NamedArrays = {"weights.mean": mean, "weights.covariance": covariance}
-    words = "covariance of q(θ)" if isinstance(q, NaturalGaussian) else "variances of q(θ)"
+    words = "covariance of q(θ)" if q.full else "variances of q(θ)"
     meanings = {"weights.mean": "mean of q(θ)", "weights.covariance": words}
     model = {"family": run.method, "likelihood": likelihood.likelihood, "noise": likelihood.noise, **run.facts()}
     saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), run.equation, model)

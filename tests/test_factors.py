@@ -13,7 +13,7 @@ from scipy.stats import yeojohnson
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, warped
 from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import (
@@ -136,7 +136,7 @@ def test_product_is_the_posterior_of_a_linear_gaussian_model():
 def test_cpo_is_the_same_function_of_u_at_every_sample():
     """Unwhitened precision minus the prior's is Λ, whatever Z and β."""
     draws, root = make_draws(), rand(INDUCING, 2, seed=3)
-    factor = GaussianFactor(NaturalGaussian(rand(INDUCING, seed=4), -0.5 * root @ root.mT))
+    factor = GaussianFactor(Gaussian(rand(INDUCING, seed=4), -0.5 * root @ root.mT))
     L, natural = draws.chol, draws.product([factor])
     half = torch.linalg.solve_triangular(L.mT, natural.precision - torch.eye(INDUCING), upper=True)
     added = torch.linalg.solve_triangular(L, half, upper=False, left=False)
@@ -189,10 +189,10 @@ def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     data, other = (Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
     own, cavity = (first_factor(draws.model, d, q, "cpo") for d in (data, other))
     eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))
-    value = local_free_energy(draws, [cavity], GaussianFactor(NaturalGaussian(eta1, eta2)), data).sum()
+    value = local_free_energy(draws, [cavity], GaussianFactor(Gaussian(eta1, eta2)), data).sum()
     slopes = torch.autograd.grad(value, (eta1, eta2))
     assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
-    moved = GaussianFactor(NaturalGaussian(1.1 * own.natural.eta1, own.natural.eta2))
+    moved = GaussianFactor(Gaussian(1.1 * own.natural.eta1, own.natural.eta2))
     assert float(local_free_energy(draws, [cavity], moved, data)) < value.item()
 
 
@@ -219,13 +219,13 @@ def random_moments(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, root @ root.mT / size + 0.3 * torch.eye(size, dtype=torch.float64)
 
 
-def full(seed: int, size: int = 4) -> NaturalGaussian:
-    return NaturalGaussian.from_moments(*random_moments(seed, size))
+def full(seed: int, size: int = 4) -> Gaussian:
+    return Gaussian.from_moments(*random_moments(seed, size))
 
 
-def diagonal(seed: int, size: int = 4) -> DiagonalGaussian:
+def diagonal(seed: int, size: int = 4) -> Gaussian:
     mean, covariance = random_moments(seed, size)
-    return DiagonalGaussian.from_moments(mean, covariance.diagonal())
+    return Gaussian.from_moments(mean, covariance.diagonal())
 
 
 def torch_normal(q: Gaussian) -> MultivariateNormal:

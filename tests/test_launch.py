@@ -14,7 +14,6 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.machines import Coordinator
@@ -52,15 +51,9 @@ def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path, mon
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
 
 
-def test_flower_reports_a_superlink_that_does_not_answer(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
     with Processes({}, tmp_path) as processes, pytest.raises(RunError, match="did not answer"):
         Flower(processes, tmp_path, "gone").wait_until_ready(f"http://127.0.0.1:{free_ports(1)[0]}", seconds=0.5)
-    with pytest.raises(SystemExit) as end:
-        main(["deploy", "run", "--connection", "nowhere"])
-    assert end.value.code == 1
-    assert "`flwr run" in capsys.readouterr().err
-    assert (tmp_path / "config.toml").is_file()
 
 
 @pytest.fixture
@@ -107,7 +100,7 @@ SLEEP = "import time; time.sleep(300)"
 ORPHAN = f"""
 import subprocess, sys
 sleeper = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"]
-subprocess.Popen(sleeper, start_new_session=True)
+subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
 NAMELESS = f"""
 import subprocess, sys
@@ -134,7 +127,7 @@ def wait_for(token: str, count: int) -> set[psutil.Process]:
 def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
     with Processes({}, tmp_path, grace=1.0) as processes:
         processes.start("sleeper", [sys.executable, "-c", NAMELESS], tmp_path)
-        assert processes.call([sys.executable, "-c", ORPHAN], tmp_path, capture=False).returncode == 0
+        assert processes.call([sys.executable, "-c", ORPHAN], tmp_path).returncode == 0
         found = wait_for(processes.token, 3)
     assert family("none", found) == set()
     assert stranger.poll() is None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.methods.pvi.messages import LatentFactor, NaturalParameters, PseudoPoints, Refined, Visit
@@ -89,7 +89,7 @@ class Problem:
         targets = self.y[rows] if likelihood == "gaussian" else (self.y[rows] > 0).double()
         return LinearRows(a, targets, point, point.initial, extra)
 
-    def unwhitened(self, q: NaturalGaussian) -> tuple[torch.Tensor, torch.Tensor]:
+    def unwhitened(self, q: Gaussian) -> tuple[torch.Tensor, torch.Tensor]:
         L = torch.linalg.cholesky(self.k(self.z, self.z))
         mean, covariance = q.moments()
         return L @ mean, L @ covariance @ L.mT
@@ -158,16 +158,16 @@ def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapse
 
 def contribution_of(precision: float) -> Contribution:
     zero = torch.zeros(1).double()
-    return Contribution(blocks(b=DiagonalGaussian(zero, zero - 0.5 * precision)))
+    return Contribution(blocks(b=Gaussian(zero, zero - 0.5 * precision)))
 
 
 def test_cavities_of_all_sites_at_once_are_those_of_each():
     """Sites `a` and `c` have a block that `b` has not, and that has no prior."""
     sites = {name: contribution_of(4.0**k) for k, name in enumerate("abc")}
     for name in "ac":
-        own = Contribution(blocks(u=DiagonalGaussian.standard(2)))
+        own = Contribution(blocks(u=Gaussian.standard(2)))
         sites[name] = Contribution({**sites[name].factors, **own.factors})
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), sites)
+    state = PVIState(blocks(b=Gaussian.standard(1)), sites)
     for site, found in zip(sites, cavities(state), strict=True):
         expected = cavity(state, site)
         assert found.keys() == expected.keys()
@@ -179,12 +179,12 @@ def test_cavities_of_all_sites_at_once_are_those_of_each():
 def test_forgetting_refuses_to_leave_an_improper_posterior():
     sites = {"a": contribution_of(4.0), "b": contribution_of(-2.0)}
     with pytest.raises(NumericsError, match="improper"):
-        forget(PVIState(blocks(b=DiagonalGaussian.standard(1)), sites), "a")
+        forget(PVIState(blocks(b=Gaussian.standard(1)), sites), "a")
 
 
 def test_an_improper_site_does_not_hold_up_the_others():
     """Precisions: prior 1, a proposes 4, b −3, c −1e20. Alone b is proper at ρ/4, c at none; together a and b are."""
-    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
+    state = PVIState(blocks(b=Gaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
     replies = {"a": contribution_of(4.0), "b": contribution_of(-3.0), "c": contribution_of(-1e20)}
     merged, record = merge(state, replies, damping=1.0)
     assert record.refused == ("c",)
@@ -202,7 +202,7 @@ def test_an_improper_site_does_not_hold_up_the_others():
 def test_what_is_improper_together_or_in_a_cavity_is_damped(known, told, halvings):
     """Each takes 0.6 of a prior precision of 1: alone proper, together not. q of 1 + 4 − 2 = 3 has −1 without a."""
     sites, replies = ({name: contribution_of(own) for name, own in part.items()} for part in (known, told))
-    _, record = merge(PVIState(blocks(b=DiagonalGaussian.standard(1)), sites), replies, damping=1.0)
+    _, record = merge(PVIState(blocks(b=Gaussian.standard(1)), sites), replies, damping=1.0)
     assert (record.damping, record.halvings, record.refused) == (0.5**halvings, halvings, ())
 
 
@@ -279,7 +279,7 @@ def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] 
     return state
 
 
-def q_of(state: PVIState) -> NaturalGaussian:
+def q_of(state: PVIState) -> Gaussian:
     return posterior(state)["weights"]
 
 

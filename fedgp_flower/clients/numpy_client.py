@@ -73,7 +73,6 @@ from fedgp_flower.shared_messages import (
     Stepped,
     TargetMoments,
     TargetPowers,
-    TimeCoefficients,
     TimeCounts,
     TimeSums,
     WeightedStep,
@@ -393,7 +392,7 @@ def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
     return LifeTableScoreSums.of(scores)
 
 
-def time_regression(client: SiteClient, request: TimeCoefficients) -> TimeSums:
+def time_regression(client: SiteClient, request: Coefficients) -> TimeSums:
     """Log likelihood, gradient and information of a linear accelerated failure time model.
 
     With z = τ log t − X̃ᵀv, an observed event adds log p(z) + log τ − log t, which is concave in (v, τ), and a censored

@@ -13,18 +13,15 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.lazy import Lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fedgp_flower.data import tables
     from fedgp_flower.deploy import doctor as checks
-    from fedgp_flower.deploy import machines, processes, submission
+    from fedgp_flower.deploy import machines, processes
     from fedgp_flower.options import Value
     from fedgp_flower.run import user_config
 else:  # not imported by `fedgp --help`
     checks, machines = Lazy("fedgp_flower.deploy.doctor"), Lazy("fedgp_flower.deploy.machines")
     tables = Lazy("fedgp_flower.data.tables")
-    processes, submission = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.deploy.submission")
-    user_config = Lazy("fedgp_flower.run.user_config")
+    processes, user_config = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.run.user_config")
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
 
@@ -106,14 +103,9 @@ def run_method(
     assignments: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="run configuration")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")] = None,
     folder: Folder = HERE,
-    connection: Annotated[str, typer.Option(help="a connection of .flwr/config.toml, instead of a folder")] = "",
 ) -> None:
     """Run a method on the registered sites; the exit status is the result of the run."""
     given = (user_config.read_config(config) if config else {}) | user_config.parse_assignments(assignments or [])
-    if connection:
-        with processes.interruptible():
-            submission.submit_elsewhere(user_config.complete_config(given, Path.cwd()), connection)
-        return
     coordinator = machines.Coordinator.read(folder)
     usual: dict[str, Value] = {
         "sites": len(coordinator.sites),
@@ -153,12 +145,7 @@ def status(
 @deploy.command(name="doctor")
 def examine(folder: Folder = HERE) -> None:
     """Check the coordinator; exit status 2 if something is wrong."""
-    _show(checks.of_coordinator(machines.Coordinator.read(folder)))
-
-
-def _show(findings: Sequence[checks.Finding]) -> None:
-    print(*findings, sep="\n")
-    if not all(finding.good for finding in findings):
+    if not checks.of_coordinator(machines.Coordinator.read(folder)):
         raise typer.Exit(2)
 
 
@@ -180,12 +167,11 @@ def join(
     authority = machines.fingerprint_of(site.folder / "ca.crt")
     print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
     print(f"and runs only the app {site.facts['app']}: compare both with the coordinator's")
-    findings = checks.of_site(site)
-    print(*findings, sep="\n")
-    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {site.fingerprint}")
+    good = checks.of_site(site)
+    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {machines.fingerprint_of(site.public)}")
     print(f"then start the SuperNode:  fedgp site serve {site.folder}")
     print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
-    if not all(finding.good for finding in findings):
+    if not good:
         raise typer.Exit(1)
 
 
@@ -210,7 +196,8 @@ def doctor(folder: SitePath) -> None:
     if (folder / "coordinator.toml").exists():
         examine(folder)
     elif (folder / "site.toml").exists():
-        _show(checks.of_site(machines.SiteFolder.read(folder)))
+        if not checks.of_site(machines.SiteFolder.read(folder)):
+            raise typer.Exit(2)
     else:
         raise RunError(f"{folder} is not the folder of a site or of a coordinator")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -87,7 +85,7 @@ def say(line: str) -> None:
     print(f"[deploy] {line}", flush=True)
 
 
-def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, *, keep: bool) -> None:
+def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path) -> None:
     """Run the demonstration in a new folder below ``parent``, with a CSV file per site or ``count`` simulated files."""
     folder, count = parent / time.strftime("%Y%m%d-%H%M%S"), len(files) or count
     config = complete_config(DEFAULTS | {"min-sites": count} | dict(keys), Path.cwd())
@@ -96,8 +94,3 @@ def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, 
     with federation(folder, files, masked=parse_config(config).privacy.secure_aggregation) as flower:
         say(f"{len(files)} SuperNodes online; sending the app (each exchange with real nodes takes seconds)")
         flower.run(config)
-        if keep:
-            say("the federation stays up until Ctrl-C; from another shell:")
-            again = f"-m fedgp_flower.cli deploy run --connection {flower.connection} num-server-rounds=5"
-            print(f"  FLWR_HOME={flower.home} {sys.executable} {again}", flush=True)
-            signal.pause()

@@ -6,10 +6,10 @@ import datetime
 import shutil
 import socket
 import ssl
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 from cryptography import x509
 
@@ -23,54 +23,49 @@ from fedgp_flower.run.registry import parse_config
 PACKAGES = ("fedgp-flower", "flwr", "torch")
 LEAST_SPACE = 1 << 30
 SOON, LATELY = datetime.timedelta(days=30), datetime.timedelta(days=7)
+Checks: TypeAlias = Mapping[str, Callable[[], str]]
+"""Functions that return a good result in words, or raise an error with a remedy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    what: str
-    words: str
-    good: bool
-
-    def __str__(self) -> str:
-        return f"{'ok      ' if self.good else 'PROBLEM '}{self.what}: {self.words}"
-
-
-def of_site(site: SiteFolder) -> list[Finding]:
-    """Check a site: its table, keys, disk, connection to the SuperLink, and app."""
+def of_site(site: SiteFolder) -> bool:
+    """Check a site: its table, keys, disk, connection to the SuperLink, app and log. Return whether all are good."""
     secrets = [site.folder / site.name, site.folder / "site-key"]
-    return [
-        _checked("table", lambda: _table(Path(str(site.facts["data"])))),
-        *_machine(site.folder, str(site.facts["superlink"]), secrets),
-        _checked("app", lambda: _app(str(site.facts["app"]))),
-        _checked("log", lambda: _log(site.folder / "state" / "audit.jsonl")),
-    ]
+    return _examine(
+        {
+            "table": lambda: _table(Path(str(site.facts["data"]))),
+            **_machine(site.folder, str(site.facts["superlink"]), secrets),
+            "app": lambda: _app(str(site.facts["app"])),
+            "log": lambda: _log(site.folder / "state" / "audit.jsonl"),
+        }
+    )
 
 
-def of_coordinator(coordinator: Coordinator) -> list[Finding]:
-    """Check a coordinator: its certificate, keys, disk and SuperLink."""
+def of_coordinator(coordinator: Coordinator) -> bool:
+    """Check a coordinator: its certificate, keys, disk and SuperLink. Return whether all are good."""
     folder, server = coordinator.folder, coordinator.folder / "server"
-    return [
-        _checked("certificate", lambda: _valid(server / "server.pem")),
-        *_machine(folder, f"{coordinator.host}:{coordinator.port}", [server / "server.key"]),
-    ]
+    machine = _machine(folder, f"{coordinator.host}:{coordinator.port}", [server / "server.key"])
+    return _examine({"certificate": lambda: _valid(server / "server.pem"), **machine})
 
 
-def _machine(folder: Path, superlink: str, secrets: Sequence[Path]) -> list[Finding]:
-    return [
-        Finding("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES), True),
-        _checked("keys", lambda: _secret(secrets)),
-        _checked("disk", lambda: _space(folder)),
-        _checked("SuperLink", lambda: _reachable(superlink, folder / "ca.crt")),
-    ]
+def _machine(folder: Path, superlink: str, secrets: Sequence[Path]) -> Checks:
+    return {
+        "versions": lambda: ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "keys": lambda: _secret(secrets),
+        "disk": lambda: _space(folder),
+        "SuperLink": lambda: _reachable(superlink, folder / "ca.crt"),
+    }
 
 
-def _checked(what: str, check: Callable[[], str]) -> Finding:
-    try:
-        return Finding(what, check(), True)
-    except (FedGPError, OSError) as error:
-        return Finding(what, str(error), False)
+def _examine(checks: Checks) -> bool:
+    """Print the result of every check. Return whether all are good."""
+    good = True
+    for what, checked in checks.items():
+        try:
+            print(f"ok      {what}: {checked()}")
+        except (FedGPError, OSError) as error:
+            print(f"PROBLEM {what}: {error}")
+            good = False
+    return good
 
 
 def _table(path: Path) -> str:

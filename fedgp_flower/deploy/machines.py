@@ -219,11 +219,6 @@ class SiteFolder:
         return self.folder / f"{self.name}.pub"
 
     @property
-    def fingerprint(self) -> str:
-        """Short fingerprint of the public node key."""
-        return fingerprint_of(self.public)
-
-    @property
     def node_config(self) -> dict[str, Value]:
         """The node configuration, which stays at this SuperNode."""
         values: dict[str, Value] = {

@@ -83,16 +83,14 @@ class Processes:
                 start_new_session=True,
             )
 
-    def call(self, command: Sequence[str], folder: Path, capture: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; its output is captured, or passed through."""
-        pipe = subprocess.PIPE if capture else None
+    def call(self, command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end and capture its output."""
         return subprocess.run(  # noqa: S603 - a fixed command, no shell
             list(command),
             cwd=folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
+            capture_output=True,
             text=True,
             errors="replace",
             check=False,
@@ -123,11 +121,8 @@ class Processes:
         """Raise RunError if a background process has ended."""
         for name, process in self._background.items():
             if process.poll() is not None:
-                raise RunError(f"{name} ended with status {process.returncode}; the end of its log:\n{self.tail(name)}")
-
-    def tail(self, name: str, lines: int = 20) -> str:
-        """Return the last lines of a background process's log."""
-        return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])
+                log = "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-20:])
+                raise RunError(f"{name} ended with status {process.returncode}; the end of its log:\n{log}")
 
     def end(self) -> None:
         """Terminate every process of this launch, then kill those that remain."""

@@ -210,10 +210,3 @@ def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None
             flower.wait_until_ready(f"http://{HOST}:{port}")
             resources = f"num-supernodes={sites} client-resources-num-cpus=1 client-resources-num-gpus={gpus_per_site}"
             flower.run(config, "--federation-config", resources)
-
-
-def submit_elsewhere(config: FlatConfig, connection: str) -> None:
-    """Submit the app to a running SuperLink, and wait for the end of the run."""
-    home = installed_home()
-    with Processes(environment(home), home / "logs" / str(config["name"])) as processes:
-        Flower(processes, home, connection).run(config)

@@ -23,6 +23,10 @@ V = TypeVar("V", Tensor, Array)
 FREE: Bound = (None, None)
 LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
 """Bounds of the logarithm of a hyperparameter."""
+COOLING = 0.25
+"""Fraction of Adam's steps with a fifth of the learning rate."""
+WINDOW, TOLERANCE = 50, 1e-3
+"""Adam's steps in a window, and the smallest increase between windows for which it continues, in nats per row."""
 PAIRS = 20
 """Steps and gradient changes in the memory of L-BFGS."""
 
@@ -55,20 +59,6 @@ class AdamState(Generic[V]):
         return moves, AdamState(step, first, second)
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Record of an optimisation."""
-
-    values: tuple[float, ...]
-    """Objective at every admissible point; for L-BFGS the last one is that of the result."""
-    evaluations: int
-
-    @property
-    def value(self) -> float:
-        """The last of the values."""
-        return self.values[-1]
-
-
 def ascend(
     objective: Callable[[], Tensor],
     parameters: Sequence[Tensor],
@@ -79,7 +69,7 @@ def ascend(
 ) -> float:
     """Take ascent steps; return the objective before the last step, or the final one of L-BFGS."""
     if name == "lbfgs":
-        return maximise(objective, parameters, max_evaluations=steps).value
+        return maximise(objective, parameters, max_evaluations=steps)[-1]
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
     optimiser = kind([*parameters], lr=learning_rate, maximize=True)
     value = torch.zeros(())
@@ -93,33 +83,22 @@ def ascend(
     return float(value.detach())
 
 
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """Adam with one drop of the learning rate, and a stop once window means stop rising."""
+def adam(
+    objective: Callable[[], Tensor],
+    parameters: Sequence[Tensor],
+    num_rows: int,
+    steps: int,
+    learning_rate: float,
+    watched: Sequence[float] | None = None,
+) -> list[float]:
+    """Maximise in place a Monte Carlo objective, a sum over ``num_rows`` rows; return its values.
 
-    steps: int = 150
-    learning_rate: float = 0.03
-    final_fraction: float = 0.25
-    """Fraction of the steps with a fifth of the learning rate."""
-    window: int = 50
-    """Steps in a window, over which the noisy objective is averaged."""
-    tolerance: float = 1e-3
-    """Smallest increase between windows for which Adam continues, in nats per row."""
-
-    def flat(self, values: Sequence[float], num_rows: int) -> bool:
-        """Whether the mean of the last window exceeds that of the one before by less than the tolerance."""
-        window = self.window
-        if len(values) < 2 * window or len(values) % window:
-            return False
-        earlier, later = np.mean(values[-2 * window : -window]), np.mean(values[-window:])
-        return bool(later - earlier < self.tolerance * num_rows)
-
-
-def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a Monte Carlo objective, a sum over ``num_rows`` rows."""
-    optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate, maximize=True)
+    The last quarter of the steps has a fifth of the learning rate. It begins early if ``watched``, by default the
+    objective, is :func:`flat`.
+    """
+    optimiser = torch.optim.Adam(parameters, lr=learning_rate, maximize=True)
     values: list[float] = []
-    remaining, cooling = settings.steps, round(settings.final_fraction * settings.steps)
+    remaining, cooling = steps, round(COOLING * steps)
     while remaining:
         optimiser.zero_grad()
         value = objective()
@@ -128,13 +107,21 @@ def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings
         torch.autograd.backward(value)
         if remaining == cooling:
             for group in optimiser.param_groups:
-                group["lr"] = 0.2 * settings.learning_rate
+                group["lr"] = 0.2 * learning_rate
         optimiser.step()
         values.append(value.item())
         remaining -= 1
-        if remaining > cooling and settings.flat(values, num_rows):
+        if remaining > cooling and flat(values if watched is None else watched, num_rows):
             remaining = cooling
-    return Trace(tuple(values), len(values))
+    return values
+
+
+def flat(values: Sequence[float], num_rows: int) -> bool:
+    """Whether the mean of the last window exceeds that of the one before by less than the tolerance."""
+    if len(values) < 2 * WINDOW or len(values) % WINDOW:
+        return False
+    earlier, later = np.mean(values[-2 * WINDOW : -WINDOW]), np.mean(values[-WINDOW:])
+    return bool(later - earlier < TOLERANCE * num_rows)
 
 
 def maximise(
@@ -145,8 +132,11 @@ def maximise(
     bounds: Sequence[Bound] | None = None,
     tolerance: float = 1e-7,
     gradient_tolerance: float = 1e-6,
-) -> Trace:
-    """L-BFGS-B on torch parameters, in place; trial points without a finite value are rejected."""
+) -> list[float]:
+    """L-BFGS-B on torch parameters, in place; trial points without a finite value are rejected.
+
+    Return the objective at every admissible point, then at the result.
+    """
     from scipy.optimize import minimize  # noqa: PLC0415  slow to import, and rarely needed
 
     values: list[float] = []
@@ -170,7 +160,7 @@ def maximise(
     options |= {"ftol": tolerance, "gtol": gradient_tolerance}
     end = minimize(negative, gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
     scatter(np.asarray(end.x), parameters)
-    return Trace((*values, -float(end.fun)), int(end.nfev))
+    return [*values, -float(end.fun)]
 
 
 def gather(tensors: Sequence[Tensor]) -> Array:

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import logging
-import math
 import os
 import platform
 import secrets
@@ -196,7 +195,7 @@ class RunFolder:
     def __init__(self, path: Path, digest: str) -> None:
         self.path = path
         self._digest = digest
-        self._history: list[dict[str, float]] = []
+        self._history = pd.DataFrame()
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
@@ -236,21 +235,20 @@ class RunFolder:
 
     def append_history(self, row: Mapping[str, float]) -> None:
         """Append a round to ``history.csv``. Missing columns stay empty; new columns are added at the right."""
-        self._history.append(dict(row))
-        self._write_history()
+        self.set_history(pd.concat([self._history, pd.DataFrame([row], dtype=object)]))
 
     def set_history(self, history: pd.DataFrame) -> None:
-        """Replace the history with these rounds."""
-        rows = history.to_dict("records")
-        self._history = [{str(k): v for k, v in row.items() if not math.isnan(v)} for row in rows]
-        self._write_history()
+        """Write these rounds to ``history.csv``, the columns of every history first."""
+        self._history = history
+        columns = list(dict.fromkeys((*HISTORY_COLUMNS, *history)))
+        write_bytes(self.path / "history.csv", history.reindex(columns=columns).to_csv(index=False).encode())
 
     def write_metrics(self, metrics: RunMetrics) -> None:
         """Write ``metrics.json``, which marks a finished run, and ``effects.csv`` if the method has effects."""
         if "effects" in metrics.method_details:
             write_bytes(self.path / "effects.csv", effects_table(metrics.method_details).to_csv(index=False).encode())
-        if not self._history:
-            self._write_history()
+        if self._history.empty:
+            self.set_history(self._history)
         write_json(self.path / "metrics.json", asdict(metrics))
 
     def write_posterior(self, posterior: Posterior) -> None:
@@ -317,11 +315,6 @@ class RunFolder:
         finally:
             logging.getLogger(name).removeHandler(handler)
             handler.close()
-
-    def _write_history(self) -> None:
-        columns = dict.fromkeys((*HISTORY_COLUMNS, *itertools.chain.from_iterable(self._history)))
-        table = pd.DataFrame(self._history, columns=list(columns), dtype=object)
-        write_bytes(self.path / "history.csv", table.to_csv(index=False).encode())
 
 
 def effects_table(facts: Facts) -> pd.DataFrame:

@@ -39,7 +39,6 @@ from fedgp_flower.shared_messages import (
     Points,
     PooledScoreSums,
     ScoreSums,
-    TimeCoefficients,
     TimeSums,
 )
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
@@ -373,7 +372,7 @@ def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[
     sums = Total(TimeSums, None, sites, sizes={"Q": len(penalty)})
     start = np.array([math.log(mean), *np.zeros(inputs), 1.0])
     at = yield from _mode(
-        lambda at: replace(sums, request=TimeCoefficients(at)), start, penalty, 1.0, lambda at: bool(at[-1] > 0)
+        lambda at: replace(sums, request=Coefficients(at)), start, penalty, 1.0, lambda at: bool(at[-1] > 0)
     )
     if at is None:
         return None

@@ -192,7 +192,7 @@ def fit_pooled(
         return torch.as_tensor(local + 0.5 * z.square().sum() - factor.diagonal().log().sum())
 
     bounds = [LOGARITHM, LOGARITHM, LOGARITHM, FREE]
-    value = maximise(bound, learned, max_evaluations=max_evaluations, bounds=bounds).value
+    value = maximise(bound, learned, max_evaluations=max_evaluations, bounds=bounds)[-1]
     scales, smoothing, noise = (values.detach().exp().numpy() for values in learned[:3])
     fitted = replace(latents, scales=scales, amplitudes=np.ones(len(scales)))
     parts = zip(smoothing, learned[3].detach().numpy(), noise.tolist(), strict=True)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
-from fedgp_flower.gp.optimisers import AdamSettings
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -106,10 +105,9 @@ class PVIClient(SiteClient):
             done = lbfgs_update(problem, before, request.q, options.steps or LBFGS_EVALUATIONS, source)
         else:
             steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
-            settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
-            done = adam_update(problem, before, request.q, settings, source)
+            done = adam_update(problem, before, request.q, steps, source, options.learning_rate or ADAM_RATE)
         parts = vars(done.factor.message()) | {name: latent.answer() for name, latent in done.latents.items()}
-        return Refined(done.free_energy / len(data), len(done.trace.values), **parts)
+        return Refined(done.free_energy / len(data), len(done.values), **parts)
 
     def _train_whitened(self, request: Visit) -> Refined:
         """Update the factor of v = L⁻¹u at fixed Z and β: exactly, to a fixed point, or by one gradient step."""

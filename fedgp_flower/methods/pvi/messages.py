@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.shared_messages import Described
@@ -36,13 +36,8 @@ class NaturalParameters:
 
     @staticmethod
     def of(gaussian: Gaussian) -> NaturalParameters:
-        """From a full or a diagonal Gaussian."""
+        """From a Gaussian."""
         return NaturalParameters(*(part.detach().double().numpy() for part in (gaussian.eta1, gaussian.eta2)))
-
-    @staticmethod
-    def standard(size: int, *, full: bool) -> NaturalParameters:
-        """N(0, I)."""
-        return NaturalParameters(np.zeros(size), -0.5 * (np.eye(size) if full else np.ones(size)))
 
     @property
     def size(self) -> int:
@@ -52,8 +47,7 @@ class NaturalParameters:
     @cached_property
     def gaussian(self) -> Gaussian:
         """The factor as tensors."""
-        kind = NaturalGaussian if self.eta2.ndim == 2 else DiagonalGaussian
-        return kind(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
+        return Gaussian(*(torch.tensor(part, dtype=torch.float64) for part in (self.eta1, self.eta2)))
 
     def refusal(self, name: str, _: int) -> str | None:
         """Return why this is no valid factor, or None; the merge checks the precision of v in the product."""

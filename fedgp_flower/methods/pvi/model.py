@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
@@ -185,7 +185,7 @@ class PseudoObservations:
         """The same factor of u at one sample: Λ = L⁻ᵀ C Cᵀ L⁻¹ and η = L⁻ᵀ C r."""
         columns, values = self.columns(draws)
         columns = torch.linalg.solve_triangular(draws.chol[0].mT, columns[0], upper=True)
-        return GaussianFactor(NaturalGaussian(columns @ values[0], -0.5 * columns @ columns.mT))
+        return GaussianFactor(Gaussian(columns @ values[0], -0.5 * columns @ columns.mT))
 
     def free(self) -> list[Tensor]:
         """V, m and log √w."""
@@ -225,7 +225,7 @@ class GaussianFactor:
     def at(self, free: Sequence[Tensor]) -> GaussianFactor:
         """The factor at other R and r."""
         root, values = free
-        return replace(self, natural=NaturalGaussian(root @ values, -0.5 * root @ root.mT))
+        return replace(self, natural=Gaussian(root @ values, -0.5 * root @ root.mT))
 
     def message(self) -> Factors:
         """The factor as a message."""

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
-from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
-from fedgp_flower.methods.pvi.messages import SAVED_LATENTS, NaturalParameters
+from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.methods.pvi.messages import SAVED_LATENTS
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.posterior import read_factors, read_marginal
@@ -144,10 +144,9 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
     densities = {name: read_marginal(arrays, name).natural().gaussian for name in distributions}
     if "inducing.covariance" in arrays:
         moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
-        densities["whitened"] = NaturalGaussian.from_moments(*moments)
+        densities["whitened"] = Gaussian.from_moments(*moments)
     elif (whitened := read_factors(arrays)[0].whitened) is not None:
-        prior = NaturalParameters.standard(whitened.size, full=True)
-        densities["whitened"] = whitened.gaussian * prior.gaussian
+        densities["whitened"] = whitened.gaussian * Gaussian.standard(whitened.size, full=True)
     return densities
 
 

@@ -11,7 +11,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from numpy.typing import NDArray
 
-from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.pvi.messages import LATENTS, POINTS, SAVED_LATENTS, Factors, LatentFactor, Marginals
@@ -32,7 +32,7 @@ def read_marginal(arrays: Mapping[str, NDArray[np.generic]], name: str) -> Laten
     if f"{saved}.scale" not in arrays:
         return LatentFactor(value=mean.numpy())
     scale = torch.tensor(arrays[f"{saved}.scale"]).double().flatten()
-    return LatentFactor.of(DiagonalGaussian.from_moments(mean, scale.square()))
+    return LatentFactor.of(Gaussian.from_moments(mean, scale.square()))
 
 
 def read_factors(arrays: Mapping[str, NDArray[np.generic]]) -> tuple[Factors, bool]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +20,9 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.likelihoods import PointLikelihood
-from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam, maximise
+from fedgp_flower.gp.optimisers import adam, maximise
 from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import (
     ALPHA,
@@ -48,7 +47,6 @@ ADAM_STEPS, ADAM_RATE, LBFGS_EVALUATIONS = 150, 0.03, 400
 """Defaults of ``pvi.steps`` and ``pvi.learning-rate``."""
 TOLERANCE, MOST_ITERATIONS = 1e-10, 500
 """Fixed-point iterations stop at this relative change of the factor, or after this number."""
-G = TypeVar("G", bound=Gaussian)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,8 @@ class LocalUpdate:
     factor: Factor
     latents: Mapping[str, TrainableLatent]
     free_energy: float
-    trace: Trace
+    values: list[float]
+    """The objective in each evaluation."""
 
 
 class TrainableLatent:
@@ -95,7 +94,7 @@ class TrainableLatent:
         """The distribution at the current parameters."""
         assert self.cavity is not None
         precision = self.cavity.precision + (SCALE_SPEED * self.parameters[1]).exp()
-        return DiagonalGaussian(precision * self.location, -0.5 * precision)
+        return Gaussian.around(self.location, precision)
 
     def sample(self, epsilon: Tensor) -> Tensor:
         """Samples m + ε/√λ, [S, L]."""
@@ -114,17 +113,23 @@ class TrainableLatent:
         return LatentFactor(value=self.location.detach().numpy().copy()) if self.parameters else None
 
 
-def late_mean(trace: Trace) -> float:
+def late_mean(values: Sequence[float]) -> float:
     """The mean objective over the last tenth of the steps."""
-    tail = trace.values[-max(1, len(trace.values) // 10) :]
+    tail = values[-max(1, len(values) // 10) :]
     return sum(tail) / len(tail)
 
 
 def adam_update(
-    problem: LocalProblem, before: Factor, start: Marginals, settings: AdamSettings, generator: Generator
+    problem: LocalProblem,
+    before: Factor,
+    start: Marginals,
+    steps: int,
+    generator: Generator,
+    learning_rate: float = ADAM_RATE,
 ) -> LocalUpdate:
     """Local update by Adam from ``before`` and ``start``, with new antithetic samples at every step."""
-    return _update(problem, before, start, generator, lambda f, x: adam(f, x, settings, len(problem.data)))
+    rows = len(problem.data)
+    return _update(problem, before, start, generator, lambda f, x: adam(f, x, rows, steps, learning_rate))
 
 
 def lbfgs_update(
@@ -133,7 +138,7 @@ def lbfgs_update(
     """Local update by L-BFGS on fixed samples, for few samples and pseudo-observations."""
     state = generator.get_state()
 
-    def optimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Trace:
+    def optimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[float]:
         def value() -> Tensor:
             generator.set_state(state)
             return objective()
@@ -141,7 +146,7 @@ def lbfgs_update(
         return maximise(value, parameters, max_evaluations=evaluations, tolerance=1e-6, gradient_tolerance=1e-5)
 
     done = _update(problem, before, start, generator, optimise)
-    return replace(done, free_energy=done.trace.value)
+    return replace(done, free_energy=done.values[-1])
 
 
 def _update(
@@ -149,7 +154,7 @@ def _update(
     before: Factor,
     start: Marginals,
     generator: Generator,
-    optimise: Callable[[Callable[[], Tensor], Sequence[Tensor]], Trace],
+    optimise: Callable[[Callable[[], Tensor], Sequence[Tensor]], list[float]],
 ) -> LocalUpdate:
     model, data, size = problem.model, problem.data, problem.batch_size
     free = [parameter.detach().clone().requires_grad_() for parameter in before.free()]
@@ -171,8 +176,8 @@ def _update(
         fit = local_free_energy(draws, problem.others, before.at(free), rows, weight=weight).mean()
         return fit - problem.alpha * inducing.kl() - hyper.kl()
 
-    trace = optimise(objective, [*free, *inducing.parameters, *hyper.parameters])
-    return LocalUpdate(before.at(free), latents, late_mean(trace), trace)
+    values = optimise(objective, [*free, *inducing.parameters, *hyper.parameters])
+    return LocalUpdate(before.at(free), latents, late_mean(values), values)
 
 
 def first_factor(
@@ -238,8 +243,8 @@ class LinearRows:
     def marginals(self, q: Gaussian) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Means and variances of f."""
         mean, covariance = q.moments()
-        full, phi = covariance.ndim == 2, self.design
-        spread = (phi @ covariance * phi).sum(-1) if full else phi.square() @ covariance
+        phi = self.design
+        spread = (phi @ covariance * phi).sum(-1) if q.full else phi.square() @ covariance
         return phi @ mean, spread + self.extra
 
     def fit(self, q: Gaussian) -> Tensor:
@@ -250,13 +255,12 @@ class LinearRows:
         """F_k(q) = E_q log p(y_k | f) − KL(q ‖ context), in nats (Eq. 2 with a normalised cavity)."""
         return self.fit(q) - q.kl(context)
 
-    def expansion(self, q: G) -> tuple[Tensor, G, Float[Tensor, "M M"]]:
+    def expansion(self, q: Gaussian) -> tuple[Tensor, Gaussian, Float[Tensor, "M M"]]:
         """E_q log p(y | f); ∇_μ of it, the factor at a fixed point (Eq. 4); and Φᵀ diag(β) Φ."""
         fit, alpha, beta, _ = self.likelihood.slopes(self.targets, *self.marginals(q), self.hyper)
         curvature, mean = self.design.mT @ (beta[:, None] * self.design), q.mean()
-        precision = curvature if q.eta2.ndim == 2 else curvature.diagonal()
-        shift = precision @ mean if precision.ndim == 2 else precision * mean
-        return fit, type(q)(self.design.mT @ alpha + shift, -0.5 * precision), curvature
+        factor = Gaussian.around(mean, curvature if q.full else curvature.diagonal())
+        return fit, replace(factor, eta1=self.design.mT @ alpha + factor.eta1), curvature
 
 
 def whitened_rows(model: SparseModel, data: Data, q: Marginals) -> LinearRows:
@@ -268,7 +272,7 @@ def whitened_rows(model: SparseModel, data: Data, q: Marginals) -> LinearRows:
         return LinearRows(projection.mT, data.targets, model.likelihood, draws.likelihood_hyper[0], extra)
 
 
-def fixed_point(rows: LinearRows, context: G, start: G, *, step: float = 1.0) -> tuple[G, int]:
+def fixed_point(rows: LinearRows, context: Gaussian, start: Gaussian, *, step: float = 1.0) -> tuple[Gaussian, int]:
     """Natural-gradient ascent t ← t^(1−ρ) (∇_μ E_q log p(y_k | v))^ρ with q = context · t; and the number of steps."""
     factor, iterations, change, size = start, 0, float("inf"), 1.0
     while change >= TOLERANCE * size and iterations < MOST_ITERATIONS:
@@ -283,10 +287,10 @@ def fixed_point(rows: LinearRows, context: G, start: G, *, step: float = 1.0) ->
     return factor, iterations
 
 
-def gradient_step(rows: LinearRows, q: G, context: G, start: G, *, step: float) -> G:
+def gradient_step(rows: LinearRows, q: Gaussian, context: Gaussian, start: Gaussian, *, step: float) -> Gaussian:
     """η_k ← η_k + ρ dF_k/dη at q (Property 3.1); all sites together make one pooled step."""
     with torch.enable_grad():
         eta1, eta2 = (part.detach().requires_grad_() for part in (q.eta1, q.eta2))
-        energy = rows.free_energy(type(q)(eta1, eta2), context)
+        energy = rows.free_energy(Gaussian(eta1, eta2), context)
         slope1, slope2 = torch.autograd.grad(energy, (eta1, eta2))
-    return start * type(q)(step * slope1, 0.5 * step * (slope2 + slope2.mT))
+    return start * Gaussian(step * slope1, 0.5 * step * (slope2 + slope2.mT))

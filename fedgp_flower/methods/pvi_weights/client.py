@@ -11,12 +11,11 @@ import torch
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
-from fedgp_flower.gp.optimisers import Trace
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.updates import LinearRows
+from fedgp_flower.methods.pvi.updates import LinearRows, late_mean
 from fedgp_flower.methods.pvi_weights.model import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
@@ -25,7 +24,6 @@ from fedgp_flower.methods.pvi_weights.model import (
     LinearPosterior,
     NetworkPosterior,
     NewtonStep,
-    VisitSettings,
     WeightSpaceNetwork,
     glm_rows,
     optimum,
@@ -98,9 +96,9 @@ class BNNClient(SiteClient):
         """One local update, from the current means and small variances (Ashman et al. 2022, Section 5.3)."""
         assert request.posterior is not None
         context = request.context[WEIGHTS].gaussian
-        q, objective, trace = self._update(self.rows, context, request.posterior.gaussian)
+        q, values = self._update(self.rows, context, request.posterior.gaussian)
         factor = NaturalParameters.of(q / context)
-        return Refined(objective / self.num_examples, trace.evaluations, weights=factor)
+        return Refined(late_mean(values) / self.num_examples, len(values), weights=factor)
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, a Monte Carlo estimate."""
@@ -119,15 +117,15 @@ class BNNClient(SiteClient):
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
         return self.scores_of(self._indicators(q, data.x_test), data.y_test)
 
-    def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, float, Trace]:
+    def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, list[float]]:
         shared = cast(PVIOptions, self.config.shared)
-        settings = VisitSettings(visits * (shared.steps or STEPS), shared.learning_rate or LEARNING_RATE)
+        steps, rate = visits * (shared.steps or STEPS), shared.learning_rate or LEARNING_RATE
         mean, variance = q.moments()
         if not mean.any():  # the prior, before any training
             mean = self.network.initial(random_source(self.config.seed, "weights"))
-        start = DiagonalGaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
+        start = Gaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(self.network, data_of(data), context, start, settings, source)
+        return refined(self.network, data_of(data), context, start, steps, rate, source)
 
     def _indicators(self, q: Gaussian, inputs: Array) -> Prediction:
         binary = self.config.model.likelihood == "bernoulli"

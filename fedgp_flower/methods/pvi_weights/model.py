@@ -19,8 +19,7 @@ weights (Kingma, Salimans & Welling 2015). This is exact for one row, and its gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +28,13 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam
+from fedgp_flower.gp.optimisers import adam
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.model import Data
-from fedgp_flower.methods.pvi.updates import LinearRows, TrainableLatent, late_mean
+from fedgp_flower.methods.pvi.updates import LinearRows, TrainableLatent
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
@@ -80,10 +79,8 @@ class NewtonStep:
         """The step from q."""
         fit, factor, curvature = rows.expansion(q)
         target, mean = context * factor, q.mean()
-        precision = target.precision
-        full = precision.ndim == 2
-        gradient = target.eta1 - (precision @ mean if full else precision * mean)
-        information = precision if full else curvature.diagonal_scatter(precision)
+        precision, gradient = target.precision, target.eta1 - target.times(mean)
+        information = precision if target.full else curvature.diagonal_scatter(precision)
         L = cholesky(information, of="information of the weights", hint="Are inputs on very different scales?")
         move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
         change = float((precision - q.precision).abs().max() / precision.max())
@@ -93,8 +90,7 @@ class NewtonStep:
     def taken(self, length: float) -> Gaussian:
         """Return q after a step of this length."""
         precision = self.q.precision + length * (self.precision - self.q.precision)
-        mean = self.q.mean() + length * self.move
-        return type(self.q)(precision @ mean if precision.ndim == 2 else precision * mean, -0.5 * precision)
+        return Gaussian.around(self.q.mean() + length * self.move, precision)
 
 
 def glm_rows(section: ModelSection, inputs: Array, targets: Array) -> LinearRows:
@@ -120,7 +116,7 @@ def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonSte
 
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
     """The prior N(0, I) of weights and intercept, in the form of q, for standardised inputs."""
-    return NaturalParameters.standard(options.num_weights(num_inputs), full=options.full)
+    return NaturalParameters.of(Gaussian.standard(options.num_weights(num_inputs), full=options.full))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ def q_of(saved: Posterior) -> Gaussian:
     """q(θ) of a saved posterior."""
     mean = torch.from_numpy(np.array(saved.arrays["weights.mean"]))
     spread = torch.from_numpy(np.array(saved.arrays["weights.covariance"]))
-    return (NaturalGaussian if spread.ndim == 2 else DiagonalGaussian).from_moments(mean, spread)
+    return Gaussian.from_moments(mean, spread)
 
 
 # ---- Networks -------------------------------------------------------------------------------------------------------
@@ -205,28 +201,21 @@ def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Te
     return centre + spread * torch.randn(centre.shape, generator=generator, dtype=x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class VisitSettings(AdamSettings):
-    """Adam that stops when windows of the expected log likelihood, not of the free energy, stop rising."""
-
-    fits: list[float] = field(default_factory=list)
-
-    def flat(self, values: Sequence[float], num_rows: int) -> bool:
-        """Apply the test of the base class to the recorded fits."""
-        return AdamSettings.flat(self, self.fits, num_rows)
-
-
 def refined(
     network: WeightSpaceNetwork,
     rows: Data,
     context: Gaussian,
     start: Gaussian,
-    settings: VisitSettings,
+    steps: int,
+    learning_rate: float,
     generator: Generator,
-) -> tuple[Gaussian, float, Trace]:
-    """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam; return q, the mean of the last values, and the trace."""
+) -> tuple[Gaussian, list[float]]:
+    """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam; return q and the values of the objective.
+
+    Adam stops when windows of the expected log likelihood, not of the free energy, stop rising.
+    """
     latent, count = TrainableLatent(context, *start.moments()), len(rows)
-    size = min(BATCH_SIZE, count)
+    size, fits = min(BATCH_SIZE, count), list[float]()
 
     def objective() -> Tensor:
         q, batch = latent.density(), rows
@@ -234,12 +223,12 @@ def refined(
             chosen = torch.randperm(count, generator=generator)[:size]
             batch = Data(rows.inputs[chosen], rows.targets[chosen])
         fit = network.log_likelihood(batch, q, generator) * (count / size)
-        settings.fits.append(float(fit.detach()))
+        fits.append(float(fit.detach()))
         return fit - q.kl(context)
 
-    trace = adam(objective, latent.parameters, settings, count)
+    values = adam(objective, latent.parameters, count, steps, learning_rate, fits)
     with torch.no_grad():
-        return latent.density(), late_mean(trace), trace
+        return latent.density(), values
 
 
 @dataclass(frozen=True, slots=True)
