@@ -310,10 +310,9 @@ def test_few_sites_cannot_steer_the_lengthscales() -> None:
     state, moves, replies = asked(7, 10)
     honest = merge(state, replies, moves=moves, quorum=0.5)
     against = [c for c, move in enumerate(moves) if np.any(move.offset > 0)]
-    lied = {
-        site: tuple(replace(s, slack=s.slack + 20) if c in against and site in "56" else s for c, s in enumerate(told))
-        for site, told in replies.items()
-    }
+    lied = dict(replies)
+    for site in "56":
+        lied[site] = [replace(s, slack=s.slack + 20 * (c in against)) for c, s in enumerate(replies[site])]
     assert honest.latents.scales <= state.latents.scales
     assert merge(state, lied, moves=moves).latents.scales > state.latents.scales
     np.testing.assert_array_equal(merge(state, lied, moves=moves, quorum=0.5).latents.scales, honest.latents.scales)

@@ -46,19 +46,16 @@ def make_draws(seed: int = 0, kernel: str = "rbf", likelihood: str = "gaussian")
 
 
 def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
-    return PseudoObservations(
-        rand(size, 2, seed=seed), rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp(), tied
-    )
+    targets, root = rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp()
+    return PseudoObservations(rand(size, 2, seed=seed), targets, root, tied)
 
 
 @pytest.mark.parametrize("smooth", ["rbf", "matern52"])
 def test_a_linear_part_adds_to_a_singular_matrix_without_a_root_of_it(smooth):
     """200 points on a line: GPyTorch's low-rank part of a sum asks for a factor of the other, and repairs or fails."""
     points = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]
-    both, alone = (
-        build_kernel(ModelSection(kernel=name, lengthscale=3.0), 1)(points).to_dense().detach()
-        for name in (f"{smooth} + linear", smooth)
-    )
+    kernels = (build_kernel(ModelSection(kernel=name, lengthscale=3.0), 1) for name in (f"{smooth} + linear", smooth))
+    both, alone = (kernel(points).to_dense().detach() for kernel in kernels)
     torch.testing.assert_close(both - alone, points @ points.mT, rtol=0.0, atol=1e-14)
 
 
@@ -199,9 +196,8 @@ def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
 def test_mixture_prediction_is_the_average_density():
     draws, x, y = make_draws(), rand(ROWS, 2, seed=40), rand(ROWS, seed=41)
     mixture = predict(draws, [dpo(1)], x, y)
-    singles = [
-        predict(Draws(draws.model, draws.inducing[s : s + 1], draws.hyper[s : s + 1]), [dpo(1)], x, y) for s in range(3)
-    ]
+    apart = (Draws(draws.model, draws.inducing[s : s + 1], draws.hyper[s : s + 1]) for s in range(3))
+    singles = [predict(one, [dpo(1)], x, y) for one in apart]
     densities = torch.stack([m.log_density().exp() for m in singles]).mean(0)
     torch.testing.assert_close(mixture.log_density(), densities.log(), **EXACT)
     second = torch.stack([m.variance() + m.mean().square() for m in singles]).mean(0)

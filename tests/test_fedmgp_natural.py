@@ -82,10 +82,8 @@ def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
     """Still hyperparameters, three units: λ = I + Σ G_m and h = Σ b_m."""
     latents, _, data, phi, _ = random_unit(1, 1)
     J, weights = len(latents.inducing), (0.5, 0.2, 0.3)
-    units = [
-        (replace(data, y=gain * data.y), latents, replace(phi, amplitudes=gain * phi.amplitudes))
-        for gain in (1.0, -0.5, 2.0)
-    ]
+    scaled = ((replace(data, y=gain * data.y), gain * phi.amplitudes) for gain in (1.0, -0.5, 2.0))
+    units = [(rows, latents, replace(phi, amplitudes=amplitudes)) for rows, amplitudes in scaled]
     theta = prior(latents)
     for _ in range(10):
         ends = [natural_steps(theta, *unit, steps(5, 0.5, p))[0] for unit, p in zip(units, weights, strict=True)]

@@ -142,21 +142,16 @@ def test_sums_that_no_rows_have_are_refused(change: Any, reason: str, three: lis
 def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: torch.Tensor) -> tuple[Any, Any]:
     """Mean and variance of y at new rows of a unit, from the joint covariance of all rows; noise without offset."""
     model = unit.model
-    units = [*others, unit]
-    every = torch.cat([*(own.features for own in units), new])
-    size = len(every) - len(new)
+    parts = [*(own.features for own in (*others, unit)), new]
+    every, size, last = torch.cat(parts), sum(map(len, parts)) - len(new), len(others)
+    owner = torch.cat([torch.full((len(part),), min(k, last)) for k, part in enumerate(parts)])
     shared, left_over = model.shared(every)
-    covariance, alike = shared.mT @ shared, torch.ones(3).double()
-    start = 0
-    for own in units:
-        here = [*range(start, start + len(own.features)), *(range(size, len(every)) if own is unit else ())]
-        covariance[np.ix_(here, here)] += unit._covariance(every[here], every[here], alike)
-        start += len(own.features)
-    noise = model.log_noise.exp()
+    deviation = unit._covariance(every, every, torch.ones(3).double())
+    covariance, noise = shared.mT @ shared + deviation * (owner[:, None] == owner), model.log_noise.exp()
     prior = covariance[:size, :size] + noise * torch.eye(size, dtype=torch.float64)
     gain = torch.linalg.solve(prior, covariance[:size, size:]).mT
     left = covariance[size:, size:] - gain @ covariance[:size, size:]
-    targets = torch.cat([own.targets for own in units])
+    targets = torch.cat([own.targets for own in (*others, unit)])
     return gain @ targets, left.diagonal() + left_over[size:] + noise
 
 

@@ -156,7 +156,6 @@ with interruptible(), Processes({{}}, Path({str(tmp_path)!r})) as processes:
     processes.call([sys.executable, "-c", "{SLEEP}"], Path("/"))
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
         token = launcher.stdout.readline().decode().strip()
         wait_for(token, 2)
         launcher.send_signal(number)

@@ -39,12 +39,7 @@ def ask(net: Network, *, retries: int = 0) -> list[str]:
 
 def record(name: str, content: Any) -> Any:
     """A reply with another record in the place of one."""
-
-    def change(reply: Message) -> Message:
-        reply.content[name] = content
-        return reply
-
-    return change
+    return lambda reply: reply.content.update({name: content}) or reply
 
 
 def crashed_at_length(reply: Message) -> Message:

@@ -128,11 +128,7 @@ for words in WORDS:
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
     assert "toy" in done.stdout
     assert len(pd.read_csv(tmp_path / "out.csv")) == len(pd.read_csv(table))
-    check_model(tmp_path, run, table)
-
-
-def check_model(folder: Path, run: Path, table: Path) -> None:
-    """The model is one file and a line that names it: q(Z_G) is the exact posterior, and its section is reported."""
+    # the model is one file and a line that names it: q(Z_G) is the exact posterior, and its section is reported
     agreed, chosen = Predictor.of_run(run).preparation, ["age", "bmi", "bp"]  # of the same rows
     where = [agreed.names.index(name) for name in chosen]
     sites = [site.encode(agreed) for site in load_all_sites(parse_config(load_run(run).config), SITES)]
@@ -140,15 +136,15 @@ def check_model(folder: Path, run: Path, table: Path) -> None:
     factor = cho_factor(x.T @ x / 0.5 + np.eye(x.shape[1]))
     mean = cho_solve(factor, x.T @ np.concatenate([site.y for site in sites]) / 0.5)
     covariance = cho_solve(factor, np.eye(x.shape[1]))
-    found = load_file(folder / "model" / "posterior.safetensors")
+    found = load_file(tmp_path / "model" / "posterior.safetensors")
     assert np.abs(found["q.mean"] - mean).max() < 0.25 * np.sqrt(covariance.diagonal()).min()  # sixty steps of Adam
     new = pd.read_csv(table)
     scaled = (new[chosen] - agreed.input_mean[where]) / agreed.input_scale[where]
     design = np.hstack([np.ones((len(new), 1)), scaled])
     sd = np.sqrt(np.einsum("ni,ij,nj->n", design, covariance, design) + 0.5) * agreed.target_scale
-    told = pd.read_csv(folder / "model.csv")
+    told = pd.read_csv(tmp_path / "model.csv")
     np.testing.assert_allclose(told["sd"], sd, rtol=0.02)  # mostly of the noise, from the model's key
-    assert "Weights of the toy model" in (folder / "model" / "report.html").read_text()
+    assert "Weights of the toy model" in (tmp_path / "model" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

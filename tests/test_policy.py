@@ -1,6 +1,5 @@
 """What a site refuses, coarsens or warns of, by its policy; the log of what it sent, and changes of it by line."""
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -130,16 +129,14 @@ def rules(policy: Policy, **more: Any) -> Rules:
     return Rules("train", policy=policy, file="site.toml", **more)
 
 
-def site_of(frame: pd.DataFrame, shared_table: bool = False) -> RawSite:
-    parts = frame, frame.iloc[:2], tuple(frame.columns[:-1]), frame.columns[-1]
+def site_of(frame: pd.DataFrame, shared_table: bool = False, test: pd.DataFrame | None = None) -> RawSite:
+    parts = frame, frame.iloc[:2] if test is None else test, tuple(frame.columns[:-1]), frame.columns[-1]
     return RawSite("a", "a", 3 * shared_table, *parts, shared_table=shared_table)
 
 
 def test_rare_levels_become_other_in_rows_held_out_too():
-    frame = hospital(0)
     held_out = pd.DataFrame({"x1": [0.0] * 4, "x2": 0.0, "disease": ["kuru-kuru", "gout", "flu", "mumps"], "y": 0.0})
-    raw = dataclasses.replace(site_of(frame), test=held_out)
-    entry = rules(Policy())
+    raw, entry = site_of(hospital(0), test=held_out), rules(Policy())
     found = entry.site(raw)
     counts = found.train["disease"].value_counts()
     assert counts.to_dict() == {"flu": 60, "mumps": 29, OTHER: 31}  # kuru's two rows alone would be too few
@@ -230,10 +227,8 @@ def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refus
     [node] = csv_nodes(tmp_path, {"a": waves(60, 0)}, "")
     (tmp_path / "a.toml").write_text('kinds = ["query.describe"]')
     node |= {"policy": str(tmp_path / "a.toml"), "audit": str(tmp_path / "audit.jsonl")}
-    settings = {"run": "r", "round": 1, "phase": "query.moments", "kind": "query.moments"}
-    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
     grid = InProcessGrid(client_app.app, configured(sites=1), [node])
-    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+    reply = grid.answer(asking(kind, run="r", round=1, phase="query.moments", kind="query.moments"))
     said = reply.content.config_records["config"]
     if refused:
         assert refused in said["error"]
@@ -255,8 +250,7 @@ def test_no_handler_answers_past_the_policy(name, tmp_path):
     grid = InProcessGrid(client_app.app, config, [node])
     kinds = [KEYS, DESCRIBE, *handlers(client_class(parse_config(config)))]
     for kind in kinds:
-        content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord({"run": "r", "round": 0})})
-        reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+        reply = grid.answer(asking(kind, run="r", round=0))
         assert "`kinds`" in reply.content.config_records["config"]["error"]
         assert reply.content.keys() == {"config"}
     lines, _, _ = audit.read(log)
@@ -268,19 +262,21 @@ def test_no_handler_answers_past_the_policy(name, tmp_path):
 def test_a_message_of_no_run_or_round_is_refused_and_written_down(settings, tmp_path):
     node = {"site": "a", "data-path": "no file", "audit": str(tmp_path / "audit.jsonl")}
     grid = InProcessGrid(client_app.app, configured(sites=1), [node])
-    content = RecordDict({"config": ConfigRecord(settings)})
-    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type="query.describe"))
+    reply = grid.answer(asking("query.describe", **settings))
     assert "names no run, or no round" in reply.content.config_records["config"]["error"]
     [line], _, _ = audit.read(tmp_path / "audit.jsonl")
     assert "names no run" in line["refused"]
 
 
+def asking(kind: str, **settings: Any) -> Message:
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
+    return Message(content, dst_node_id=NODE_OFFSET, message_type=kind)
+
+
 @pytest.mark.parametrize("settings", [{}, {"masked": "{}"}])
 def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
     """The guard looks at the answer itself: nothing is in the clear under masks, or before a message is admitted."""
-    content = RecordDict({"config": ConfigRecord({"run": "r", "round": 0, **settings})})
-    message = Message(content, dst_node_id=1, message_type="query.moments")
-    guard = Guard(message, Context(1, 1, {}, RecordDict(), {}))
+    guard = Guard(asking("query.moments", run="r", round=0, **settings), Context(1, 1, {}, RecordDict(), {}))
     with pytest.raises(ProtocolError, match=r"`query\.moments` may not be answered in the clear"):
         guard.released(Outgoing({"gram": np.eye(2)}))
     if settings:

@@ -199,9 +199,8 @@ ROUGH |= {"model__num_inducing": 6, "num_server_rounds": 5}
 def finished(folder: Path, frame: pd.DataFrame, name: str) -> Path:
     frame.to_csv(folder / f"{name}.csv", index=False)
     own = {"dataset": str(folder / f"{name}.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
-    return run_in_process(
-        configured(**ROUGH, **own, target="y", keep_predictions=True, output_dir=str(folder), name=name)
-    )
+    kept = {"keep_predictions": True, "output_dir": str(folder), "name": name}
+    return run_in_process(configured(**ROUGH, **own, **kept, target="y"))
 
 
 def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:

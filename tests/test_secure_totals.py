@@ -287,10 +287,8 @@ def mixed(rows, seed):
 
 def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     """Columns, levels, means, scales and missing cells from totals, where no site says anything of its own."""
-    nodes = [
-        {**node, "partition-id": number, "num-partitions": 3}
-        for number, node in enumerate(csv_nodes(tmp_path, {site: mixed(60, seed) for seed, site in enumerate("abc")}))
-    ]
+    nodes = csv_nodes(tmp_path, {site: mixed(60, seed) for seed, site in enumerate("abc")})
+    nodes = [{**node, "partition-id": number, "num-partitions": 3} for number, node in enumerate(nodes)]
     found = []
     for more in ({}, MASKED):
         flat = configured(num_server_rounds=1, missing="indicator", target="y", min_sites=3, **more)

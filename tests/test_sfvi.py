@@ -33,9 +33,8 @@ def memories(grid: FaultyGrid) -> dict[str, RoundMemory]:
     found = {}
     for context in grid.contexts.values():
         own = {name: array.numpy() for name, array in context.state.array_records[ARRAYS].items()}
-        memory = decode(SiteMemory, own).latest
-        assert memory is not None
-        found[str(context.node_config.get("site", context.node_config.get("partition-id")))] = memory
+        name = context.node_config.get("site", context.node_config.get("partition-id"))
+        found[str(name)] = decode(SiteMemory, own).latest
     return found
 
 

@@ -36,14 +36,11 @@ def offset_sites(folder: Path) -> list[dict[str, str]]:
     return csv_nodes(folder, frames)
 
 
-def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(tmp_path, monkeypatch) -> None:
     """Its rate is that of a run from its beginning, however late it is; its offset is many steps away."""
     monkeypatch.setattr("fedgp_flower.methods.sfvi.client.CATCH_UP_STEPS", 100)
     nodes = offset_sites(tmp_path)
-    keys = {"sfvi__learning_rate": 0.1, "sfvi__local_steps": 4}
-    flat = tiny(method="sfvi-avg", num_server_rounds=12, **keys)
+    flat = tiny(method="sfvi-avg", num_server_rounds=12, sfvi__learning_rate=0.1, sfvi__local_steps=4)
     calm, grid = run(FaultyGrid(flat, nodes)), FaultyGrid(flat, nodes)
     strategy = run(grid, Recorder(at={11: lambda: grid.restart("a")}))
     assert strategy.details()["fresh_starts"] == 1
@@ -55,9 +52,7 @@ def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(
 
 
 @pytest.mark.parametrize("method", ["sfvi", "sfvi-avg"])
-def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
-) -> None:
+def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(monkeypatch, tmp_path, method) -> None:
     """The gradient of one site's own latents breaks in the second round: it goes on in the third."""
     original = SFVIClient.learner
     nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
@@ -74,8 +69,7 @@ def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
     assert [failure.round for failure in strategy.network.failures] == [2]
     assert "not finite" in blamed(strategy)["b"][0]
     assert memories(grid)["b"].round == 6
-    for memory in memories(grid).values():
-        assert all(np.isfinite(array).all() for array in encode(memory).values())
+    assert all(np.isfinite(array).all() for array in encode(memories(grid)["b"]).values())
 
 
 class Broken(Learner):
@@ -118,19 +112,13 @@ class Watched(FaultyGrid):
         return super().answer(message)
 
 
-def classes_csv(folder: Path) -> Path:
+def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
     """Three classes, a hundred inputs of which one tells them apart."""
     draw = np.random.default_rng(2)
-    label = draw.integers(0, 3, 120)
-    x = draw.standard_normal((120, 100))
+    label, x = draw.integers(0, 3, 120), draw.standard_normal((120, 100))
     x[:, 0] += label
-    frame = pd.DataFrame(x, columns=[f"x{i}" for i in range(100)]).assign(y=label)
-    frame.to_csv(folder / "classes.csv", index=False)
-    return folder / "classes.csv"
-
-
-def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {"method": "sfvi", "dataset": str(classes_csv(folder)), "target": "y", "standardise": False}
+    pd.DataFrame(x).add_prefix("x").assign(y=label).to_csv(folder / "classes.csv", index=False)
+    own = {"method": "sfvi", "dataset": str(folder / "classes.csv"), "target": "y", "standardise": False}
     own |= {"sfvi__model": "multinomial", "sfvi__samples": 2, "sfvi__learning_rate": 0.1}
     return configured(**{**own, **changes})
 
@@ -213,11 +201,9 @@ def words(array: np.ndarray) -> set[bytes]:
 
 
 def content(message: Message) -> bytes:
-    records = message.content
-    arrays = [array.data for record in records.array_records.values() for array in record.values()]
-    numbers = [np.float64(value).tobytes() for record in records.metric_records.values() for value in record.values()]
-    texts = [repr(value).encode() for record in records.config_records.values() for value in record.values()]
-    return b"|".join([*arrays, *numbers, *texts])
+    values = [value for record in message.content.values() for value in record.values()]
+    numbers = [np.float64(value).tobytes() for value in values if isinstance(value, int | float)]
+    return b"|".join([*numbers, *(value.data if hasattr(value, "data") else repr(value).encode() for value in values)])
 
 
 def leaks(flat: dict[str, Any]) -> dict[str, int]:

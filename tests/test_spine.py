@@ -319,10 +319,8 @@ DEMO = "2 300 11,2 300 12.5,2 300 14.2,1 1000 8.2,2 1000 17.5,1 2000 13.5,2 2000
 def test_the_time_left_is_right_within_a_factor_of_two(waiting, rounds):
     """A replay: after each round of the second half, as after almost all before."""
     recorded = [tuple(map(float, line.split())) for line in rounds.split(",")]
-    states = [
-        SimpleNamespace(asked=points if points > 300 else 0, values={"inducing.locations": range(int(points))})
-        for _, points, _ in recorded
-    ]
+    sizes = [(points if points > 300 else 0, {"inducing.locations": range(int(points))}) for _, points, _ in recorded]
+    states = [SimpleNamespace(asked=asked, values=values) for asked, values in sizes]
     works = [SGPR.work(None, *pair) for pair in pairwise([states[0], *states])]
     spent = [(seconds, int(count), count * work) for (count, _, seconds), work in zip(recorded, works, strict=True)]
     for done in range(1, len(spent)):

@@ -155,9 +155,8 @@ def computed(precision: str):
     gradient = rows_gradient(model, inputs, targets, bound_gradient(sums, np.log(noise)))
     with torch.no_grad():
         mean, _ = model.predict(place.tensor(x[:5] + 0.1), exact_posterior(sums, noise))
-    assert all(
-        array.dtype == np.float64 for array in (*vars(sums).values(), *gradient.values(), *model.to_arrays().values())
-    )
+    told = *vars(sums).values(), *gradient.values(), *model.to_arrays().values()
+    assert {array.dtype for array in told} == {np.dtype("float64")}
     return collapsed_bound(sums, noise), gradient, mean.double().numpy()
 
 

@@ -147,9 +147,8 @@ def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generat
     """The conjugate model: the bound is log p(y) less what the inducing values leave open, and nothing pulls."""
     model, rows, q_global, q_local, exact_bound = conjugate_problem(generator)
     sites = {str(k): problems.PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
-    state, _ = drive(
-        one_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of()), sites
-    )
+    asking = one_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of())
+    state, _ = drive(asking, sites)
     assert state.bound == pytest.approx(exact_bound, abs=1e-9)
     assert max(np.abs(v).max() for n, v in problems.gradient_of(state).items() if n.startswith("q.")) < 1e-9
     assert max(float(v.abs().max()) for site in sites.values() for v in site.local.values()) < 1e-9
