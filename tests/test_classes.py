@@ -85,8 +85,7 @@ def settled(likelihood, data, classes, steps=60, **keys):
     model.constant = torch.nn.Parameter(torch.zeros(*size[:-1], 1).double())
     duals = Duals(torch.zeros(*size, 6).double(), torch.zeros(size).double(), likelihood.relative)
     for _ in range(steps):
-        found = expectations(model, *data, duals.posterior())
-        duals = duals.stepped(found, 0.7)
+        duals = duals.stepped(expectations(model, *data, duals.posterior()), 0.7)
     return model, duals, float(expectations(model, *data, duals.posterior()).fit) - float(duals.divergence())
 
 

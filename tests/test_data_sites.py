@@ -354,8 +354,7 @@ def test_a_name_a_path_and_the_environment_reach_the_same_file(folder, monkeypat
     for other in (by_path, by_environment, relative):
         assert other.frame.equals(by_name.frame)
     assert by_name.features == ("a", "b")
-    names = [entry.name for entry in catalogue(str(folder))]
-    assert names == [*BUILTINS, "lab/salt"]
+    assert [entry.name for entry in catalogue(str(folder))] == [*BUILTINS, "lab/salt"]
     entry = catalogue(str(folder))[-1]
     assert (entry.rows, entry.inputs, entry.splits, entry.source) == (12, 2, 2, "salt.csv.gz")
 
@@ -364,8 +363,7 @@ def test_a_process_reads_a_table_once_until_the_file_changes(folder):
     keys = {"data-dir": str(folder)}
     first = table("lab/salt", **keys)
     assert table("lab/salt", name="another run", **keys) is first
-    frame = first.frame.assign(a=1.5).iloc[:12]
-    frame.to_csv(folder / "lab" / "salt.csv.gz", index=False)
+    first.frame.assign(a=1.5).iloc[:12].to_csv(folder / "lab" / "salt.csv.gz", index=False)
     assert table("lab/salt", **keys).frame["a"].eq(1.5).all()
 
 

@@ -279,8 +279,7 @@ def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: st
 def described(levels: range) -> SiteDescription:
     draw = np.random.default_rng(0)
     word = [f"w{levels[i % len(levels)]}" for i in range(120)]
-    frame = pd.DataFrame({"word": word, "y": draw.normal(size=120)})
-    return describe(frame, ["word"], "y")
+    return describe(pd.DataFrame({"word": word, "y": draw.normal(size=120)}), ["word"], "y")
 
 
 def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -> None:

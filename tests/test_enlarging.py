@@ -26,8 +26,7 @@ def test_points_come_in_the_order_of_what_is_left_of_them():
     places = rows()[0][:20]
     places = torch.cat([places, places[:3]])
     values = ordered(unit_values() | {LOCATIONS: places.numpy()}, ModelSection())
-    model = at(places)
-    covariance = model.kernel(places).to_dense().detach().numpy()
+    covariance = at(places).kernel(places).to_dense().detach().numpy()
     taken = [int(np.flatnonzero((places.numpy() == point).all(1))[0]) for point in values[LOCATIONS]]
     assert sorted(taken) == list(range(20))
     for count in range(1, 6):
@@ -88,9 +87,8 @@ def test_points_of_a_run_have_the_pairs_of_values_that_rows_have(tmp_path):
         height = np.array([7.0, 3.5, 3.5, 7.0])[shape]
         others = {name: draw.standard_normal(80) for name in ("u", "v", "w", "y")}
         tables[site] = pd.DataFrame({"shape": shape, "height": height} | others)
-    strategy = run(
-        FaultyGrid(configured(**KEYS | {"sgpr__exchanges": 6, "model__num_inducing": 60}), csv_nodes(tmp_path, tables))
-    )
+    flat = configured(**KEYS | {"sgpr__exchanges": 6, "model__num_inducing": 60})
+    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, tables)))
     assert len(np.unique(strategy.current.places[:, :2].round(6), axis=0)) == 4
 
 

@@ -251,12 +251,10 @@ def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
     width = INPUT_EDGES[1] - INPUT_EDGES[0]
     assert -1.73 - 1.5 * width < W[0, 0] < -1.73
     assert 1.73 < W[-1, 0] < 1.73 + 1.5 * width
-    square = np.column_stack([x[:, 0], x[::-1, 0] / 2])
-    two = placed(square)
+    two = placed(np.column_stack([x[:, 0], x[::-1, 0] / 2]))
     assert two.shape == (9, 2)
     assert np.ptp(two[:, 0]) > 1.7 * np.ptp(two[:, 1])
-    many = np.repeat(x, 4, axis=1)
-    assert placed(many).shape == (9, 4)
+    assert placed(np.repeat(x, 4, axis=1)).shape == (9, 4)
 
 
 ROWS = 50

@@ -2,13 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
-import pandas as pd
 import pytest
 from faults import (
     Fault,
@@ -29,7 +25,6 @@ from faults import (
     texts,
     waves,
 )
-from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -39,7 +34,6 @@ from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import collapsed_bound, input_shape
-from fedgp_flower.outcome import Summary
 from fedgp_flower.shared_messages import Described, Shape
 from strategies.pooled_bound import noise_of
 
@@ -48,11 +42,11 @@ SWAP = np.array([[9, -9, *[0] * 38]])
 """Added to a histogram, it leaves the number of rows as it is."""
 
 
-def tables(broken: Mapping[str, pd.DataFrame] | None = None) -> dict[str, pd.DataFrame]:
+def tables(broken=None):
     return {site: waves(60, seed) for seed, site in enumerate(SITES)} | dict(broken or {})
 
 
-def figures(outcome: Summary) -> dict[str, Any]:
+def figures(outcome):
     """What must not depend on a site that took no part."""
     rows = {row["site"]: row["rmse"] for row in outcome.metrics["per_site"]}
     means = {f"mean {m}": value for m, value in enumerate(outcome.posterior.arrays["inducing.mean"])}
@@ -60,12 +54,12 @@ def figures(outcome: Summary) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def without_the_broken_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def without_the_broken_site(tmp_path_factory):
     nodes = csv_nodes(tmp_path_factory.mktemp("good"), tables())
     return figures(run(FaultyGrid(configured(method="fsgp", sites=3), nodes)).outcome)
 
 
-def with_text(frame: pd.DataFrame) -> pd.DataFrame:
+def with_text(frame):
     return frame.assign(x1=frame["x1"].astype(object).where(frame.index != 7, "secret"))
 
 
@@ -77,9 +71,7 @@ def with_text(frame: pd.DataFrame) -> pd.DataFrame:
     ],
     ids=["text", "one-row"],
 )
-def test_a_broken_file_is_named_and_the_others_are_as_without_it(
-    tmp_path: Path, breaks: Any, words: tuple[str, ...], without_the_broken_site: dict[str, Any]
-) -> None:
+def test_a_broken_file_is_named_and_the_others_are_as_without_it(tmp_path, breaks, words, without_the_broken_site):
     bad = waves(60, 9)
     nodes = csv_nodes(tmp_path, tables({"bad": breaks(bad)}))
     strategy = run(FaultyGrid(configured(method="fsgp", sites=4), nodes))
@@ -92,8 +84,8 @@ def test_a_broken_file_is_named_and_the_others_are_as_without_it(
     assert figures(strategy.outcome) == pytest.approx(without_the_broken_site, abs=1e-12, rel=1e-12)
 
 
-def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog: pytest.LogCaptureFixture) -> None:
-    def load(config: Any, context: Any) -> Any:
+def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog):
+    def load(config, context):
         if context.node_config["partition-id"] == 1:
             raise ValueError("could not convert 'secret 123.4'")
         return load_site(config, context.node_config)
@@ -106,7 +98,7 @@ def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog: pytest.LogCap
     assert "secret 123.4" in caplog.text  # the traceback, in the site's own log
 
 
-def times(**factors: float) -> Any:
+def times(**factors):
     """Named sums times a factor."""
     return arrays(lambda own: {n: a * factors.get(n, 1.0) for n, a in own.items()})
 
@@ -121,7 +113,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie: str) -> None:
+def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie):
     change, words = LIES[lie]
     grid = FaultyGrid(configured(method="fsgp", num_server_rounds=3), 3, Fault("1", change, ("query.statistics",)))
     strategy = run(grid)
@@ -143,7 +135,7 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
         (lost, "no reply"),
     ],
 )
-def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_rows(change: Any, words: str) -> None:
+def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_rows(change, words):
     flat, recorder = configured(method="fsgp", num_server_rounds=5), Recorder()
     strategy = run(FaultyGrid(flat, 3, Fault("1", change, ("train",))), recorder)
     failures = [(failure.round, failure.site) for failure in strategy.network.failures]
@@ -168,7 +160,7 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
         ("evaluate", numbers(crps=None), "scores missing: crps"),
     ],
 )
-def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: Any, words: str) -> None:
+def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase, change, words):
     with np.errstate(all="ignore"):
         strategy = run(FaultyGrid(configured(num_server_rounds=1), 3, Fault("1", change, (phase,))))
     [(site, reasons)] = blamed(strategy).items()
@@ -180,7 +172,7 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
 
 
-def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goes_on() -> None:
+def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goes_on():
     """Sums and gradients must be of the same rows; usable sums do not forgive the gradients that never come."""
     fault = Fault("1", each(lambda array: array * np.inf), ("train.gradients",))
     grid = FaultyGrid(configured(num_server_rounds=5), 3, fault)
@@ -192,7 +184,7 @@ def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goe
     assert strategy.current.rows == sum(strategy.preparation.rows[site] for site in "02")
 
 
-def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None:
+def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes():
     calm = run(FaultyGrid(configured(), 3))
     phases = ("query.describe", "query.shape", "query.trials", "train.gradients", "evaluate")
     rough = run(FaultyGrid(configured(), 3, *(Fault("1", lost, (phase,), times=1) for phase in phases)))
@@ -202,7 +194,7 @@ def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None
     assert rough.details() | timed == calm.details() | timed
 
 
-def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
+def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation():
     flat = configured(method="fsgp", num_server_rounds=6, evaluate_every=4, max_failures=2)
     grid = FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(1, 5)))
     strategy = run(grid)
@@ -212,7 +204,7 @@ def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
 
 
 @pytest.mark.parametrize("ghost", [False, True])
-def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(ghost: bool) -> None:
+def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(ghost):
     flat = configured(method="fsgp", evaluate_every=1)
     grid, calm = FaultyGrid(flat, 3), FaultyGrid(flat, 3)
     strategy = run(grid, Recorder(at={2: lambda: grid.restart("1", ghost=ghost)}))
@@ -221,10 +213,9 @@ def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(ghost: bool) ->
     assert len(grid.visits) > len(calm.visits)
 
 
-def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path: Path) -> None:
+def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path):
     nodes = csv_nodes(tmp_path, tables())
-    flat = configured(method="fsgp", features="x1", model__num_inducing=3)
-    grid = FaultyGrid(flat, nodes[:2])
+    grid = FaultyGrid(configured(method="fsgp", features="x1", model__num_inducing=3), nodes[:2])
     strategy = run(grid, Recorder(at={2: lambda: grid.join(nodes[2])}))
     assert strategy.network.failures == []
     assert strategy.preparation.rows == dict.fromkeys(SITES, 48)
@@ -233,7 +224,7 @@ def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path: Path) -> Non
     assert strategy.scoring.predicted.request.mean == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
 
 
-def test_a_late_site_with_other_columns_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_late_site_with_other_columns_is_refused_by_name(tmp_path):
     nodes = csv_nodes(tmp_path, tables({"c": waves(60, 3).rename(columns={"x2": "z"})}))
     grid = FaultyGrid(configured(), nodes[:2])
     strategy = run(grid, Recorder(at={1: lambda: grid.join(nodes[2])}))
@@ -241,13 +232,13 @@ def test_a_late_site_with_other_columns_is_refused_by_name(tmp_path: Path) -> No
     assert strategy.network.sites() == ["a", "b"]
 
 
-def test_the_server_waits_for_a_second_usable_site(tmp_path: Path) -> None:
+def test_the_server_waits_for_a_second_usable_site(tmp_path):
     """Two machines are there, one with a broken file, and the third is on its way: that is no reason to give up."""
     nodes = csv_nodes(tmp_path, tables({"b": waves(1, 1)}))
     grid = FaultyGrid(configured(), nodes[:2])
     calls, whole = itertools.count(), grid.get_node_ids
 
-    def late() -> Any:
+    def late():
         if next(calls) == 3:
             grid.join(nodes[2])
         return whole()
@@ -265,7 +256,7 @@ def test_the_server_waits_for_a_second_usable_site(tmp_path: Path) -> None:
         (2, [Fault("1", texts(schema="{"), ("query.describe",))], "schema is not JSON"),
     ],
 )
-def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Fault], words: str) -> None:
+def test_too_few_sites_end_the_run_with_the_reason(count, faults, words):
     flat = configured(method="fsgp", num_server_rounds=9)
     with pytest.raises(RunError, match="usable site") as caught:
         run(FaultyGrid(flat, count, *[Fault(f.site, f.change, f.phases, f.rounds) for f in faults]))
@@ -277,8 +268,8 @@ GATE = {"sgpr", "fsgp", "pvi", "fedmgp exact"}
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in GATE else pytest.mark.long) for m in METHODS])
-def test_a_run_that_merged_no_answer_to_training_fails(method: str) -> None:
-    def untrained(reply: Message) -> Message:
+def test_a_run_that_merged_no_answer_to_training_fails(method):
+    def untrained(reply):
         return crashed(reply) if reply.metadata.message_type.startswith("train") else reply
 
     recorder, faults = Recorder(), [Fault(site, untrained) for site in "012"]
@@ -287,7 +278,7 @@ def test_a_run_that_merged_no_answer_to_training_fails(method: str) -> None:
     assert all("objective" not in row for row in recorder.rows)
 
 
-def test_one_answer_in_one_round_is_a_result_also_after_a_resume() -> None:
+def test_one_answer_in_one_round_is_a_result_also_after_a_resume():
     flat, recorder = configured(method="fgpr", evaluate_every=1, num_server_rounds=2), Recorder()
     run(FaultyGrid(flat, 2, Fault("0", crashed, ("train",)), Fault("1", crashed, ("train",), range(2, 9))), recorder)
     lone = [Fault(site, crashed, ("train",)) for site in "01"]
@@ -298,7 +289,7 @@ def test_one_answer_in_one_round_is_a_result_also_after_a_resume() -> None:
 FORMS = ("sgpr", "fsgp", "fgpr", "pvi", "pvi sums", "pvi-glm", "fedmgp exact", "sfvi")
 
 
-def finished(folder: Path, sites: tuple[str, ...], keys: dict[str, Any], *faults: Fault) -> tuple[Any, FaultyGrid]:
+def finished(folder, sites, keys, *faults):
     frames = {site: waves(60, seed) for seed, site in enumerate(("a", "b", "c")) if site in sites}
     nodes = csv_nodes(folder, frames)
     grid = FaultyGrid(configured(sites=len(sites), num_server_rounds=2, **keys), nodes, *faults)
@@ -308,7 +299,7 @@ def finished(folder: Path, sites: tuple[str, ...], keys: dict[str, Any], *faults
 @pytest.mark.parametrize(
     "method", [pytest.param(m, marks=[] if m in {"fsgp", "pvi sums"} else pytest.mark.long) for m in FORMS]
 )
-def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -> None:
+def test_the_run_is_as_without_the_site_that_lied(method, tmp_path):
     keys = METHODS[method]
     without, _ = finished(tmp_path, ("a", "c"), keys)
     fault = Fault("b", numbers(num_examples=10**9), ("query.describe",))
@@ -326,7 +317,7 @@ def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["sgpr", "fgpr"])
-def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method: str, tmp_path: Path) -> None:
+def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method, tmp_path):
     """Between the means of two sites that are a billion apart, all squares are those of the mirror image."""
     fault = Fault("b", lambda reply: scaled(reply, 1e9), ("query.describe",))
     with pytest.raises(RunError, match=r"1 usable.*outside the range of the 48 rows that the site described"):
@@ -334,7 +325,7 @@ def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method
 
 
 @given(hnp.arrays(np.float64, st.integers(2, 30), elements=st.floats(-50, 50, width=32)), st.integers(1, 5))
-def test_rows_lie_where_a_true_description_says(x: np.ndarray, least: int) -> None:
+def test_rows_lie_where_a_true_description_says(x, least):
     """Also the outlier of a small site, and after small cells of the histogram were joined."""
     sums = input_shape(x[:, None])
     shape = Shape(sums["input.histogram"], sums["input.products"], np.array(0.0), np.array(0.0), {}).coarse(least)
@@ -345,7 +336,7 @@ def test_rows_lie_where_a_true_description_says(x: np.ndarray, least: int) -> No
 
 POLICY = "least-cell = 0\nleast-rows = 2"
 PVI = {"method": "pvi", "pvi__steps": 10, "num_server_rounds": 5}
-MEMBERS: dict[str, dict[str, Any]] = {
+MEMBERS = {
     "sgpr": {"method": "sgpr", "num_server_rounds": 3, "model__num_inducing": 40},
     "pvi adam": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi", "num_server_rounds": 12},
@@ -355,13 +346,13 @@ MEMBERS: dict[str, dict[str, Any]] = {
 CLASSES = {"svgp": {"method": "svgp"}, "pvi": PVI | {"pvi__local_update": "adam"}, "sfvi": {"method": "sfvi"}}
 
 
-def landscape() -> dict[str, pd.DataFrame]:
+def landscape():
     sea = waves(40, 9)
     odd = {"atlantic": sea.assign(x1=sea["x1"] + 6, y=-1.0), "greenwich": waves(40, 5).assign(x2=0.25)}
     return odd | {"islet": waves(5, 7), "north": waves(40, 0), "south": waves(40, 1)}
 
 
-def scores(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> dict[str, dict[str, float]]:
+def scores(folder, frames, **keys):
     usual = {"num_server_rounds": 4, "model__num_inducing": 12, "test_fraction": 0.25, "sites": len(frames)}
     end = run(FaultyGrid(configured(**(usual | keys)), csv_nodes(folder, frames, POLICY)))
     assert (blamed(end), set(end.preparation.rows)) == ({}, set(frames))
@@ -371,7 +362,7 @@ def scores(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> dict[s
 @pytest.mark.parametrize(
     "method", [pytest.param(m, marks=[] if m in {"sgpr", "pvi adam", "fedmgp"} else pytest.mark.long) for m in MEMBERS]
 )
-def test_every_site_is_a_full_member(method: str, tmp_path: Path) -> None:
+def test_every_site_is_a_full_member(method, tmp_path):
     """Nobody fails, and the ordinary sites are not worse off by more than a share of what they know."""
     found = scores(tmp_path, landscape(), **MEMBERS[method])
     assert set(found) == set(landscape())
@@ -382,7 +373,7 @@ def test_every_site_is_a_full_member(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["svgp", pytest.param("pvi", marks=pytest.mark.long), "sfvi"])
-def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> None:
+def test_a_site_of_one_class_is_a_full_member(method, tmp_path):
     frames = landscape()
     for name, frame in frames.items():
         frame["y"] = np.where((frame["y"] > 0) | (name == "atlantic"), "yes", "no")
@@ -390,7 +381,7 @@ def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> No
     assert all(own["nll"] < 1.0 for own in found.values())
 
 
-def test_a_column_that_never_varies_is_said_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_column_that_never_varies_is_said_and_ends_no_run(tmp_path, caplog):
     frames = {name: frame.assign(x3=3.0) for name, frame in landscape().items()}
     assert set(scores(tmp_path, frames, **MEMBERS["fsgp"])) == set(landscape())
     assert "columns that are constant at every site are ignored: x3" in caplog.messages

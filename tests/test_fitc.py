@@ -96,8 +96,6 @@ def test_the_score_of_the_noise_is_the_slope_of_the_evidence_by_noise_that_varie
     np.testing.assert_allclose(score[0], each[:, 0].sum(0), atol=1e-10)
     np.testing.assert_allclose(score[1], (each[:, 0] ** 2).sum(0), rtol=1e-10)
     for number, z in enumerate([*x.numpy().T, *(x.numpy() ** 2 - 1).T]):
-        up, down = (
-            multivariate_normal(np.zeros(len(x)), explained + np.diag(own * np.exp(sign * 1e-5 * z))).logpdf(y.numpy())
-            for sign in (1, -1)
-        )
+        varying = (explained + np.diag(own * np.exp(step * z)) for step in (1e-5, -1e-5))
+        up, down = (multivariate_normal(cov=matrix).logpdf(y.numpy()) for matrix in varying)
         assert score[0, number] == pytest.approx((up - down) / 1e-5, abs=1e-4)

@@ -41,12 +41,11 @@ def test_the_average_weighs_sites_by_their_rows(tmp_path: Path) -> None:
     """Replies written by hand: with 48 and 16 training rows, 3/4 of one and 1/4 of the other."""
     nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(20, 1)})
     flat = configured(method="fsgp", num_server_rounds=1, optimizer__steps=50)  # that could go so far
-    faults = [
-        Fault(s, each(lambda array, v=v: np.full_like(array, v)), ("train",)) for s, v in (("a", -1.0), ("b", 1.0))
-    ]
-    said = [Fault(site, numbers(objective=value), ("train",)) for site, value in (("a", 4.0), ("b", 8.0))]
-    recorder = Recorder()
-    strategy = run(FaultyGrid(flat, nodes, *faults, *said), recorder)
+    recorder, faults = Recorder(), []
+    for site, value, objective in (("a", -1.0, 4.0), ("b", 1.0, 8.0)):
+        fill = each(lambda array, value=value: np.full_like(array, value))
+        faults += [Fault(site, change, ("train",)) for change in (fill, numbers(objective=objective))]
+    strategy = run(FaultyGrid(flat, nodes, *faults), recorder)
     for array in parameters(strategy).values():
         assert array == pytest.approx(np.full_like(array, -0.5), rel=1e-15)
     assert recorder.rows[0]["objective"] == pytest.approx(5.0)

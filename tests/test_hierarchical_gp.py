@@ -5,8 +5,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +16,6 @@ from structured_problems import gp_sites, shaped_gp
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import smooth
-from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, linear_terms
@@ -33,12 +30,12 @@ ALIKE = (1e-9, 1e-9, 1e-9)
 """Widths with which all sites have one shape."""
 
 
-def tiny(**changes: Any) -> dict[str, Any]:
+def tiny(**changes):
     return configured(**{"method": "hierarchical-gp", "num_server_rounds": 30, "model__num_inducing": 4, **changes})
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def three(tmp_path_factory):
     tables = {site: waves(20, seed) for seed, site in enumerate("abc")}
     return csv_nodes(tmp_path_factory.mktemp("three"), tables)
 
@@ -46,31 +43,31 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 class Units:
     """A site with several units, each with a deviation and a noise of its own; it sends their sum."""
 
-    def __init__(self, model: Any, units: list[SmoothDeviation]) -> None:
+    def __init__(self, model, units):
         self.model, self.units = model, units
 
-    def expansion(self, request: Any) -> ExpansionShare:
+    def expansion(self, request):
         """As the client does it."""
         self.model.load_theta(request.values)
         q_global = GlobalPosterior.of(request.values)
         return add([unit.derivatives(q_global) for unit in self.units])
 
 
-def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, list[Any], list[SmoothDeviation]]:
+def trajectory(sizes, rounds, **keys):
     """The model, the states of some rounds, and four units dealt to sites of so many."""
     model = shaped_gp(inputs=POINTS, **keys)
     rows = gp_sites(model, torch.Generator().manual_seed(5), sizes=(9, 12, 7, 10))
     units = [SmoothDeviation(model, own.features, own.targets) for own in rows]
     starts = np.cumsum([0, *sizes])
     sites = {str(k): Units(model, units[a:b]) for k, (a, b) in enumerate(pairwise(starts))}
-    states: list[Any] = [first_state(on_the_wire(model.theta()), POINTS.numpy(), 7)]
+    states = [first_state(on_the_wire(model.theta()), POINTS.numpy(), 7)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
         states.append(drive(one_round(states[-1], roster, partial(inducing_factor, start)), sites)[0])
     return model, states, units
 
 
-def test_any_partition_of_units_takes_the_same_steps() -> None:
+def test_any_partition_of_units_takes_the_same_steps():
     _, one, _ = trajectory((4,), 4)
     _, other, _ = trajectory((1, 3), 3)
     for before, after in zip(one, other, strict=False):
@@ -78,7 +75,7 @@ def test_any_partition_of_units_takes_the_same_steps() -> None:
     assert one[-1].value > one[1].value + 1
 
 
-def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
+def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum():
     """Without noise offsets nothing lags behind; L-BFGS of the dense bound from there finds no more."""
     model, states, units = trajectory((2, 2), 12, widths=ALIKE)
     state = states[-1]
@@ -96,7 +93,7 @@ def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     assert state.rise < 1e-6
 
 
-def test_widths_rest_where_those_of_em_do() -> None:
+def test_widths_rest_where_those_of_em_do():
     """At (K + n₀) w² = Σ E(w zₖ)² + n₀ w₀²; if sites differ by more, they grow, and F is another one."""
     _, states, _ = trajectory((4,), 1)
     [(name, now)], squares = states[-1].widths.items(), np.array([6.0, 0.4, 1.0])
@@ -112,7 +109,7 @@ def test_widths_rest_where_those_of_em_do() -> None:
     assert widened(late) is late
 
 
-def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
+def test_a_run_converges_and_says_so(three):
     recorder = Recorder()
     strategy = run(FaultyGrid(tiny(), three), recorder)
     assert strategy.round < 20
@@ -133,13 +130,13 @@ def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
     ],
     ids=["indefinite", "other rows", "huge"],
 )
-def test_sums_that_no_rows_have_are_refused(change: Any, reason: str, three: list[dict[str, Any]]) -> None:
+def test_sums_that_no_rows_have_are_refused(change, reason, three):
     strategy = run(FaultyGrid(tiny(num_server_rounds=1), three, Fault("c", arrays(change), ("train.expansion",))))
     assert any(reason in said for said in blamed(strategy)["c"])
     assert strategy.current.sites == ("a", "b")
 
 
-def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: torch.Tensor) -> tuple[Any, Any]:
+def dense_prediction(unit, others, new):
     """Mean and variance of y at new rows of a unit, from the joint covariance of all rows; noise without offset."""
     model = unit.model
     parts = [*(own.features for own in (*others, unit)), new]
@@ -156,7 +153,7 @@ def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: 
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
-def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
+def test_a_site_predicts_as_a_dense_pooled_gp(dense):
     model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
     model.load_theta(states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
@@ -169,7 +166,7 @@ def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
     torch.testing.assert_close(spread, variance, rtol=1e-7, atol=1e-7)
 
 
-def test_a_prediction_is_the_mixture_over_shapes() -> None:
+def test_a_prediction_is_the_mixture_over_shapes():
     """By hand: predictions at each node with its shape in the model itself."""
     model, states, units = trajectory((4,), 2)
     model.load_theta(states[-1].parameters)
@@ -190,7 +187,7 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
     torch.testing.assert_close(variance, shares @ (variances + (means - found).square()), rtol=1e-9, atol=1e-9)
 
 
-def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:
+def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path):
     own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 3}
     folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
@@ -219,9 +216,7 @@ def problem():
 
 
 def total(parts):
-    return Sums(
-        sum(own.precision for own in parts), sum(own.shift for own in parts), sum(own.constant for own in parts)
-    )
+    return Sums(*(sum(getattr(own, name) for own in parts) for name in ("precision", "shift", "constant")))
 
 
 def bound(sums):

@@ -69,12 +69,8 @@ def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path: Path,
     for file in (*files, tmp_path / "north.test.csv"):
         file.write_text("x,y\n1,2\n")
     north, south = join_sites(coordinator, tmp_path / "sites", files)
-    assert north.node_config == {
-        "site": "north",
-        "data-path": str(tmp_path / "north.csv"),
-        "test-path": str(tmp_path / "north.test.csv"),
-        "state-dir": str(tmp_path / "sites" / "north" / "state"),
-    }
+    tables = {"data-path": str(files[0]), "test-path": str(tmp_path / "north.test.csv")}
+    assert north.node_config == {"site": "north", **tables, "state-dir": str(tmp_path / "sites" / "north" / "state")}
     assert south.node_config.keys() == {"site", "data-path", "state-dir"}
     same = join_sites(coordinator, tmp_path / "twice", [files[0], files[0]])
     assert [site.name for site in same] == ["site1", "site2"]
@@ -91,7 +87,7 @@ def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path)
             self.ended.append(run)
 
     with pytest.raises(SystemExit):
-        Interrupted(SimpleNamespace(follow=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})  # type: ignore[arg-type]
+        Interrupted(SimpleNamespace(follow=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})
     assert Interrupted.ended == ["7"]
 
 

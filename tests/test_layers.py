@@ -163,8 +163,7 @@ FORBIDDEN = {
 def test_imports_point_downwards(layer):
     edges = [(module, name) for module, names in graph().items() if layer_of(module) == layer for name in names]
     assert edges
-    wrong = {module: name for module, name in edges if layer_of(name) in FORBIDDEN[layer]}
-    assert wrong == {}
+    assert {module: name for module, name in edges if layer_of(name) in FORBIDDEN[layer]} == {}
 
 
 BUILT_ON = {("pvi", "sgpr"), ("pvi_weights", "pvi"), ("hierarchical_gp", "sfvi")}

@@ -16,7 +16,7 @@ from scipy.special import expit, log_expit
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import GaussianNoise, Logit, Noise, build_point_likelihood
-from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
+from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.options import ModelSection, kernel_names
@@ -208,13 +208,6 @@ def test_noise_that_is_certain_is_constant():
     same = constant.scores(CENTRES[0].numpy(), WIDTHS[0].numpy(), Y.numpy(), log_sd, TargetUnits(0.0, 1.0))
     found = point.scores(centres.numpy(), widths.numpy(), Y.numpy(), HYPER, TargetUnits(0.0, 1.0))
     assert found.sums == pytest.approx(same.sums)
-
-
-def test_the_mixture_is_the_logistic_distribution():
-    width, weight = (part.numpy()[:, None] for part in logistic_mixture())
-    f = np.linspace(-40, 40, 4001)
-    assert np.abs((weight * stats.norm.cdf(f / width)).sum(0) - expit(f)).max() < 1e-9
-    assert (weight > 0).all()
 
 
 @pytest.mark.parametrize(("mean", "sd"), [(0.3, 0.1), (-2.0, 1.0), (4.0, 6.0), (-1.0, 40.0)])

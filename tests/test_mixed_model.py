@@ -131,8 +131,7 @@ def test_smooth_terms_beside_groups_are_one_normal():
     gp = SparseGP(ModelSection(noise=NOISE**2, lengthscale=LENGTH), torch.tensor(SMOOTH.points))
     gp.kernel.outputscale = (AMPLITUDE * NOISE) ** 2
     sums = pooled_sums(gp, AGES, rows.y)
-    totals = smoothed(alone, point[4:])
-    bound = totals.restricted(torch.zeros(2).double(), numbers(math.log(NOISE)))
+    bound = smoothed(alone, point[4:]).restricted(torch.zeros(2).double(), numbers(math.log(NOISE)))
     assert float(bound) == pytest.approx(collapsed_bound(sums, NOISE**2), abs=1e-7)
 
 
@@ -266,10 +265,8 @@ def test_quadrature_is_the_integral_of_each_group(name):
         return nbinom.pmf(count, r, r / (r + rate)) if len(shape) else poisson.pmf(count, rate)
 
     def whole(at: np.ndarray) -> float:
-        density = (
-            lambda u, p=p: norm.pdf(u) * mass(p, math.exp(at[0] + at[1] * u), at[2:]).prod() for p in (y[:3], y[3:])
-        )
-        return sum(math.log(quad(one, -9, 9, epsabs=1e-14)[0]) for one in density)
+        each = lambda u, part: norm.pdf(u) * mass(part, math.exp(at[0] + at[1] * u), at[2:]).prod()  # noqa: E731
+        return sum(math.log(quad(each, -9, 9, part, epsabs=1e-14)[0]) for part in ((y[:3],), (y[3:],)))
 
     assert float(value) == pytest.approx(whole(point), abs=1e-8)
     for k, step in enumerate(1e-4 * np.eye(len(point))):

@@ -40,7 +40,7 @@ from fedgp_flower.methods.fedmgp.unit import (
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def problem(num_latents: int, dims: int, *, convolved: bool = True, num_units: int = 3):  # type: ignore[no-untyped-def]
+def problem(num_latents: int, dims: int, *, convolved: bool = True, num_units: int = 3):
     rng = np.random.default_rng(num_latents + 10 * dims)
     inducing = rng.uniform(-1, 1, (7, dims))
     latents = LatentFunctions(inducing, rng.uniform(0.1, 0.4, (num_latents, dims)), rng.uniform(0.5, 2, num_latents))
@@ -62,22 +62,20 @@ def product(latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters) -
     return model
 
 
-def told(latents, units, phi):  # type: ignore[no-untyped-def]
-    return [
-        statistics(UnitData.build(x, y, latents.inducing), latents, p) for (x, y), p in zip(units, phi, strict=True)
-    ]
+def told(latents, units, phi):
+    data = (UnitData.build(x, y, latents.inducing) for x, y in units)
+    return [statistics(rows, latents, own) for rows, own in zip(data, phi, strict=True)]
 
 
-def dense_outputs(latents, units, phi):  # type: ignore[no-untyped-def]
+def dense_outputs(latents, units, phi):
     """Covariance of all units' f under the convolution process, every cross block written out."""
     S, a2 = torch.from_numpy(latents.scales), torch.from_numpy(latents.amplitudes**2)
     rows = []
     for (x, _), p in zip(units, phi, strict=True):
         line = []
         for (z, _), o in zip(units, phi, strict=True):
-            unit = smoothed_covariance(
-                *map(torch.from_numpy, (x, z)), S, *map(torch.from_numpy, (p.smoothing, o.smoothing))
-            )
+            x1, x2, r1, r2 = map(torch.from_numpy, (x, z, p.smoothing, o.smoothing))
+            unit = smoothed_covariance(x1, x2, S, r1, r2)
             line.append((torch.from_numpy(p.amplitudes * o.amplitudes) * a2)[:, None, None] * unit)
         rows.append(torch.cat([block.sum(0) for block in line], 1))
     return torch.cat(rows).numpy()
@@ -230,7 +228,7 @@ def rows(count: int, dims: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, dims)))
 
 
-def smoothed_by_quadrature(k, x, other, smoothing, smoothing_other):  # type: ignore[no-untyped-def]
+def smoothed_by_quadrature(k, x, other, smoothing, smoothing_other):
     """E k(x − √R e, x' − √R' e') over standard normal e, e': convolution of both arguments, by Gauss-Hermite."""
     nodes, weights = hermegauss(100)
     weights = weights / weights.sum()

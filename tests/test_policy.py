@@ -285,8 +285,7 @@ def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
 
 def test_shares_of_one_table_have_no_policy_unless_one_is_named():
     frame = hospital(0).iloc[:5]
-    default = Rules("train")
-    assert default.site(site_of(frame, shared_table=True)).train is frame
+    assert Rules("train").site(site_of(frame, shared_table=True)).train is frame
     real = Rules("train")
     with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy") as caught:
         real.site(site_of(frame))
@@ -382,8 +381,7 @@ def again(line: str, other: str) -> str:
 def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys, monkeypatch):
     _, _, head = audit.read(log)
     assert audit.read(log, head[:8])[1] == []
-    lines = log.read_text().splitlines()[:-1]
-    log.write_text("\n".join(lines) + "\n")
+    log.write_text("\n".join(log.read_text().splitlines()[:-1]) + "\n")
     log.with_name("audit.jsonl.head").unlink()
     assert audit.read(log)[1] == []
     assert "no line has the hash" in audit.read(log, head)[1][0]

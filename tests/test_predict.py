@@ -167,8 +167,7 @@ def test_the_density_of_the_target_integrates_to_one_and_has_the_moments(own):
 
     low, high = transformed_quantiles(mean, sd, (1e-12, 1 - 1e-12), own)[:, 0]
     points = transformed_quantiles(mean, sd, (0.01, 0.5, 0.99), own)[:, 0]
-    whole = quad(density, low, high, points=points, limit=200)[0]
-    assert whole == pytest.approx(1.0, abs=1e-6)
+    assert quad(density, low, high, points=points, limit=200)[0] == pytest.approx(1.0, abs=1e-6)
     first = quad(lambda y: y * density(y), low, high, points=points, limit=200)[0]
     second = quad(lambda y: y**2 * density(y), low, high, points=points, limit=200)[0]
     found = transformed_moments(mean[None], sd[None], own)
@@ -196,8 +195,7 @@ def test_the_power_is_that_of_all_rows_whatever_the_partition():
         slopes = np.array([Transform("yeo-johnson", p).log_slope(part).sum() for p in POWERS])
         return TargetMoments(moved.sum(1), (moved**2).sum(1), slopes, np.array(float(len(part))))
 
-    parts = [sums(part) for part in np.split(y, [20, 90])]
-    best, mean, sd = chosen(add(parts), centres)
+    best, mean, sd = chosen(add([sums(part) for part in np.split(y, [20, 90])]), centres)
     assert best == int(np.argmax([stats.yeojohnson_llf(p, y) for p in POWERS]))
     t = stats.yeojohnson(y, POWERS[best])
     assert (mean, sd) == pytest.approx((t.mean(), t.std()), rel=1e-10)

@@ -43,8 +43,7 @@ def rows(n: int, seed: int, offset: float = 0.0) -> pd.DataFrame:
 )
 def test_agreement_of_any_partition_is_the_pooled_mean_and_spread(n, seed, sites, offset):
     frame = rows(n, seed, offset)
-    owner = np.random.default_rng(seed + 1).integers(0, sites, n)
-    found = agreed(frame, owner).arrays
+    found = agreed(frame, np.random.default_rng(seed + 1).integers(0, sites, n)).arrays
     levels = sorted(frame["job"].unique())
     shown = levels[1:] if len(levels) == 2 else levels
     table = np.column_stack([frame["x"], *(frame["job"] == level for level in shown)]).astype(float)

@@ -53,8 +53,7 @@ def apart(row: np.ndarray, amplitude: float) -> float:
 
 @pytest.mark.parametrize("amplitude", [1.0, 0.3])
 def test_the_worst_neighbour_is_as_far_as_promised_and_no_farther(amplitude):
-    rng = np.random.default_rng(0)
-    starts = rng.standard_normal((5, 2 * 3))
+    starts = np.random.default_rng(0).standard_normal((5, 2 * 3))
     found = [-minimize(lambda row: -apart(row, amplitude), own, method="Nelder-Mead").fun for own in starts]
     assert max(found) == pytest.approx(SENSITIVITY, rel=1e-4)
     assert max(found) <= SENSITIVITY * (1 + 1e-9)
@@ -194,8 +193,7 @@ def test_a_run_spends_what_it_says_and_nothing_else_of_training_rows_leaves(priv
 
 
 def test_a_site_refuses_what_is_not_paid_for():
-    flat = configured(**PRIVATE)
-    strategy = run(FaultyGrid(flat, 3))
+    strategy = run(FaultyGrid(configured(**PRIVATE), 3))
     for kind in ("query.statistics", "query.shape", "query.sketch", "query.moments", "query.local_only"):
         with pytest.raises(ProtocolError, match="more about rows than the budget covers"):
             client_class(strategy.config).request_of(object.__new__(client_class(strategy.config)), kind, {}, {})

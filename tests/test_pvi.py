@@ -58,8 +58,7 @@ def test_the_saved_posterior_predicts_what_sites_scored(tmp_path: Path, finished
     ],
 )
 def test_a_bad_answer_is_its_sites_failure_and_changes_nothing(change: Any, words: str) -> None:
-    flat = quick(num_server_rounds=4)
-    strategy = run(FaultyGrid(flat, SITES, Fault("1", change, ("train",))))
+    strategy = run(FaultyGrid(quick(num_server_rounds=4), SITES, Fault("1", change, ("train",))))
     assert words in blamed(strategy)["1"][0]
     assert set(strategy.current.sites) == {"0", "2"}
     assert strategy.current.record.visits == {"0": 2, "2": 1}
@@ -118,11 +117,8 @@ def test_strengths_of_factors() -> None:
     diagonal = NaturalParameters(np.zeros(2), np.array([-1.0, -2.0]))  # precisions 2 and 4
     full = NaturalParameters(np.zeros(2), -0.5 * np.diag([3.0, 1.0]))
     points = PseudoPoints(np.zeros((3, 1)), np.zeros(3), np.array([1.0, 2.0, 3.0]))
-    sites = {
-        "a": Contribution({"hyper": diagonal}, points),
-        "b": Contribution({"whitened": full}),
-        "c": Contribution({"values": full}),
-    }
+    sites = {"b": Contribution({"whitened": full}), "c": Contribution({"values": full})}
+    sites["a"] = Contribution({"hyper": diagonal}, points)
     assert factor_strengths(PVIState({}, sites, rows={"a": 20, "b": 30, "c": 40})) == {
         "a": {"rows": 20, "points": 3, "weight": pytest.approx(14.0), "hyper": pytest.approx(3.0)},
         "b": {"rows": 30, "directions": pytest.approx(0.75 + 0.5)},

@@ -90,8 +90,7 @@ def visited(sites: dict[str, Site], plan: Plan, rounds: int, asked: Any = None) 
     state = agreed(PVIState(), VALUES)
     for number in range(1, rounds + 1):
         roster = Roster({k: len(own.y) for k, own in sites.items()}, tuple(sites), (), number)
-        asking = one_round(state, roster, plan, asked or exact_factor(VALUES))
-        state, _ = drive(asking, sites)
+        state, _ = drive(one_round(state, roster, plan, asked or exact_factor(VALUES)), sites)
         state = replace(state, sent={})
     return state
 
@@ -143,8 +142,7 @@ KEYS = {"method": "pvi", "model__num_inducing": 12, "num_server_rounds": 12}
 
 def test_the_default_is_the_posterior_of_sgpr_one_exchange_earlier() -> None:
     end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=9), 3))
-    sums = {"method": "sgpr", "sgpr__exchanges": 8}
-    same = run(FaultyGrid(configured(**KEYS | sums), 3))
+    same = run(FaultyGrid(configured(**KEYS | {"method": "sgpr", "sgpr__exchanges": 8}), 3))
     assert (end.round, end.details()["exchanges"]) == (same.round + 3, same.details()["exchanges"])
     assert end.converged(end.current) == same.converged(same.current)
     assert end.details()["visits"] == {"0": 1, "1": 1, "2": 1}

@@ -1,7 +1,6 @@
 """PVI over weights: exact where conjugate, global VI at convergence, and networks."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ NOISE = 0.3
 OPTIMUM = local_optimum(WEIGHTS)
 
 
-def rows(likelihood: str, n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def rows(likelihood, n=60, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n, 3))
     x[:, 2] = 0.8 * x[:, 1] + 0.6 * x[:, 2]
@@ -49,40 +48,37 @@ def rows(likelihood: str, n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.nd
     return x, draws[likelihood]
 
 
-def section(likelihood: str) -> ModelSection:
+def section(likelihood):
     return ModelSection(likelihood=likelihood, noise=NOISE)
 
 
 class Site:
-    def __init__(self, likelihood: str, x: np.ndarray, y: np.ndarray, update: str = "optimum") -> None:
+    def __init__(self, likelihood, x, y, update="optimum"):
         self.site, self.update = glm_rows(section(likelihood), x, y), update
 
-    def train(self, request: Visit) -> Refined:
+    def train(self, request):
         where = self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian
         done = NewtonStep.at(*where) if self.update == "gradient" else optimum(*where)[0]
         return Refined(done.free_energy, 1, weights=NaturalParameters.of(done.factor))
 
 
-def problem(
-    likelihood: str, covariance: str, update: str = "optimum"
-) -> tuple[dict[str, Site], PVIState, Site, Roster]:
+def problem(likelihood, covariance, update="optimum"):
     """Sites of very different rows, the first state, a site with all rows, and who is there."""
     x, y = rows(likelihood)
-    order = np.argsort(x[:, 0] + y, kind="stable")
-    parts = np.split(order, [8, 25])
+    parts = np.split(np.argsort(x[:, 0] + y, kind="stable"), [8, 25])
     sites = {name: Site(likelihood, x[own], y[own], update) for name, own in zip(SITES, parts, strict=True)}
     counts = {name: len(own) for name, own in zip(SITES, parts, strict=True)}
     state = PVIState({WEIGHTS: prior_of(GLMOptions(covariance=covariance), 3)}, rows=counts)
     return sites, state, Site(likelihood, x, y), Roster(counts, SITES, (), 1)
 
 
-def driven(sites: dict[str, Site], state: PVIState, roster: Roster, plan: Plan, rounds: int) -> PVIState:
+def driven(sites, state, roster, plan, rounds):
     for number in range(1, rounds + 1):
         state, _ = drive(one_round(state, replace(roster, round=number), plan, OPTIMUM), sites)
     return state
 
 
-def same(found: Any, wanted: Any, tolerance: float) -> None:
+def same(found, wanted, tolerance):
     for name in ("eta1", "eta2"):
         scale = float(getattr(wanted, name).abs().max())
         assert float((getattr(found, name) - getattr(wanted, name)).abs().max()) < tolerance * scale, name
@@ -114,12 +110,12 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
     }
     below = np.tril_indices(4) if covariance == "full" else np.diag_indices(4)
 
-    def root_of(free: np.ndarray) -> np.ndarray:
+    def root_of(free):
         root = np.zeros((4, 4))
         root[below] = free
         return root
 
-    def bound(values: np.ndarray) -> float:
+    def bound(values):
         mean, root = values[:4], root_of(values[4:])
         spread = np.sqrt(((phi @ root) ** 2).sum(1))
         fit = (weights[:, None] * density[likelihood](phi @ mean + spread * nodes[:, None])).sum()
@@ -128,8 +124,7 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
 
     start = np.concatenate([np.zeros(4), np.eye(4)[below]])
     best = minimize(bound, start, options={"gtol": 1e-7, "maxiter": 2000})
-    state = problem(likelihood, covariance)[1]
-    prior = state.prior[WEIGHTS].gaussian
+    prior = problem(likelihood, covariance)[1].prior[WEIGHTS].gaussian
     done, _ = optimum(glm_rows(section(likelihood), x, y), prior, prior)
     assert done.free_energy == pytest.approx(-best.fun, abs=1e-6)
     mean, covariance_found = (prior * done.factor).moments()
@@ -158,7 +153,7 @@ def test_special_cases_are_what_their_papers_write():
     sites, state, _, roster = problem("bernoulli", "full")
     prior, total = state.prior[WEIGHTS].gaussian, sum(roster.rows.values())
 
-    def alone(name: str, context: Any) -> Any:
+    def alone(name, context):
         return context * optimum(sites[name].site, context, context)[0].factor
 
     same_prior, split, running = prior, prior**0.0, prior
@@ -206,7 +201,7 @@ NETWORK = WeightSpaceNetwork(2, 4, 3)
 SIZE = 4 * 3 + 3 * 5
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 

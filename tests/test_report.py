@@ -282,7 +282,6 @@ def test_without_intervals_points_are_shown_and_none_is_made_up(run):
 
 def test_parts_of_a_model_have_panels_of_their_own(run):
     logs = {f"theta.{part}.log_lengthscale": np.zeros((1, 3)) for part in ("trend", "deviation")}
-    found = relevances(telling(run, lengthscale_facts(logs, None)))
-    figure = relevance(found)
+    figure = relevance(relevances(telling(run, lengthscale_facts(logs, None))))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["trend", "deviation"]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["age", "dose", "ward"]

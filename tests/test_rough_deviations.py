@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,16 +15,14 @@ from test_hierarchical_gp import bound
 from test_hierarchical_gp import total as together
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.methods.family import GlobalPosterior, initial_global
+from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration
-from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
+from fedgp_flower.methods.hierarchical_gp.newton import posterior
 from fedgp_flower.methods.hierarchical_gp.rough import (
     CUTS,
     EDGES,
     ROUGHNESS,
     RoughDeviation,
-    RoughnessSums,
-    Theta,
     calibration,
     factors,
     first_theta,
@@ -40,7 +37,7 @@ SURE = 500.0
 """A logit that leaves no other choice."""
 
 
-def theta(*, sure: int | None = 3) -> dict[str, torch.Tensor]:
+def theta(*, sure=3):
     """Hyperparameters of no particular kind; ``sure``: the one roughness."""
     draw = torch.Generator().manual_seed(1)
     own = {n: v + 0.3 * torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in first_theta().items()}
@@ -51,7 +48,7 @@ def theta(*, sure: int | None = 3) -> dict[str, torch.Tensor]:
     return own
 
 
-def units() -> list[RoughDeviation]:
+def units():
     draw, found = np.random.default_rng(4), []
     for rows, gain in ((7, 1.0), (5, 1.3), (6, 0.8)):
         x = np.sort(draw.uniform(0.02, 0.98, rows))
@@ -60,24 +57,21 @@ def units() -> list[RoughDeviation]:
     return found
 
 
-def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[Sums, GlobalPosterior]:
+def settled(every, own, sweeps=60):
     """The fixed point of q(u) and the weights of roughness at a θ."""
     q = initial_global(len(INDUCING), scale=1.0, triangular=True)
     for _ in range(sweeps):
-        parts = [replace(unit, theta=own).roughness_sums().sums(q) for unit in every]
-        total = together(parts)
+        total = together([replace(unit, theta=own).roughness_sums().sums(q) for unit in every])
         q = posterior(total.precision, total.shift)[0]
     return total, q
 
 
-def matern(a: np.ndarray, b: np.ndarray, lengthscale: float) -> np.ndarray:
+def matern(a, b, lengthscale):
     r = np.sqrt(3) * np.abs(a[:, None] - b) / lengthscale
     return (1 + r) * np.exp(-r)
 
 
-def dense(
-    every: list[RoughDeviation], own: Theta, chosen: tuple[int, ...], more: np.ndarray | None = None
-) -> np.ndarray:
+def dense(every, own, chosen, more=None):
     """Covariance of all rows, and of more rows of the first unit, without one line of the code under test."""
     h = {name: np.exp(float(value[0])) for name, value in own.items() if name != "roughness"}
     xs = [unit.x.numpy() for unit in every] + ([] if more is None else [more])
@@ -91,7 +85,7 @@ def dense(
     return trend + deviation * (owner[:, None] == owner) + h["noise"] ** 2 * np.eye(len(x))
 
 
-def test_with_one_roughness_the_bound_is_the_dense_evidence() -> None:
+def test_with_one_roughness_the_bound_is_the_dense_evidence():
     every, own = units(), theta()
     total, _ = settled(every, own, sweeps=2)
     y = np.concatenate([unit.y.numpy() for unit in every])
@@ -99,7 +93,7 @@ def test_with_one_roughness_the_bound_is_the_dense_evidence() -> None:
     assert float(bound(total)) == pytest.approx(evidence, abs=1e-8)
 
 
-def test_with_several_the_bound_is_below_the_evidence_and_near_it() -> None:
+def test_with_several_the_bound_is_below_the_evidence_and_near_it():
     """The evidence sums over all choices of all units; q(u) ∏ q(h_m) leaves out how they depend on one another."""
     every, own = units(), theta(sure=None)
     total, _ = settled(every, own)
@@ -110,12 +104,12 @@ def test_with_several_the_bound_is_below_the_evidence_and_near_it() -> None:
     assert evidence - 0.1 < float(bound(total)) < evidence
 
 
-def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> None:
+def test_derivatives_for_one_factorisation_are_those_through_the_factor():
     unit, own, q = units()[0], theta(sure=None), initial_global(len(INDUCING), scale=1.0, triangular=True)
     names = sorted(own)
     at = torch.cat([own[name] for name in names])
 
-    def by_roughness(flat: torch.Tensor) -> RoughnessSums:
+    def by_roughness(flat):
         parts = flat.split([len(own[name]) for name in names])
         return replace(unit, theta=dict(zip(names, parts, strict=True))).roughness_sums()
 
@@ -129,7 +123,7 @@ def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> Non
     np.testing.assert_allclose(found.curvature, curvature, rtol=1e-9, atol=1e-9)
 
 
-def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> None:
+def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question():
     start = initial_global(len(INDUCING), scale=1.0, triangular=True)
     sure = replace(units()[0], theta=theta()).derivatives(start)
     impossible = {**theta(), "roughness": torch.tensor([0.0, 0, 0, 0, -2000], dtype=torch.float64)}
@@ -137,7 +131,7 @@ def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> No
     assert all(np.isfinite(own.slopes).all() for own in (sure, found))
 
 
-def test_prediction_is_the_conditional_of_the_joint() -> None:
+def test_prediction_is_the_conditional_of_the_joint():
     every, own, new = units(), theta(), np.array([0.3, 0.7, 0.99])
     mean, variance = replace(every[0], theta=own).predict(torch.from_numpy(new), settled(every, own, sweeps=2)[1])
     joint, y = dense(every, own, (3, 3, 3), new), np.concatenate([unit.y.numpy() for unit in every])
@@ -147,7 +141,7 @@ def test_prediction_is_the_conditional_of_the_joint() -> None:
     np.testing.assert_allclose(variance, expected, rtol=1e-7)
 
 
-def test_a_unit_is_judged_by_its_first_rows_and_the_others_alone() -> None:
+def test_a_unit_is_judged_by_its_first_rows_and_the_others_alone():
     """At each cut the histogram is that of the dense conditional on the other units and the rows before the cut."""
     every, own = units(), theta()
     total, q = settled(every, own, sweeps=2)
@@ -167,7 +161,7 @@ def test_a_unit_is_judged_by_its_first_rows_and_the_others_alone() -> None:
         np.testing.assert_allclose(found.shares[c], expected, atol=1e-12)
 
 
-def test_bands_are_widened_by_the_quantile_of_units() -> None:
+def test_bands_are_widened_by_the_quantile_of_units():
     """Ten thousand units of which .95 are within 3 sd: three over 1.96. Few units: Student's t, and nobody: 1."""
     shares = np.zeros((len(CUTS), len(EDGES) + 1))
     shares[0, np.searchsorted(EDGES, [1.0, 3.0, 9.0])] = 5000, 4600, 400
@@ -180,7 +174,7 @@ def test_bands_are_widened_by_the_quantile_of_units() -> None:
     np.testing.assert_allclose(widened(np.ones(4), x, 0.2, by) ** 0.5, [1, 1, by[1], by[1]])
 
 
-def series(seed: int = 0) -> pd.DataFrame:
+def series(seed=0):
     """Six units, one curve, a random walk and a level of their own; the first is masked beyond the middle."""
     draw, t = np.random.default_rng(seed), np.linspace(0, 10, 25)[1:]
     frames = []
@@ -196,14 +190,14 @@ ROUGH = {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "round
 ROUGH |= {"model__num_inducing": 6, "num_server_rounds": 5}
 
 
-def finished(folder: Path, frame: pd.DataFrame, name: str) -> Path:
+def finished(folder, frame, name):
     frame.to_csv(folder / f"{name}.csv", index=False)
     own = {"dataset": str(folder / f"{name}.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
     kept = {"keep_predictions": True, "output_dir": str(folder), "name": name}
     return run_in_process(configured(**ROUGH, **own, **kept, target="y"))
 
 
-def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
+def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     frame = series()
     folder = finished(tmp_path, frame, "run")
     told = pd.read_csv(folder / "predictions.csv")
@@ -219,7 +213,7 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
     assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
 
 
-def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_what_rough_deviations_cannot_do_is_refused(tmp_path):
     with pytest.raises(RunError, match="needs one input, but there are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")
 
@@ -227,7 +221,7 @@ def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
 ROWS = (1, 2, 3, 5, 30, 30, 15, 40)
 
 
-def table(folder: Path) -> str:
+def table(folder):
     draw, x = np.random.default_rng(0), np.linspace(0, 1, 40)
     frames = []
     for number, rows in enumerate(ROWS):
@@ -247,7 +241,7 @@ def table(folder: Path) -> str:
     ],
     ids=lambda keys: str(keys["method"]),
 )
-def test_units_of_any_size_take_part(keys: dict[str, object], tmp_path: Path) -> None:
+def test_units_of_any_size_take_part(keys, tmp_path):
     """Noise that a unit fits to one row is none: its held-out rows then had a negative log density of 80 000."""
     natural = {"dataset": table(tmp_path), "target": "y", "partitioner": "natural", "partition__column": "unit"}
     common = {"split": 0, "model__num_inducing": 8, "num_server_rounds": 8, "output_dir": str(tmp_path), "name": "run"}

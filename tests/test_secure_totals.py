@@ -189,8 +189,7 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
         raise NumericsError("not positive definite")
 
     misbehaving(monkeypatch, "2", fails)
-    flat = configured(**MASKED, method="fsgp", num_server_rounds=1)
-    strategy = run(FaultyGrid(flat, 4))
+    strategy = run(FaultyGrid(configured(**MASKED, method="fsgp", num_server_rounds=1), 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
     assert any("were empty. Masks hide from which sites" in line for line in strategy.outcome.metrics["warnings"])

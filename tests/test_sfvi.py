@@ -1,21 +1,18 @@
 """SFVI and SFVI-Avg as a federation runs them, and what the server does with answers by heart."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from faults import Fault, FaultyGrid, arrays, blamed, configured, each, lost, parameters, run
 from structured_problems import plan_of
 
 from fedgp_flower.clients.state import ARRAYS
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode
-from fedgp_flower.methods.sfvi.learner import RoundMemory, SiteMemory
+from fedgp_flower.methods.sfvi.learner import SiteMemory
 from fedgp_flower.methods.sfvi.messages import GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi
@@ -24,11 +21,11 @@ from strategies.server.questions import Roster, drive
 from strategies.sfvi import LONGEST, Prior, SFVIState, plus, server_term
 
 
-def tiny(**changes: Any) -> dict[str, Any]:
+def tiny(**changes):
     return configured(**{"method": "sfvi", "sfvi__learning_rate": 0.03, **changes})
 
 
-def memories(grid: FaultyGrid) -> dict[str, RoundMemory]:
+def memories(grid):
     """What the sites keep, by the name of their node."""
     found = {}
     for context in grid.contexts.values():
@@ -38,7 +35,7 @@ def memories(grid: FaultyGrid) -> dict[str, RoundMemory]:
     return found
 
 
-def visits_csv(folder: Path, rows: int = 3) -> Path:
+def visits_csv(folder, rows=3):
     """Children with a random intercept: `unit`, two inputs, an answer; dealt to one or to three sites."""
     draw = np.random.default_rng(0)
     unit = np.repeat(np.arange(12) + 100, rows)
@@ -51,7 +48,7 @@ def visits_csv(folder: Path, rows: int = 3) -> Path:
     return path
 
 
-def mixed(path: Path, column: str, **changes: Any) -> dict[str, Any]:
+def mixed(path, column, **changes):
     own = {
         "dataset": str(path),
         "features": "unit,a,b",
@@ -71,7 +68,7 @@ def mixed(path: Path, column: str, **changes: Any) -> dict[str, Any]:
     return tiny(**{**own, **changes})
 
 
-def test_the_result_is_the_same_for_any_partition(tmp_path: Path) -> None:
+def test_the_result_is_the_same_for_any_partition(tmp_path):
     """Draws are keyed by unit, so the sum of the sites' gradients is that of one site with all rows."""
     path = visits_csv(tmp_path)
     one, three = (mixed(path, column, sfvi__importance_samples=5) for column in ("one", "three"))
@@ -81,20 +78,20 @@ def test_the_result_is_the_same_for_any_partition(tmp_path: Path) -> None:
     assert np.abs(whole["q.lower"]).max() > 1e-3
 
 
-def test_one_site_and_one_step_make_both_methods_the_same() -> None:
+def test_one_site_and_one_step_make_both_methods_the_same():
     """The site's Adam on the whole bound is the server's on the sum of two gradients; nothing is left to average."""
-    keys: dict[str, Any] = {"min_sites": 1, "sfvi__structure": "full", "sfvi__local_steps": 1}
+    keys = {"min_sites": 1, "sfvi__structure": "full", "sfvi__local_steps": 1}
     by_gradient = parameters(run(FaultyGrid(tiny(**keys), 1)))
     by_average = parameters(run(FaultyGrid(tiny(method="sfvi-avg", **keys), 1)))
     for name, array in by_gradient.items():
         assert by_average[name] == pytest.approx(array, rel=1e-9, abs=1e-10), name
 
 
-def test_absent_sites_are_stood_in_for() -> None:
+def test_absent_sites_are_stood_in_for():
     """With one of three equal sites missing the gradient of the other two counts 3/2."""
-    sent: dict[str, dict[str, np.ndarray]] = {}
+    sent = {}
 
-    def keep(site: str) -> Fault:
+    def keep(site):
         return Fault(site, arrays(lambda own: sent.setdefault(site, own)), ("train.gradient",))
 
     faults = [keep("0"), keep("1"), Fault("2", lost, ("train.gradient",))]
@@ -114,10 +111,10 @@ def test_absent_sites_are_stood_in_for() -> None:
     ("method", "size", "words"),
     [("sfvi", 1e40, "times the median over sites"), ("sfvi-avg", 2.0, "local steps move nothing by more than")],
 )
-def test_a_site_that_lies_changes_nothing(method: str, size: float, words: str) -> None:
+def test_a_site_that_lies_changes_nothing(method, size, words):
     """The others' result is what it would have been had the site not answered."""
     phases = ("train.gradient", "train.average")
-    keys: dict[str, Any] = {"method": method, "num_server_rounds": 2, "sfvi__local_steps": 2}
+    keys = {"method": method, "num_server_rounds": 2, "sfvi__local_steps": 2}
     liar = run(FaultyGrid(tiny(**keys), 4, Fault("1", each(lambda array: array + size), phases)))
     absent = run(FaultyGrid(tiny(**keys), 4, Fault("1", lost, phases)))
     assert all(words in reason for reason in blamed(liar)["1"])
@@ -125,17 +122,17 @@ def test_a_site_that_lies_changes_nothing(method: str, size: float, words: str) 
         assert np.array_equal(parameters(liar)[name], array), name
 
 
-def test_a_warm_start_averages_first() -> None:
+def test_a_warm_start_averages_first():
     grid = FaultyGrid(tiny(sfvi__warm_start_rounds=2, sfvi__local_steps=1), 2)
     run(grid)
     phases = {visit.round: visit.phase for visit in grid.visits if visit.phase.startswith("train")}
     assert phases == {1: "train.average", 2: "train.average", 3: "train.gradient", 4: "train.gradient"}
 
 
-def test_local_steps_leave_moments_that_a_gradient_of_the_sites_own_term_fits() -> None:
+def test_local_steps_leave_moments_that_a_gradient_of_the_sites_own_term_fits():
     """One local step on N / N_k times the term leaves Adam's moments of the term itself: 0.1 g and 0.001 g²."""
 
-    def moments(**keys: Any) -> list[AdamState[torch.Tensor]]:
+    def moments(**keys):
         grid = FaultyGrid(tiny(num_server_rounds=1, sfvi__local_steps=1, **keys), 3)
         run(grid)
         return [memory.moments for memory in memories(grid).values()]
@@ -146,14 +143,14 @@ def test_local_steps_leave_moments_that_a_gradient_of_the_sites_own_term_fits() 
             assert averaged.second[name].numpy() == pytest.approx(plain.second[name].numpy(), rel=1e-9, abs=1e-12)
 
 
-def test_no_gradient_carries_adam_beyond_its_limit() -> None:
+def test_no_gradient_carries_adam_beyond_its_limit():
     """The refusal of far moves cannot hit an honest site, and the worst gradients come near the limit."""
     draw = np.random.default_rng(0)
     farthest = 0.0
     for power in (0.0, 1.0, 3.0, 10.0):
         gradients = draw.standard_normal((400, 50)) * 10 ** (power * draw.standard_normal((400, 50)))
         gradients[:, 0] = (0.9 / 0.999) ** -np.arange(400.0)  # what Cauchy-Schwarz is tight for
-        state: AdamState[np.ndarray] = AdamState()
+        state = AdamState()
         for gradient in gradients:
             moves, state = state.update({"a": gradient}, 0.1)
             farthest = max(farthest, float(np.abs(moves["a"]).max()))

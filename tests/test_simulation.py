@@ -29,10 +29,9 @@ class Launch:
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder, self.children = folder, set[psutil.Process]()
         command = [sys.executable, "-m", "fedgp_flower.cli", "simulate", "--sites", "2", "name=run"]
+        command += [f"output-dir={folder}", *SMALL, *words]
         with (folder / "out.txt").open("wb") as out:
-            self.process = subprocess.Popen(
-                [*command, f"output-dir={folder}", *SMALL, *words], stdout=out, stderr=subprocess.STDOUT, cwd=folder
-            )
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=folder)
 
     def watch(self, until: str = "") -> str:
         """Note every descendant until the launcher ends or its output holds ``until``; returns the output."""

@@ -216,6 +216,5 @@ def test_predictions_in_blocks_are_those_of_the_equation(monkeypatch: pytest.Mon
     variance = sparse.kernel(inputs, diag=True) - w.square().sum(0) + (w * (q.covariance @ w)).sum(0)
     monkeypatch.setattr(models, "PANEL", 4)
     monkeypatch.setattr(models, "ENTRIES", 7 * 9)
-    found = sparse.marginals(inputs, q)
-    torch.testing.assert_close(found, (mean, variance), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(sparse.marginals(inputs, q), (mean, variance), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(sparse.means(inputs, q), mean.detach(), rtol=1e-9, atol=1e-10)

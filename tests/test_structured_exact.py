@@ -3,13 +3,15 @@
 import math
 from dataclasses import replace
 
+import mpmath
 import numpy as np
 import pytest
 import structured_problems as problems
 import torch
 from scipy import integrate, special, stats
 
-from fedgp_flower.gp.barycentre import barycentre
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.methods.family import (
     GlobalPosterior,
@@ -164,8 +166,7 @@ def test_noise_belongs_to_the_unit_and_is_standard_normal():
     assert not torch.isclose(unit_noise(2, 2, keys, (2, 5), 4), draws).any()
     many = unit_noise(0, 0, torch.arange(200), (500,), 2).reshape(500, -1).numpy()  # [500, 400]
     assert stats.kstest(many.ravel(), "norm").pvalue > 1e-3
-    correlation = np.corrcoef(many.T)[np.triu_indices(400, 1)]
-    assert np.abs(correlation).max() < 6 / np.sqrt(500)
+    assert np.abs(np.corrcoef(many.T)[np.triu_indices(400, 1)]).max() < 6 / np.sqrt(500)
 
 
 def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_barycentre(generator):
@@ -390,3 +391,54 @@ def test_local_steps_are_those_of_torchs_adam(generator):
     for name, moved in learner.model.theta().items():
         torch.testing.assert_close(moved, other.model.theta()[name])
     assert end[2].step == len(rates)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def random_factors(rng, sites, size, condition):
+    """Lower factors of randomly rotated covariances with the given condition number."""
+    rotations = np.linalg.qr(rng.normal(size=(sites, size, size)))[0]
+    roots = rotations * np.geomspace(1.0, condition**-0.5, size) * np.exp(rng.normal(size=(sites, 1, 1)) / 2)
+    return np.linalg.cholesky(roots @ roots.mT)
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e10])
+def test_solves_its_defining_equation_in_sixty_digits(rng, condition):
+    """Whitened: ‖F⁻ᵀ Σ wₖ (FᵀSₖF)^½ F⁻¹ − I‖, which sees the smallest direction as well as the largest."""
+    factors, weights = random_factors(rng, 3, 4, condition), np.array([0.2, 0.3, 0.5])
+    _, found = barycentre(np.zeros((3, 4)), factors, weights)
+    with mpmath.workdps(60):
+        factor, total = mpmath.matrix(found.tolist()), mpmath.zeros(4)
+        for weight, site in zip(weights, factors, strict=True):
+            half = mpmath.matrix(site.tolist()).T * factor
+            values, vectors = mpmath.eigsy(half.T * half)
+            total += mpmath.mpf(weight) * vectors * mpmath.diag([mpmath.sqrt(v) for v in values]) * vectors.T
+        inverse = factor**-1
+        gap = inverse.T * total * inverse - mpmath.eye(4)
+        worst = max(abs(entry) for entry in gap)
+    assert worst < 1e-10
+
+
+def test_means_and_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
+    means, scales, weights = rng.normal(size=(4, 6)), rng.uniform(0.1, 3.0, (4, 6)), np.array([1.0, 2.0, 3.0, 4.0])
+    centre, diagonal = barycentre(means, scales, weights)
+    np.testing.assert_allclose([centre, diagonal], [weights / 10 @ part for part in (means, scales)], rtol=1e-13)
+    _, full = barycentre(means, np.stack([np.diag(s) for s in scales]), weights, max_iterations=6)
+    np.testing.assert_allclose(full, np.diag(diagonal), rtol=0, atol=1e-10)
+
+
+def test_the_distance_is_that_of_the_trace_formula(rng):
+    means, factors = rng.normal(size=(2, 4)), random_factors(rng, 2, 4, 1e2)
+    nuclear = np.linalg.svd(factors[0].T @ factors[1], compute_uv=False).sum()
+    squared = np.sum((means[0] - means[1]) ** 2) + np.sum(factors[0] ** 2) + np.sum(factors[1] ** 2) - 2 * nuclear
+    assert wasserstein_distance(means[0], factors[0], means[1], factors[1]) == pytest.approx(squared**0.5, rel=1e-12)
+    scalar = wasserstein_distance(np.zeros(1), np.array([2.0]), np.array([3.0]), np.array([6.0]))
+    assert scalar == pytest.approx(5.0)
+
+
+def test_what_does_not_converge_is_refused(rng):
+    with pytest.raises(NumericsError, match="did not converge"):
+        barycentre(np.zeros((2, 3)), random_factors(rng, 2, 3, 10.0), np.ones(2), max_iterations=1)

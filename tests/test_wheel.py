@@ -78,8 +78,7 @@ def test_wheel_and_source_archive_are_complete(built):
 def test_the_app_meets_the_conventions_of_the_hub(installed, tmp_path):
     python(tmp_path, "-m", "fedgp_flower.cli", "deploy", "app", tmp_path / "app", home=installed)
     written = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
-    found = normalize_and_validate_fab_format(written)
-    assert "fab_format_version=1" in str(found)
+    assert "fab_format_version=1" in str(normalize_and_validate_fab_format(written))
     config = read_config(tmp_path / "app" / "pyproject.toml")
     keys = {key.removeprefix("tool.flwr.app.config."): value for key, value in config.items() if ".app.config." in key}
     assert keys == default_config()
