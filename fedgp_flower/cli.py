@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedgp_flower.run import api, check, figures, forget, leaves, predict, registry, report, summary, terminal
     from fedgp_flower.run import in_process as engine
     from fedgp_flower.run import user_config as user
+    from fedgp_flower.typing import Json
 else:
     agreement, audit = Lazy("fedgp_flower.agreement"), Lazy("fedgp_flower.privacy.audit")
     catalogue, tables, site_tables = (Lazy(f"fedgp_flower.data.{name}") for name in ("catalogue", "tables", "sites"))
@@ -106,7 +107,7 @@ def run(
     completed = _run_config(words, config, given)
     if dry_run:
         parsed = registry.parse_config(completed)
-        _show_checked(check.plan(parsed, sites))
+        _show_checked(*check.plan(parsed, sites))
         rounds = f"{parsed.num_server_rounds} rounds at most"
         print(f"would run {parsed.method}, {rounds}, into {user.run_folder(completed)}")
         return
@@ -190,18 +191,18 @@ def check_tables(
     The exit status is 2 if a table cannot be used.
     """
     files, keys = _files_and_keys(words)
-    _show_checked(check.check(_site_files(files), registry.parse_config(keys)))
+    _show_checked(*check.check(_site_files(files), registry.parse_config(keys)))
 
 
-def _show_checked(found: check.Checked) -> None:
+def _show_checked(data: Json, suspected: Sequence[str], problems: Sequence[str]) -> None:
     """Print the result of a check. Exit with status 2 if a table cannot be used."""
-    lines = [*found.suspected, *found.problems]
-    if found.data:
-        terminal.show(terminal.table(agreement.OVERVIEW_TITLES, agreement.overview_rows(found.data), numbers=True))
-        lines = [*agreement.overview_lines(found.data), *lines]
+    lines = [*suspected, *problems]
+    if data:
+        terminal.show(terminal.table(agreement.OVERVIEW_TITLES, agreement.overview_rows(data), numbers=True))
+        lines = [*agreement.overview_lines(data), *lines]
     for line in dict.fromkeys(lines):
         terminal.show(line)
-    if found.problems:
+    if problems:
         raise typer.Exit(2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tomllib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 from safetensors.numpy import load, save
 
-from fedgp_flower.errors import DamagedError, FedGPError, RunError
+from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
 from fedgp_flower.typing import Facts, Json, NamedArrays
 
 
@@ -52,6 +53,16 @@ def write_json(path: Path, content: Facts) -> None:
 def write_arrays(path: Path, arrays: Facts) -> None:
     """Write named arrays as safetensors, in C order."""
     write_bytes(path, save({name: np.array(value, order="C") for name, value in arrays.items()}))
+
+
+def read_toml(path: Path, hint: str = "") -> Json:
+    """Read a TOML file that a person wrote. Raise ConfigError, with a ``hint`` if there is no such file."""
+    try:
+        return tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}){hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def read_json(path: Path) -> Json:

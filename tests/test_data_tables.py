@@ -460,7 +460,7 @@ def test_a_suspected_code_is_told_before_training_and_never_itself(tmp_path: Pat
     frames = {"north": patients(seed=1), "south": patients(seed=2)}
     frames["north"].loc[[2, 5, 6], "weight"] = -987.0
     files = [Path(str(node["data-path"])) for node in csv_nodes(tmp_path, frames)]
-    [said] = check(files, settings("impute")).suspected
+    _, [said], _ = check(files, settings("impute"))
     assert said.startswith("north.csv: `weight` (3 cells)")
     assert "987" not in said
 
@@ -473,11 +473,11 @@ def hospitals(folder: Path) -> list[Path]:
 
 
 def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
-    found = check(hospitals(tmp_path), settings("impute"))
-    assert found.problems == ()
-    counted = {key: found.data[key] for key in ("sites", "rows", "inputs", "dropped")}
+    data, _, problems = check(hospitals(tmp_path), settings("impute"))
+    assert problems == []
+    counted = {key: data[key] for key in ("sites", "rows", "inputs", "dropped")}
     assert counted == {"sites": 3, "rows": 267, "inputs": 5, "dropped": 3}
-    age, weight, ward = found.data["columns"]
+    age, weight, ward = data["columns"]
     gone = [patients(seed=k).dropna(subset=["y"]).isna().sum() for k in range(3)]
     assert (age["missing"], ward["missing"]) == (sum(own["age"] for own in gone), sum(own["ward"] for own in gone))
     assert (age["differs"], weight["differs"]) == ([], ["grams"])

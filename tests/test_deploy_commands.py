@@ -19,7 +19,7 @@ from faults import waves
 
 from fedgp_flower import cli
 from fedgp_flower.deploy import doctor, machines
-from fedgp_flower.deploy.credentials import Authority
+from fedgp_flower.deploy.credentials import certify, create_authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.submission import Flower
 from fedgp_flower.errors import ConfigError
@@ -128,7 +128,8 @@ def test_a_new_certificate_is_trusted_through_the_old_invitation_alone(both: tup
     for name in (HOST, "localhost", "127.0.0.1"):
         assert handshake(server, ssl.create_default_context(cafile=site.folder / "ca.crt"), name) == "TLSv1.3"
     Path("other").mkdir()
-    Authority.new(30).certify(Path("other"), HOST, 30)
+    create_authority(Path("other"), 30)
+    certify(Path("other"), Path("other"), HOST, 30)
     for trusted, name in ((site.folder, "other.example.org"), (Path("other"), HOST)):
         with pytest.raises(ssl.SSLCertVerificationError):
             handshake(server, ssl.create_default_context(cafile=trusted / "ca.crt"), name)

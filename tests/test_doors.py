@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-from cryptography.hazmat.primitives import serialization
 from faults import waves
 from flwr.common.config import parse_config_args
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 
 from fedgp_flower.deploy import doctor, machines
-from fedgp_flower.deploy.credentials import Authority
+from fedgp_flower.deploy.credentials import certify, create_authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.wrapped import approving, for_sites, reason_of
 from fedgp_flower.errors import ConfigError, RunError
@@ -152,16 +151,18 @@ def test_the_authority_lies_beside_the_superlink_not_in_it(invitation: Path) -> 
 )
 def test_a_certificate_that_is_no_good_ends_a_supernode_with_what_to_do(another, days, words, tmp_path) -> None:
     """The reason in the last line of a SuperNode, and what its doctor says."""
-    authority = Authority.new(10)
-    authority.write(tmp_path)
-    (Authority.new(10) if another else authority).certify(tmp_path, "localhost", days)
-    (tmp_path / "ca.crt").write_bytes(authority.certificate.public_bytes(serialization.Encoding.PEM))
+    server, authority = tmp_path / "server", tmp_path / ("another" if another else "")
+    server.mkdir()
+    authority.mkdir(exist_ok=True)
+    for folder in {tmp_path, authority}:
+        create_authority(folder, 10)
+    certify(authority, server, "localhost", days)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(lambda: context.wrap_socket(server.accept()[0], server_side=True).close())
+    context.load_cert_chain(server / "server.pem", server / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(lambda: context.wrap_socket(listening.accept()[0], server_side=True).close())
         with pytest.raises(RunError, match=words) if words else contextlib.nullcontext():
-            found = doctor._reachable(f"localhost:{server.getsockname()[1]}", tmp_path / "ca.crt")
+            found = doctor._reachable(f"localhost:{listening.getsockname()[1]}", tmp_path / "ca.crt")
             assert "a certificate of the authority" in found
         served.exception()
 

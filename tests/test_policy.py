@@ -301,7 +301,7 @@ def test_shares_of_one_table_have_no_policy_unless_one_is_named():
         ("least-row = 3", "least-row"),
         ("least-rows = -1", "least-rows"),
         ("methods = 'fsgp'", "methods"),
-        ("=", "is not TOML"),
+        ("=", "is not valid TOML"),
         ("", "cannot be read"),
     ],
 )

@@ -64,9 +64,9 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(line_page):
 
 def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     run = read_run(line_run)
-    for arm in summary.arms(run.metrics):
+    for known in summary.arms(run.metrics).values():
         for name in ("rmse", "nll", "crps"):
-            assert f"<td>{summary.show(arm.figures[name])}</td>" in line_page
+            assert f"<td>{summary.show(known[name])}</td>" in line_page
     assert "RMSE and CRPS in units of yield" in line_page
     assert "1 failure at 1 site" in line_page
     assert "<td>extra jitter in Kzz</td><td>3</td>" in line_page
@@ -237,13 +237,13 @@ def test_the_roc_is_that_of_the_counts():
 
 def test_convergence_draws_baselines_and_frames_the_late_rounds():
     history = pd.DataFrame({"round": range(40), "test_nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
-    (ax,) = figures.convergence(history, [summary.Arm("pooled", {"nll": 0.9}, 0)], "m").axes
+    (ax,) = figures.convergence(history, {"pooled": {"nll": 0.9}}, "m").axes
     assert [line.get_ydata()[0] for line in ax.lines if line.get_label() == "pooled"] == [0.9]
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1] < 3
     assert "outside the frame" in ax.get_title(loc="right")
-    assert figures.convergence(history[:1], [], "m") is None
+    assert figures.convergence(history[:1], {}, "m") is None
     settled = history.assign(test_nll=1.93 + 1e-4 * history["round"])
-    low, high = figures.convergence(settled, [], "m").axes[0].get_ylim()
+    low, high = figures.convergence(settled, {}, "m").axes[0].get_ylim()
     assert high - low == pytest.approx(0.05)
 
 
@@ -262,22 +262,22 @@ def telling(run, facts):
 
 
 def test_the_shortest_comes_first_with_a_log_normal_interval(run):
-    [own] = relevances(telling(run, lengthscale_facts(LOGS, SPREAD, "a test")))
-    assert own.names == ("dose", "age", "ward")
-    assert own.value == pytest.approx([0.5, 4, 90])
-    assert own.low == pytest.approx([0.5, 4, 90] / np.exp(1.959964 * np.array([0.2, 0.1, 2.0])), rel=1e-6)
-    assert own.low * own.high == pytest.approx(own.value**2)
-    assert (own.part, own.how) == ("kernel", "a test")
+    [(part, own)] = relevances(telling(run, lengthscale_facts(LOGS, SPREAD, "a test"))).items()
+    assert list(own.index) == ["dose", "age", "ward"]
+    assert list(own["value"]) == pytest.approx([0.5, 4, 90])
+    assert list(own["low"]) == pytest.approx([0.5, 4, 90] / np.exp(1.959964 * np.array([0.2, 0.1, 2.0])), rel=1e-6)
+    assert list(own["low"] * own["high"]) == pytest.approx(list(own["value"] ** 2))
+    assert (part, own.attrs["how"]) == ("kernel", "a test")
 
 
 def test_without_intervals_points_are_shown_and_none_is_made_up(run):
-    [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test")))
-    assert np.isnan(own.low).all()
-    assert not own.how
+    [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test"))).values()
+    assert own["low"].isna().all()
     saved = replace(run.saved, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])})
-    [same] = relevances(replace(run, saved=saved))
-    assert (same.names, same.part, same.how) == (own.names, "kernel", "")
-    assert relevances(run) == []
+    same = relevances(replace(run, saved=saved))
+    pd.testing.assert_frame_equal(same["kernel"], own)
+    assert own.attrs["how"] == same["kernel"].attrs["how"] == ""
+    assert relevances(run) == {}
 
 
 def test_parts_of_a_model_have_panels_of_their_own(run):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -18,56 +17,43 @@ from fedgp_flower.errors import ConfigError
 _CURVE = ec.SECP384R1()
 
 
-@dataclass(frozen=True, slots=True)
-class Authority:
-    """The authority that signs the SuperLink's certificate. Its key allows anyone to pose as the SuperLink."""
+def create_authority(folder: Path, days: int) -> None:
+    """Write ``ca.crt`` and ``ca.key`` of an authority for certificates of a SuperLink; only the owner reads the key.
 
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+    Whoever has the key can pose as the SuperLink.
+    """
+    key, name = ec.generate_private_key(_CURVE), _name("fedgp authority")
+    certificate = _builder(name, name, key, days, authority=True).sign(key, hashes.SHA384())
+    (folder / "ca.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    _write_secret(folder / "ca.key", key, serialization.PrivateFormat.PKCS8)
 
-    @staticmethod
-    def new(days: int) -> Authority:
-        """Create an authority that is valid for some days."""
-        key, name = ec.generate_private_key(_CURVE), _name("fedgp authority")
-        return Authority(_builder(name, name, key, days, authority=True).sign(key, hashes.SHA384()), key)
 
-    @staticmethod
-    def read(folder: Path) -> Authority:
-        """Read ``ca.crt`` and ``ca.key``."""
-        try:
-            key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder}: no authority in ca.crt and ca.key ({error})") from None
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return Authority(certificate, key)
-
-    def write(self, folder: Path) -> None:
-        """Write ``ca.crt``, and ``ca.key`` with access for its owner only."""
-        (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
-        _write_secret(folder / "ca.key", self.key, serialization.PrivateFormat.PKCS8)
-
-    def certify(self, folder: Path, host: str, days: int) -> None:
-        """Write or replace ``server.key`` and ``server.pem`` for ``localhost`` and a host, and ``ca.crt``."""
-        key = ec.generate_private_key(_CURVE)
-        try:
-            name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
-        except ValueError:
-            name = x509.DNSName(host)
-        local = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        names = list(dict.fromkeys([*local, name]))
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
-        server = (
-            _builder(_name(host), self.certificate.subject, key, days, authority=False)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(issuer, critical=False)
-            .sign(self.key, hashes.SHA384())
-        )
-        (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
-        (folder / "server.key").unlink(missing_ok=True)
-        (folder / "server.pem").write_bytes(server.public_bytes(serialization.Encoding.PEM))
-        _write_secret(folder / "server.key", key, serialization.PrivateFormat.PKCS8)
+def certify(authority: Path, folder: Path, host: str, days: int) -> None:
+    """Write or replace ``server.key`` and ``server.pem`` for ``localhost`` and a host, and copy ``ca.crt``."""
+    try:
+        signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+        certificate = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{authority}: no authority in ca.crt and ca.key ({error})") from None
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(_CURVE)
+    try:
+        name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        name = x509.DNSName(host)
+    local = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    server = (
+        _builder(_name(host), certificate.subject, key, days, authority=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(list(dict.fromkeys([*local, name]))), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(signer, hashes.SHA384())
+    )
+    (folder / "ca.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "server.key").unlink(missing_ok=True)
+    (folder / "server.pem").write_bytes(server.public_bytes(serialization.Encoding.PEM))
+    _write_secret(folder / "server.key", key, serialization.PrivateFormat.PKCS8)
 
 
 def create_node_key(path: Path) -> Path:

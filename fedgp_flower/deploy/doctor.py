@@ -69,10 +69,10 @@ def _examine(checks: Checks) -> bool:
 
 
 def _table(path: Path) -> str:
-    found = check([path], parse_config({"test-fraction": 0.0}))
-    if found.problems:
-        raise RunError("; ".join(found.problems))
-    return f"{path}: {found.data['rows']} rows, {found.data['inputs']} inputs" if found.data else str(path)
+    data, _, problems = check([path], parse_config({"test-fraction": 0.0}))
+    if problems:
+        raise RunError("; ".join(problems))
+    return f"{path}: {data['rows']} rows, {data['inputs']} inputs"
 
 
 def _secret(files: Sequence[Path]) -> str:

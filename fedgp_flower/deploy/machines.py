@@ -13,24 +13,24 @@ import shlex
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tomli_w
 
-from fedgp_flower.deploy.credentials import Authority, create_node_key
+from fedgp_flower.deploy.credentials import certify, create_authority, create_node_key
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
 from fedgp_flower.deploy.wrapped import CONTROL, PIN
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.files import write_bytes
+from fedgp_flower.files import read_toml, write_bytes
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.keys import Identity, short_hash
+from fedgp_flower.typing import Json
 
 Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
 """Words, working directory and environment variables of a command."""
@@ -121,10 +121,9 @@ class Coordinator:
         folder = folder.resolve()
         _new(folder, "server", "flower", "logs", "invitations")
         _new(_authority(folder))
-        authority = Authority.new(AUTHORITY_DAYS)
-        authority.write(_authority(folder))
+        create_authority(_authority(folder), AUTHORITY_DAYS)
         shutil.copy(_authority(folder) / "ca.crt", folder)
-        authority.certify(folder / "server", host, SERVER_DAYS)
+        certify(_authority(folder), folder / "server", host, SERVER_DAYS)
         _write(folder / "coordinator.toml", {"host": host, "port": port, "control": control})
         profile = {"address": f"127.0.0.1:{control}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
@@ -155,7 +154,7 @@ class Coordinator:
 
     def rotate(self) -> None:
         """Create a new key and certificate of the SuperLink with the same authority. Sites need no change."""
-        Authority.read(_authority(self.folder)).certify(self.folder / "server", self.host, SERVER_DAYS)
+        certify(_authority(self.folder), self.folder / "server", self.host, SERVER_DAYS)
 
     @contextmanager
     def flower(self) -> Iterator[Flower]:
@@ -307,10 +306,5 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
     write_bytes(path, tomli_w.dumps(content).encode())
 
 
-def _read(path: Path, maker: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` creates it") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+def _read(path: Path, maker: str) -> Json:
+    return read_toml(path, f"; `{maker}` creates it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.tables import OTHER
 from fedgp_flower.errors import ConfigError, PolicyError
-from fedgp_flower.files import write_bytes
+from fedgp_flower.files import read_toml, write_bytes
 from fedgp_flower.options import Count, Positive, Section, Value
 from fedgp_flower.privacy.disclosure import is_identifier, kept_levels
 
@@ -198,13 +197,7 @@ class Rules:
 
 def read(path: Path) -> Policy:
     """Read a policy file."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"`policy`: {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ConfigError(f"`policy`: {path} is not TOML: {error}") from None
-    policy: Policy = validated(Policy, values, f"{path.name}: ")
+    policy: Policy = validated(Policy, read_toml(path), f"{path.name}: ")
     return policy
 
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.sites import RawSite, check_partition, count_sites, load_site, simulated_nodes
+from fedgp_flower.data.sites import check_partition, count_sites, load_site, simulated_nodes
 from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.errors import DataError, PolicyError
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.typing import Json
+from fedgp_flower.typing import Json, Node
 
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Result of a check of tables."""
-
-    data: Json
-    """Summary as in ``metrics.json``; empty if no table can be used."""
-    problems: tuple[str, ...]
-    suspected: tuple[str, ...] = ()
+Checked: TypeAlias = tuple[Json, list[str], list[str]]
+"""Summary as in ``metrics.json``, empty if no table can be used; warnings; problems."""
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
@@ -32,7 +24,7 @@ def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     same_name = len({table_stem(file) for file in files}) < len(files)
     nodes = {str(file) if same_name else table_stem(file): {"data-path": str(file)} for file in files}
     names = {name: file.name for name, file in zip(nodes, files, strict=True)}
-    return agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config, names)
+    return _agreed(nodes, config, names)
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
@@ -40,27 +32,25 @@ def plan(config: CoreConfig, sites: int) -> Checked:
     if files := tables_in(config.dataset):
         return check(files, config)
     nodes = simulated_nodes(count_sites(config, sites))
-    return agreed({str(node["partition-id"]): partial(load_site, config, node) for node in nodes}, config)
+    return _agreed({str(node["partition-id"]): node for node in nodes}, config, {})
 
 
 def require_usable(config: CoreConfig, sites: int) -> None:
     """Raise DataError, once for all sites, if a simulated run cannot use the data."""
     if files := tables_in(config.dataset):
-        if problems := check(files, config).problems:
+        if problems := check(files, config)[2]:
             raise DataError("\n".join(problems))
     else:
         check_partition(config, sites)
 
 
-def agreed(
-    sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig, names: Mapping[str, str] | None = None
-) -> Checked:
+def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, str]) -> Checked:
     """Check sites and their agreement; ``names`` are the names of their files for messages."""
-    files = {name: name for name in sites} | dict(names or {})
+    files = {name: name for name in nodes} | dict(names)
     described, dropped, problems, suspected = {}, 0, [], []
-    for name, load in sites.items():
+    for name, node in nodes.items():
         try:
-            site = Rules("query.describe").site(load())
+            site = Rules("query.describe").site(load_site(config, node))
         except PolicyError as error:
             problems.append(f"{files[name]}: {error}")
             continue
@@ -74,7 +64,7 @@ def agreed(
     try:
         agreement = agree(described, **config.agreement_options)
     except DataError as error:
-        return Checked({}, (*problems, *([str(error)] if described else [])))
+        return {}, [], [*problems, *([str(error)] if described else [])]
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
     suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
     counted = {
@@ -83,4 +73,4 @@ def agreed(
         "rows": sum(agreement.rows.values()),
         "inputs": len(agreement.names),
     }
-    return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems), tuple(suspected))
+    return {**counted, "dropped": dropped, "columns": agreement.columns}, suspected, problems

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.special import expit, ndtr, ndtri
 
@@ -43,37 +44,27 @@ class Effect:
     """Standardised inputs of all columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Relevance:
-    """Lengthscales of one part of the model, shortest first, in standard deviations of the inputs."""
+def relevances(run: Run) -> dict[str, pd.DataFrame]:
+    """Return a table for each part of the model: the lengthscale of each input, in its standard deviations, ascending.
 
-    part: str
-    names: tuple[str, ...]
-    value: Array  # [D]
-    low: Array  # [D] of the 95 % interval; NaN where none is known
-    high: Array  # [D]
-    how: str
-
-
-def relevances(run: Run) -> list[Relevance]:
-    """Return the lengthscales in a method's details, else those of a saved kernel; none for a single input."""
+    They are those in the method's details, else of a saved kernel; none for a single input. ``low`` and ``high`` are
+    the ends of a 95 % interval, NaN if there is none; ``attrs["how"]`` says how it was computed.
+    """
     if run.saved is None or len(run.saved.inputs) < 2:
-        return []
-    names = run.saved.inputs
+        return {}
     parts = run.metrics.method_details.get("relevance") or {
         name.removesuffix(".lengthscale"): {"value": np.ravel(array).tolist()}
         for name, array in run.saved.arrays.items()
         if name.startswith("kernel.") and name.endswith(".lengthscale")
     }
-    found = []
+    found = {}
     for part, entry in parts.items():
-        value = np.asarray(entry["value"], dtype=float)
-        if len(value) == len(names):  # not a single lengthscale for all inputs
-            spread = np.full(len(value), np.nan if entry.get("log_sd") is None else entry["log_sd"], dtype=float)
-            low, high = (value * np.exp(ndtri(level) * spread) for level in (0.025, 0.975))
-            order = np.argsort(value)
-            how = str(entry.get("how", ""))
-            found.append(Relevance(part, tuple(names[i] for i in order), value[order], low[order], high[order], how))
+        if len(entry["value"]) == len(run.saved.inputs):  # not a single lengthscale for all inputs
+            value = pd.Series(entry["value"], list(run.saved.inputs), dtype=float)
+            factor = np.exp(ndtri(0.975) * np.asarray(entry.get("log_sd") or np.nan, dtype=float))
+            table = pd.DataFrame({"value": value, "low": value / factor, "high": value * factor})
+            found[part] = table.sort_values("value")
+            found[part].attrs["how"] = str(entry.get("how", ""))
     return found
 
 

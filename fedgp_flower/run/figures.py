@@ -22,12 +22,12 @@ from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.typing import Array
+from fedgp_flower.run.summary import number
+from fedgp_flower.typing import Array, Facts
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Run
-    from fedgp_flower.run.dependence import Effect, Relevance
+    from fedgp_flower.run.dependence import Effect
     from fedgp_flower.run.predict import Predictor
 
 FEDERATED, LOCAL, POOLED, BAND, MISS = "#1f5f99", "#c8691c", "#3d3d3d", "#bcd3e8", "#b3261e"
@@ -53,7 +53,7 @@ Make: TypeAlias = Callable[..., Figure]
 """Constructor of figures: the class Figure, or a function of pyplot in a notebook."""
 
 
-def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, make: Make = Figure) -> Figure | None:
+def convergence(history: pd.DataFrame, others: Mapping[str, Facts], units: str, make: Make = Figure) -> Figure | None:
     """Plot the objective and held-out scores by round, or by visit if they are counted, with baselines as lines."""
     names = {
         "objective": "training objective (nats per row)",
@@ -72,7 +72,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str, mak
         values = history[name].dropna()
         style = "o-" if len(values) <= 30 else "-"
         ax.plot(abscissa[values.index], values, style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
-        levels = {arm.name: number(arm.figures.get(name.removeprefix("test_"))) for arm in baselines}
+        levels = {arm: number(known.get(name.removeprefix("test_"))) for arm, known in others.items() if arm in STYLES}
         for arm, level in levels.items():
             if math.isfinite(level):
                 colour, dash = STYLES[arm]
@@ -353,23 +353,23 @@ def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure
     return figure
 
 
-def relevance(found: Sequence[Relevance]) -> Figure:
+def relevance(found: Mapping[str, pd.DataFrame]) -> Figure:
     """Plot lengthscales of the most relevant inputs, a panel for each part of the model, with known 95 % intervals."""
-    rows = min(MAX_INPUTS, max(len(part.names) for part in found))
+    rows = min(MAX_INPUTS, max(map(len, found.values())))
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
-    for ax, part in zip(axes, found, strict=True):
-        y, shown = np.arange(rows), slice(rows)
-        ax.hlines(y, part.low[shown], part.high[shown], color=BAND, lw=6)
-        ax.plot(part.value[shown], y, "o", color=FEDERATED, ms=4)
-        ax.set_yticks(y, [label_text(name) for name in part.names[shown]])
-        ends = np.concatenate([part.value[shown], part.low[shown], part.high[shown].clip(max=MAX_LENGTHSCALE)])
+    for ax, (part, table) in zip(axes, found.items(), strict=True):
+        y, shown = np.arange(rows), table.head(rows)
+        ax.hlines(y, shown["low"], shown["high"], color=BAND, lw=6)
+        ax.plot(shown["value"], y, "o", color=FEDERATED, ms=4)
+        ax.set_yticks(y, [label_text(str(name)) for name in shown.index])
+        ends = shown.assign(high=shown["high"].clip(upper=MAX_LENGTHSCALE)).to_numpy()
         ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlabel("lengthscale (standard deviations of the input)")
         if len(found) > 1:
-            ax.set_title(part.part, fontsize=9, loc="left")
+            ax.set_title(part, fontsize=9, loc="left")
     return figure
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from fedgp_flower.errors import RunError
 from fedgp_flower.lazy import Lazy
 from fedgp_flower.outcome import Progress, round_of, silent
-from fedgp_flower.run.summary import answer, arms, headline, target_of
+from fedgp_flower.run.summary import answer, baselines, headline, target_of
 
 if TYPE_CHECKING:
     from IPython import display
@@ -62,8 +62,7 @@ def plot_run(run: Run) -> Sequence[Axes]:
     if rows is not None and {"mean", "sd", "target"} <= set(rows):
         counts = run.config.get("model.likelihood") == "poisson"
         return figures.parity(rows, units, counts, pyplot.figure).axes
-    others = [arm for arm in arms(run.metrics)[1:] if arm.name in figures.STYLES]
-    figure = figures.convergence(run.history, others, units, pyplot.figure)
+    figure = figures.convergence(run.history, baselines(run.metrics), units, pyplot.figure)
     if figure is None:
         raise RunError(f"{run.path} has nothing to plot: no held-out row and fewer than two rounds")
     return figure.axes

@@ -147,12 +147,8 @@ class Predictor:
             arrays = {}  # sites of some methods keep no state
         config = parse_config(read.config)
         rows = Rules("predict").read(node).site(load_site(config, node))
-        predictor = _at_node(read, config, rows, arrays)
-        if predictor is None:
-            raise RunError(
-                f"{state}, the state of site {site!r}, is missing, damaged, or belongs to other rows or another run"
-            )
-        return predictor
+        unusable = f"{state}, the state of site {site!r}, is missing, damaged, or belongs to other rows or another run"
+        return _at_node(read, config, rows, arrays, unusable)
 
     @staticmethod
     def joined(run: Path, name: str, data: Path) -> Predictor:
@@ -161,10 +157,9 @@ class Predictor:
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(f"a site {name!r} took part in {run}: use `fedgp predict --site`, or rename the table")
         config = parse_config(read.config | {"split": -1, "test-fraction": 0.0})
-        predictor = _at_node(read, config, load_site(config, _node(read, name, data)), {})
-        if predictor is None:
-            raise RunError(f"a new site cannot join a run of {read.metrics.method!r} as configured")
-        return predictor
+        rows = load_site(config, _node(read, name, data))
+        unusable = f"a new site cannot join a run of {read.metrics.method!r} as configured"
+        return _at_node(read, config, rows, {}, unusable)
 
     @staticmethod
     def of_all(run: Path) -> dict[str, Predictor]:
@@ -386,8 +381,8 @@ def predict_file(
     return len(frame), count_unknown_levels(frame, preparation), int((outside != "").sum())
 
 
-def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
-    """Return the predictor at a site, from its rows and its saved state; None if they do not match."""
+def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, unusable: str) -> Predictor:
+    """Return the predictor at a site, from its rows and its saved state. Raise RunError ``unusable`` if they differ."""
     reference = read.method.at_site
     if read.saved is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
@@ -395,7 +390,9 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays) -
     model: SiteModel = load(reference)
     agreed = Preparation.from_wire(read.saved.arrays, json.dumps(read.saved.schema))
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.saved, agreed, standardised, rows)
+    if standardised is None:
+        raise RunError(unusable)
+    return Predictor(read, read.saved, agreed, standardised, rows)
 
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:

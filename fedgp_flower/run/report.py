@@ -30,11 +30,13 @@ from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
     arms,
     baseline_differences,
+    baselines,
     cell,
     data_name,
     expected_coverage,
     figure_columns,
     headline,
+    held_out_rows,
     is_classification,
     is_time,
     notes,
@@ -100,7 +102,6 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
     plots.mkdir(exist_ok=True)
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
     failing = len({str(row["site"]) for row in metrics.failures})
-    lines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
     nll = [
         {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
         for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ()))
@@ -126,7 +127,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             predictions=list(_predictions(run, predictor, target)),
             calibration=_calibration(run),
             convergence=_picture(
-                "convergence", figures.convergence(run.history, lines, units), "Figures after each round."
+                "convergence", figures.convergence(run.history, baselines(metrics), units), "Figures after each round."
             ),
             sites=_picture("sites", figures.sites(*nll), "Held-out NLL of each site, in nats per row."),
             site_table=_site_table(metrics),
@@ -164,8 +165,8 @@ def _relevance(run: Run) -> list[Panel]:
     found = relevances(run)
     if not found:
         return []
-    hidden = max(len(part.names) for part in found) - figures.MAX_INPUTS
-    how = found[0].how
+    first = next(iter(found.values()))
+    hidden, how = len(first) - figures.MAX_INPUTS, first.attrs["how"]
     caption = (
         "Lengthscales in standard deviations of the input: the shorter, the more relevant. Data span about 4, so inputs"
         " with much longer lengthscales hardly matter."
@@ -205,7 +206,7 @@ def _many(count: int, noun: str) -> str:
 
 def _headline_note(metrics: RunMetrics, units: str) -> str:
     """Return the explanation of the headline's figures."""
-    n = arms(metrics)[0].rows
+    n = held_out_rows(metrics)
     if is_time(metrics):
         note = (
             "Concordance: share of pairs of rows of a site with events in the predicted order. NLL in nats per row and"
@@ -225,7 +226,7 @@ def _headline_note(metrics: RunMetrics, units: str) -> str:
             " R² compares with the mean of the training rows."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
-    if len({arm.rows for arm in arms(metrics)}) > 1:
+    if len({known["rows"] for known in arms(metrics).values()}) > 1:
         note += " The rows of this table were scored on different numbers of held-out rows, so compare them with care."
     return note
 

@@ -43,16 +43,6 @@ PERCENTAGES = ("accuracy", "concordance", "events", "survival_error", "coverage_
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """This run or a baseline, with figures on the same held-out rows."""
-
-    name: str
-    figures: Facts
-    rows: int
-    """Number of held-out rows."""
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """Mean difference per row, 95 % interval (NaN for fewer than three sites), and number of sites."""
 
@@ -96,25 +86,30 @@ def baselines(metrics: RunMetrics) -> dict[str, Facts]:
     return {name: figures for name, figures in named.items() if figures is not None and name != metrics.method}
 
 
-def arms(metrics: RunMetrics) -> list[Arm]:
-    """Return this run and then its baselines."""
+def arms(metrics: RunMetrics) -> dict[str, Facts]:
+    """Return figures and held-out ``rows`` of this run, then of its baselines, by name."""
     federated = metrics.method not in METHODS or METHODS[metrics.method].federated
     name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
     total = 0 if metrics.per_site else round(sum(counts))  # under masks there are no figures of single sites
     found = {name: {**metrics.test, "per_site": metrics.per_site}, **baselines(metrics)}
-    return [
-        Arm(name, figures, sum(int(row["num_examples"]) for row in figures.get("per_site", ())) or total)
+    return {
+        name: {**figures, "rows": sum(int(row["num_examples"]) for row in figures.get("per_site", ())) or total}
         for name, figures in found.items()
-    ]
+    }
+
+
+def held_out_rows(metrics: RunMetrics) -> int:
+    """Return the number of held-out rows of this run."""
+    return int(next(iter(arms(metrics).values()))["rows"])
 
 
 def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows of the headline table: a row per arm, its figures in original units, held-out rows."""
     every = arms(metrics)
-    columns = [name for name in figure_columns(metrics) if any(name in arm.figures for arm in every)]
-    rows = [[arm.name, *(cell(c, arm.figures.get(c)) for c in columns), cell("rows", arm.rows)] for arm in every]
-    return ["", *map(title_of, (*columns, "rows"))], rows
+    columns = [name for name in (*figure_columns(metrics), "rows") if any(name in known for known in every.values())]
+    rows = [[name, *(cell(column, known.get(column)) for column in columns)] for name, known in every.items()]
+    return ["", *map(title_of, columns)], rows
 
 
 def expected_coverage(rows: int, level: float) -> tuple[float, float]:
@@ -150,7 +145,7 @@ def paired_difference(metrics: RunMetrics, baseline: Facts) -> Difference:
 def verdict(metrics: RunMetrics) -> str:
     """Return the second sentence of a report: the comparison with the baselines by NLL."""
     nll = number(metrics.test.get("nll"))
-    if not arms(metrics)[0].rows:
+    if not held_out_rows(metrics):
         return "No rows were held out, so predictions were not scored."
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
@@ -167,7 +162,7 @@ def verdict(metrics: RunMetrics) -> str:
     sites = max(difference.sites for difference in differences.values())
     few = ("no interval because masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
     how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
-    rows = arms(metrics)[0].rows
+    rows = held_out_rows(metrics)
     where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
     text = f"{'; '.join(clauses)}: {metrics.method}{where}, by NLL{how}."
     return text[0].upper() + text[1:]
@@ -223,7 +218,7 @@ def calibration_verdict(metrics: RunMetrics) -> str:
         extreme, cautious = (f"1: its probabilities are too {word}" for word in ("extreme", "cautious"))
         judgement = f", below {extreme}" if high < 1 else f", above {cautious}" if low > 1 else "; 1 is right"
         return f"{found}{judgement}." if math.isfinite(slope + error) else ""
-    observed, rows = number(metrics.test.get("coverage_95")), arms(metrics)[0].rows
+    observed, rows = number(metrics.test.get("coverage_95")), held_out_rows(metrics)
     if not math.isfinite(observed) or rows == 0:
         return ""
     low, high = expected_coverage(rows, 0.95)
@@ -253,17 +248,17 @@ def convergence_note(metrics: RunMetrics) -> str:
 
 def answer(run: Run) -> str:
     """Return the first sentence of a report: error or accuracy, the same of the baselines, coverage of intervals."""
-    mine, *others = arms(run.metrics)
-    if not mine.rows:
+    mine, others, held_out = run.metrics.test, baselines(run.metrics), held_out_rows(run.metrics)
+    if not held_out:
         return "Nothing was held out, so nothing was scored: all rows were trained on."
     figure = figure_columns(run.metrics)[0]
-    scored = [arm for arm in others if math.isfinite(number(arm.figures.get(figure)))]
-    chosen = [arm for arm in scored if arm.name not in WITHOUT_INPUTS] or scored
+    scored = [name for name, known in others.items() if math.isfinite(number(known.get(figure)))]
+    chosen = [name for name in scored if name not in WITHOUT_INPUTS] or scored
     names = {"local-only": "each site alone", "pooled": "one model of all rows in one place"}
     names |= {"mean of the target": "their mean"}
-    found = [f"{_in_words(figure, arm)} for {names.get(arm.name, arm.name)}" for arm in chosen]
+    found = [f"{_in_words(figure, others[name])} for {names.get(name, name)}" for name in chosen]
     compared = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
-    rows, coverage = f"{mine.rows:,} held-out rows", number(mine.figures.get("coverage_95"))
+    rows, coverage = f"{held_out:,} held-out rows", number(mine.get("coverage_95"))
     if is_classification(run.metrics):
         return f"{_in_words(figure, mine)} of {rows} in the right class{compared}."
     held = f"; 95 % intervals held {percent(coverage)} of {rows}" if math.isfinite(coverage) else f", on {rows}"
@@ -272,15 +267,15 @@ def answer(run: Run) -> str:
     return f"Typical error of {target_of(run)}: {_in_words(figure, mine)}{compared}{held}."
 
 
-def _in_words(figure: str, arm: Arm) -> str:
+def _in_words(figure: str, known: Facts) -> str:
     """Return a figure as a percentage or with three significant digits."""
-    value = number(arm.figures.get(figure))
+    value = number(known.get(figure))
     return percent(value) if figure in PERCENTAGES else f"{float(f'{value:.3g}'):,.9g}".replace("-", "−")
 
 
 def opening(run: Run) -> list[str]:
     """Return the first sentences of a report: the error, and the comparison with the baselines."""
-    return [answer(run)] + ([verdict(run.metrics)] if arms(run.metrics)[0].rows else [])
+    return [answer(run)] + ([verdict(run.metrics)] if held_out_rows(run.metrics) else [])
 
 
 def notes(metrics: RunMetrics) -> list[str]:
@@ -315,7 +310,7 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
         more = f" and {len(differ) - MAX_DIFFERENCES} more" if len(differ) > MAX_DIFFERENCES else ""
         warnings.append(f"their training tables differ, by rows or units: {'; '.join(differ[:MAX_DIFFERENCES])}{more}")
     if len({_held_out(run) for run in runs}) > 1:
-        rows = ", ".join(f"{arms(run.metrics)[0].rows:,}" for run in runs)
+        rows = ", ".join(f"{held_out_rows(run.metrics):,}" for run in runs)
         warnings.append(f"their held-out rows differ ({rows} rows): use the same `split`, `seed`, sites and data")
     return warnings
 
@@ -335,7 +330,7 @@ def _held_out(run: Run) -> tuple[object, ...]:
     if rows is not None and "target" in rows:
         target = np.sort(rows["target"].to_numpy(dtype=float))
         return len(target), round(float(target.sum()), 6), round(float(np.square(target).sum()), 4)
-    return (arms(run.metrics)[0].rows,)
+    return (held_out_rows(run.metrics),)
 
 
 def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
@@ -351,7 +346,7 @@ def side_by_side(runs: Sequence[Run]) -> list[list[str]]:
             "MB_up": metrics.bytes.get("up", 0) / 1e6,
             "MB_down": metrics.bytes.get("down", 0) / 1e6,
             **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
-            "rows": arms(metrics)[0].rows,
+            "rows": held_out_rows(metrics),
             "failures": len(metrics.failures),
             **quoted(metrics),
         }

@@ -18,7 +18,7 @@ from rich.table import Table
 from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of, time_left
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import arms, baseline_differences, data_name, headline, notes, opening, quoted
+from fedgp_flower.run.summary import baseline_differences, data_name, headline, held_out_rows, notes, opening, quoted
 from fedgp_flower.typing import Facts
 
 
@@ -90,7 +90,7 @@ def show_result(folder: Path) -> None:
     for sentence in others:
         console.print(sentence, markup=False, highlight=False)
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
-    if arms(metrics)[0].rows:
+    if held_out_rows(metrics):
         console.print(table(*headline(metrics), title=title, numbers=True))
     titles, differences = baseline_differences(metrics)
     if differences:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,22 +14,16 @@ from pydantic import BaseModel
 
 from fedgp_flower.config import CoreConfig, assignments, defaults, flatten
 from fedgp_flower.data.tables import table_stem, tables_in
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.files import read_toml
 from fedgp_flower.options import BASIC, FlatConfig, Section, Value, meanings
 from fedgp_flower.run.registry import default_config, option_classes, parse_config
 
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
 
 
 def read_config(path: Path) -> dict[str, Value]:
     """Read the flat keys of a TOML file with nested tables. Raise ConfigError if it is missing or invalid."""
-    try:
-        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return flatten(read_toml(path))
 
 
 def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
@@ -108,7 +101,7 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             schema = schemas[alias]
             limits = ", ".join(f"{sign} {schema[limit]:g}" for limit, sign in SIGNS.items() if limit in schema)
             choices = ", ".join(f"`{choice}`" for choice in schema.get("enum", ()))
-            allowed = choices or f"{KINDS[schema['type']]} {limits}".strip()
+            allowed = choices or f"{schema['type'].replace('string', 'text')} {limits}".strip()
             default = json.dumps(field.default, ensure_ascii=False)
             yield Key(f"{prefix}{alias}", default, allowed, meaning, BASIC in field.metadata)
     for name, table in tables.items():
