@@ -64,8 +64,7 @@ def test_derivatives_are_those_of_the_value():
     expected = likelihood.expected(y, *leaves, NONE).sum()
     assert float(expected.detach()) == pytest.approx(float(total))
     by_mean, by_spread = torch.autograd.grad(expected, leaves)
-    torch.testing.assert_close(alpha, by_mean)
-    torch.testing.assert_close(beta, -2 * by_spread)
+    torch.testing.assert_close((alpha, beta), (by_mean, -2 * by_spread))
     far, narrow = torch.tensor([[0.0], [30.0]]).double(), torch.full((2, 1), 1e-6).double()
     assert float(likelihood.log_predictive(torch.zeros(1), far, narrow, NONE)) == pytest.approx(-30, abs=1e-3)
 
@@ -96,8 +95,7 @@ def test_of_two_classes_bound_and_posterior_are_those_of_one_logit():
     logit, one, exact = settled(Logit(), data, 1, outputscale=6.0, lengthscale=0.8)
     assert bound == pytest.approx(exact, abs=1e-5)
     (mean, spread), (centre, width) = model.latent(data[0], duals.posterior()), logit.latent(data[0], one.posterior())
-    torch.testing.assert_close(mean[1] - mean[0], centre, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(spread.sum(0), width, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((mean[1] - mean[0], spread.sum(0)), (centre, width), rtol=1e-05, atol=1e-05)
     share = model.observed.moments(mean, spread, NONE)[0][:, 1]
     torch.testing.assert_close(share, Logit().moments(centre, width, NONE)[0], rtol=0, atol=2e-6)
 

@@ -251,8 +251,7 @@ def test_factor_algebra(seed, size, rho, make):
         ((a * b) ** rho, a**rho * b**rho),
         (a * a**0.0, a),
     ]:
-        torch.testing.assert_close(left.eta1, right.eta1, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(left.eta2, right.eta2, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close((left.eta1, left.eta2), (right.eta1, right.eta2), rtol=1e-09, atol=1e-09)
     assert (a * b).is_proper()
     assert float((a * b).kl(a)) >= 0.0
 

@@ -10,6 +10,7 @@ from faults import (
     Fault,
     FaultyGrid,
     Recorder,
+    alike,
     arrays,
     blamed,
     configured,
@@ -142,8 +143,7 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
     assert failures == [(1, "1"), (2, "1"), (3, "1")]  # then it is left out
     assert all(words in reason for reason in blamed(strategy)["1"])
     never = run(FaultyGrid(flat, 3, Fault("1", crashed, ("train",))))
-    for name, array in parameters(strategy).items():
-        assert np.array_equal(array, parameters(never)[name])
+    alike(parameters(strategy), parameters(never))
     assert [row["failures"] for row in recorder.rows] == [1, 2, 3, 3, 3]
 
 
@@ -309,8 +309,7 @@ def test_the_run_is_as_without_the_site_that_lied(method, tmp_path):
     assert "the site described" in reason
     assert set(strategy.preparation.rows) == set(strategy.network.sites()) == {"a", "c"}
     assert [visit.phase for visit in grid.visits if visit.site == "b" and visit.round > 0] == []
-    for name, array in without.preparation.arrays.items():
-        assert np.array_equal(strategy.preparation.arrays[name], array)
+    alike(strategy.preparation.arrays, without.preparation.arrays)
     assert strategy.outcome.metrics["test"] == without.outcome.metrics["test"]
     saved, expected = strategy.outcome.posterior, without.outcome.posterior
     assert saved is None or all(np.array_equal(saved.arrays[name], array) for name, array in expected.arrays.items())

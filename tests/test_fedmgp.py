@@ -346,8 +346,7 @@ def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished):
     assert len(told) == int((signals()["split"] == "test").sum())
     frame = told.rename(columns={"input.x": "x"})[["x"]]
     table = Predictor.at_site(finished, "a").predict(frame)
-    for name in ("mean", "sd"):
-        np.testing.assert_allclose(table[name], told[name], rtol=1e-9)
+    np.testing.assert_allclose(table[["mean", "sd"]], told[["mean", "sd"]], rtol=1e-9)
     assert np.abs(table["mean"] - 0.6 * shape(frame["x"])).max() < 0.25
     kept = finished / "sites" / "1" / "site-state.safetensors"
     content = kept.read_bytes()

@@ -162,8 +162,7 @@ def test_a_site_predicts_as_a_dense_pooled_gp(dense):
     with torch.no_grad():
         found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
         mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
-    torch.testing.assert_close(found, mean, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(spread, variance, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close((found, spread), (mean, variance), rtol=1e-07, atol=1e-07)
 
 
 def test_a_prediction_is_the_mixture_over_shapes():
@@ -193,8 +192,7 @@ def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_p
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
     frame = told.rename(columns={"input.x": "x"})[["x"]]
     own, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of_run(folder)
-    for name in ("mean", "sd"):
-        assert own[name].to_numpy() == pytest.approx(told[name].to_numpy(), rel=1e-9)
+    np.testing.assert_allclose(own[["mean", "sd"]], told[["mean", "sd"]], rtol=1e-9)
     assert told["trend"].to_numpy() == pytest.approx(new.predict(frame)["mean"].to_numpy(), rel=1e-9)
     assert (told["trend"] + told["deviation"]).to_numpy() == pytest.approx(told["mean"].to_numpy())
     assert np.abs(own["mean"] - new.predict(frame)["mean"]).max() > 1e-3
@@ -367,13 +365,9 @@ def test_what_rows_say_of_inducing_values_is_transported_exactly():
     generator = torch.Generator().manual_seed(1)
     rows, y = torch.randn(4, 9, generator=generator).double(), torch.randn(9, generator=generator).double()
     factors = [torch.linalg.cholesky(torch.eye(3).double() + torch.full((3, 3), own)) for own in (0.2, 1.7)]
-    found = []
-    for factor in factors:
-        weights = torch.cat([factor.mT @ rows[:3], rows[3:]])
-        found.append((weights @ weights.mT, weights @ y))
-    moved = transported(*found[0], *factors)
-    for one, other in zip(moved, found[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    weights = (torch.cat([factor.mT @ rows[:3], rows[3:]]) for factor in factors)
+    found = [(own @ own.mT, own @ y) for own in weights]
+    torch.testing.assert_close(transported(*found[0], *factors), found[1], rtol=1e-12, atol=1e-12)
 
 
 def test_matern_kernels_have_second_derivatives_between_few_rows():

@@ -78,8 +78,7 @@ def test_moments_follow_from_those_given_f(name):
     weights = weights / weights.sum()
     first, second = (weights * centre).sum(0), (weights * (spread + centre.square())).sum(0)
     found = point.moments(mean, variance, hyper)
-    torch.testing.assert_close(found[0], first, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found[1], second - first.square(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close((found[0], found[1]), (first, second - first.square()), rtol=1e-09, atol=1e-09)
 
 
 def test_the_log_density_of_a_count_far_from_every_node_is_finite() -> None:
@@ -127,8 +126,7 @@ def test_the_wide_probit_is_what_fine_quadrature_finds_and_its_slopes_are_its_ow
     torch.testing.assert_close(beta, (weights[:, None] * ratio * (ratio + at_nodes)).sum(0), rtol=0, atol=5e-4)
     point, y = build_point_likelihood("bernoulli"), torch.ones_like(mean)
     flipped = point.slopes(1 - y, -mean, torch.full_like(mean, variance), point.initial)
-    torch.testing.assert_close(flipped[1], -alpha)
-    torch.testing.assert_close(flipped[2], beta)
+    torch.testing.assert_close((flipped[1], flipped[2]), (-alpha, beta))
 
 
 NOISE = Noise(*(torch.tensor(v, dtype=torch.float64) for v in (-1.2, 0.3, 0.2, 0.25)))

@@ -45,20 +45,16 @@ def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]
     return drive(linear_fit(tuple(sites), likelihood, rows[0].shape[1]), sites)
 
 
-def restricted_evidence(x: np.ndarray, y: np.ndarray, penalty: float, variance: float) -> float:
-    """log p of N − 1 orthonormal contrasts of y, which do not see the intercept, under N(0, σ² (X_c X_cᵀ/λ + I))."""
-    contrasts = np.linalg.qr(np.column_stack([np.ones(ROWS), np.eye(ROWS)[:, 1:]]))[0][:, 1:]
-    inner = contrasts.T @ x
-    covariance = variance * (inner @ inner.T / penalty + np.eye(ROWS - 1))
-    return float(stats.multivariate_normal.logpdf(contrasts.T @ y, np.zeros(ROWS - 1), covariance))
-
-
 def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
+    """Evidence of N − 1 orthonormal contrasts of y, which do not see the intercept: N(0, σ² (X_c X_cᵀ/λ + I))."""
     x, y = regression_rows()
     found = fitted((x, y), "gaussian", [9, 30])
+    contrasts = np.linalg.qr(np.column_stack([np.ones(ROWS), np.eye(ROWS)[:, 1:]]))[0][:, 1:].T
 
     def highest(p: float) -> Any:
-        return optimize.minimize_scalar(lambda s: -restricted_evidence(x, y, p, math.exp(s)), bounds=(-4, 2))
+        shape = contrasts @ x @ x.T @ contrasts.T / p + np.eye(ROWS - 1)
+        density = lambda s: stats.multivariate_normal(cov=math.exp(s) * shape).logpdf(contrasts @ y)  # noqa: E731
+        return optimize.minimize_scalar(lambda s: -density(s), bounds=(-4, 2))
 
     penalty = float(min(PENALTIES, key=lambda p: highest(p).fun))
     centred, goal = x - x.mean(axis=0), y - y.mean()

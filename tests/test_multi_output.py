@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from faults import alike
 from numpy.polynomial.hermite_e import hermegauss
 from scipy.stats import multivariate_normal
 
@@ -183,10 +184,8 @@ def test_one_site_one_step_is_a_plain_adam_step() -> None:
     after = factor_steps(federated, x, y, local(1, 0.05))
     plain.local_risk(x, y, num_data=len(y), weight=1.0).backward()
     torch.optim.Adam(plain.parameters(), lr=0.05).step()
-    for name, value in plain.shared.items():
-        np.testing.assert_allclose(after[name], value.detach().numpy(), atol=1e-9, err_msg=name)
-    for value, expected in zip(federated.personal, plain.personal, strict=True):
-        np.testing.assert_allclose(value.detach(), expected.detach(), atol=1e-9)
+    alike(after, {name: value.detach() for name, value in plain.shared.items()}, atol=1e-9)
+    torch.testing.assert_close([*federated.personal], [*plain.personal], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -47,12 +48,9 @@ TAILS = {
 """Log density and log survival of ε."""
 
 
-def of_time(name):
-    def log_density(t, seen, f):
-        z, (density, tail) = (math.log(t) - f) / SIGMA, TAILS[name]
-        return density(z) - math.log(SIGMA * t) if seen else tail(z)
-
-    return log_density
+def of_time(name, t, seen, f):
+    z, (density, tail) = (math.log(t) - f) / SIGMA, TAILS[name]
+    return density(z) - math.log(SIGMA * t) if seen else tail(z)
 
 
 CASES = {
@@ -86,12 +84,8 @@ CASES |= {
     for y in (0.0, 4.0)
 }
 CASES |= {"gaussian": (1.3, None, [-0.7], lambda y, _, f: stats.norm.logpdf(y, f, math.exp(-0.7)))}
-CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
-CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
-
-
-def targets_of(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
+CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], partial(of_time, name)) for name in TAILS}
+CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], partial(of_time, name)) for name in TAILS}
 
 
 @pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
@@ -112,7 +106,7 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
 
     likelihood = build_point_likelihood(name.partition(",")[0])
     at = [torch.tensor(part, dtype=torch.float64) for part in ([mean], [variance], hyper)]
-    target = torch.tensor([y], dtype=torch.float64) if beside is None else targets_of([y, beside])
+    target = torch.tensor([y] if beside is None else [[y, beside]], dtype=torch.float64)
     value, alpha, beta, by_hyper = likelihood.slopes(target, *at)
     mixed = name == "log-normal, censored"  # E log Φ is a mixture that is as wrong as for labels
     assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=3e-6 if mixed else 1e-6)
@@ -211,7 +205,7 @@ def test_times_are_those_of_scipy_and_of_what_is_exported(name, law):
     for t in (0.3, 2.0, 9.0):
         tail = likelihood.survival(torch.tensor([t]).double(), *moments, hyper)
         assert float(tail) == pytest.approx(law(f).sf(t), rel=1e-6)
-        density = likelihood.log_predictive(targets_of([t, 1.0]), *moments, hyper)
+        density = likelihood.log_predictive(torch.tensor([[t, 1.0]]).double(), *moments, hyper)
         assert float(density) == pytest.approx(law(f).logpdf(t), rel=1e-6)
     levels = (0.025, 0.5, 0.9)
     found = likelihood.quantiles(np.array([f]), np.array([1e-14]), hyper, levels)[:, 0]

@@ -105,11 +105,6 @@ def blocks(**gaussians):
     return {name: NaturalParameters.of(gaussian) for name, gaussian in gaussians.items()}
 
 
-def assert_same(left, right, **tolerance):
-    for a, b in zip(left, right, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or EXACT))
-
-
 def test_a_fixed_point_is_stationary_for_global_vi():
     """Property 2.2 with Bernoulli rows: dF/dη = 0 of all rows."""
     problem, state = Problem(3), first()
@@ -121,7 +116,7 @@ def test_a_fixed_point_is_stationary_for_global_vi():
     q, prior = q_of(state), state.prior["weights"].gaussian
     pooled = problem.linear(torch.cat(problem.rows), "bernoulli")
     at_q = pooled.expansion(q)[1] * prior
-    assert_same((at_q.eta1, at_q.eta2), (q.eta1, q.eta2))
+    torch.testing.assert_close((at_q.eta1, at_q.eta2), (q.eta1, q.eta2), **EXACT)
     step = gradient_step(pooled, q, prior, prior**0.0, step=1.0)
     assert float(torch.cat([step.eta1, step.eta2.flatten()]).abs().max()) < 1e-8
 
@@ -133,8 +128,7 @@ def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
     b = torch.linalg.solve(problem.k(problem.z, problem.z), problem.k(problem.z, problem.x))  # K_zz⁻¹ K_zx
     explained = ((problem.k(problem.z, problem.z) - covariance) @ b * b).sum(0)
     variance = problem.k(problem.x, problem.x).diagonal() - explained + NOISE
-    torch.testing.assert_close(mixture.mean(), b.mT @ mean, **EXACT)
-    torch.testing.assert_close(mixture.variance(), variance, **EXACT)
+    torch.testing.assert_close((mixture.mean(), mixture.variance()), (b.mT @ mean, variance), **EXACT)
     expected = -0.5 * ((2 * math.pi * variance).log() + (problem.y - b.mT @ mean).square() / variance)
     torch.testing.assert_close(mixture.log_density(), expected, **EXACT)
 
@@ -334,7 +328,7 @@ def test_staleness_counts_merges_the_site_did_not_see():
         seen.append(figures["staleness"])
     assert seen == [0, 1, 1, 3]
     assert state.record.staleness == {"1": 1, "0": 1, "2": 3}
-    assert_same(problem.unwhitened(q_of(state)), problem.titsias())
+    torch.testing.assert_close(problem.unwhitened(q_of(state)), problem.titsias(), **EXACT)
 
 
 def test_asynchronous_one_at_a_time_is_sequential():

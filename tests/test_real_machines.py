@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from faults import waves
+from faults import alike, waves
 from test_deploy_commands import HOST, blocks
 
 from fedgp_flower.deploy.processes import free_ports
@@ -212,8 +211,7 @@ def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
     expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
     found = read_arrays(folder / "posterior.safetensors")
     assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+    alike(found, expected, rtol=1e-10, atol=1e-10)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["sites"] == len(SITES)
     failures = {failure["site"]: failure["reason"] for failure in metrics["failures"]}

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, Killed, Recorder, configured, csv_nodes, fill, no_waiting, run, waves
+from faults import FaultyGrid, Killed, Recorder, alike, configured, csv_nodes, fill, no_waiting, run, waves
 from flwr.app import Context, RecordDict
 
 from fedgp_flower import server_app
@@ -76,8 +76,7 @@ def test_a_killed_run_ends_where_it_would_have_ended(tmp_path, calm):
         assert int(row["bytes_up"]) == pytest.approx(int(other["bytes_up"]) + greeting * (number in kills), abs=spare)
     assert sum(int(row["bytes_up"]) for row in own) <= found["bytes"]["up"]
     assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
-    for name, array in read_posterior(calm).arrays.items():
-        assert np.array_equal(read_posterior(resumed).arrays[name], array), name
+    alike(read_posterior(resumed).arrays, read_posterior(calm).arrays)
 
 
 def test_a_full_disk_ends_the_run_with_words_and_nothing_is_lost(disk, calm):
@@ -85,8 +84,7 @@ def test_a_full_disk_ends_the_run_with_words_and_nothing_is_lost(disk, calm):
         execute(disk, kill_at=4, then=lambda: fill(disk))
     (disk / "filler").unlink()
     resumed = execute(disk, resume=True)
-    for name, array in read_posterior(calm).arrays.items():
-        assert np.array_equal(read_posterior(resumed).arrays[name], array), name
+    alike(read_posterior(resumed).arrays, read_posterior(calm).arrays)
 
 
 def test_a_site_that_does_not_return_ends_the_segment():

@@ -11,6 +11,7 @@ from faults import (
     Fault,
     FaultyGrid,
     Recorder,
+    alike,
     arrays,
     blamed,
     configured,
@@ -88,8 +89,7 @@ def test_figures_are_those_of_plain_totals(pair):
     for name in ("test", "test_standardised"):
         assert after[name] == pytest.approx(before[name], rel=close)
     assert after["calibration"].keys() == before["calibration"].keys()
-    for name, value in before["calibration"].items():
-        np.testing.assert_allclose(after["calibration"][name], value, rtol=close, err_msg=name)
+    alike(after["calibration"], before["calibration"], rtol=close)
     for name, value in before["local_only"].items():
         if name != "per_site":
             assert after["local_only"][name] == pytest.approx(value, rel=alone)
@@ -158,8 +158,7 @@ def test_a_third_of_the_sites_silent_in_a_round():
     assert later == ["0", "2", "3", "5"]
     gone = [Fault(site, lost, ("train",), range(2, 9)) for site in "14"]
     others = run(FaultyGrid(configured(method="fsgp"), 6, *gone))
-    for name, array in parameters(others).items():
-        assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
+    alike(parameters(strategy), parameters(others), rtol=1e-8, atol=1e-10)
 
 
 def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
@@ -168,8 +167,7 @@ def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
     strategy = run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 4, fault))
     assert strategy.outcome.metrics["method_details"]["privacy"]["left_out"] == {"2": "silent in round 2"}
     plain = run(FaultyGrid(configured(**METHODS["sgpr"]), 4, fault))
-    for name, array in parameters(plain).items():
-        assert parameters(strategy)[name] == pytest.approx(array, rel=1e-6, abs=1e-6)
+    alike(parameters(strategy), parameters(plain), rtol=1e-6, atol=1e-6)
     with pytest.raises(RunError, match=r"2 site\(s\) can take part in a total .*Left out: 2: silent in round 2"):
         run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 3, fault))
 
@@ -296,8 +294,7 @@ def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     require_words(grid)
     plain, masked = found
     assert masked.names == plain.names
-    for name, array in plain.arrays.items():
-        assert masked.arrays[name] == pytest.approx(array, rel=1e-9), name
+    alike(masked.arrays, plain.arrays, rtol=1e-9, atol=1e-12)
     assert [own["missing"] for own in masked.columns] == [own["missing"] for own in plain.columns]
     assert masked.training_target == pytest.approx(plain.training_target, rel=1e-9)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from faults import Fault, FaultyGrid, arrays, blamed, configured, each, lost, parameters, run
+from faults import Fault, FaultyGrid, alike, arrays, blamed, configured, each, lost, parameters, run
 from structured_problems import plan_of
 
 from fedgp_flower.clients.state import ARRAYS
@@ -73,8 +73,7 @@ def test_the_result_is_the_same_for_any_partition(tmp_path):
     path = visits_csv(tmp_path)
     one, three = (mixed(path, column, sfvi__importance_samples=5) for column in ("one", "three"))
     whole, dealt = (parameters(run(FaultyGrid(keys, sites))) for keys, sites in ((one, 1), (three, 3)))
-    for name, array in whole.items():
-        assert dealt[name] == pytest.approx(array, rel=1e-10, abs=1e-12), name
+    alike(dealt, whole, rtol=1e-10, atol=1e-12)
     assert np.abs(whole["q.lower"]).max() > 1e-3
 
 
@@ -83,8 +82,7 @@ def test_one_site_and_one_step_make_both_methods_the_same():
     keys = {"min_sites": 1, "sfvi__structure": "full", "sfvi__local_steps": 1}
     by_gradient = parameters(run(FaultyGrid(tiny(**keys), 1)))
     by_average = parameters(run(FaultyGrid(tiny(method="sfvi-avg", **keys), 1)))
-    for name, array in by_gradient.items():
-        assert by_average[name] == pytest.approx(array, rel=1e-9, abs=1e-10), name
+    alike(by_average, by_gradient, rtol=1e-9, atol=1e-10)
 
 
 def test_absent_sites_are_stood_in_for():
@@ -102,8 +100,8 @@ def test_absent_sites_are_stood_in_for():
     _, own = server_term(before.parameters, before.prior, None)
     shares = {name: sum(sent[site][f"values.{name}"] for site in "01") for name in before.parameters}
     moves, _ = before.adam.update(plus(own, shares, scale=scale), 0.03)
-    for name, array in before.parameters.items():
-        assert parameters(strategy)[name] == pytest.approx(array + moves[name], rel=1e-12), name
+    wanted = {name: array + moves[name] for name, array in before.parameters.items()}
+    alike(parameters(strategy), wanted, rtol=1e-12, atol=1e-12)
     assert len(blamed(strategy)["2"]) == 1
 
 
@@ -118,8 +116,7 @@ def test_a_site_that_lies_changes_nothing(method, size, words):
     liar = run(FaultyGrid(tiny(**keys), 4, Fault("1", each(lambda array: array + size), phases)))
     absent = run(FaultyGrid(tiny(**keys), 4, Fault("1", lost, phases)))
     assert all(words in reason for reason in blamed(liar)["1"])
-    for name, array in parameters(absent).items():
-        assert np.array_equal(parameters(liar)[name], array), name
+    alike(parameters(liar), parameters(absent))
 
 
 def test_a_warm_start_averages_first():

@@ -88,8 +88,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
     assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
     found = [gradient_of(state)[name] for name in leaves[0]]
     found += [site.local[name] for site in plain.values() for name in leaves[1]]
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.as_tensor(mine), other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close([*map(torch.as_tensor, found)], [*expected], rtol=1e-10, atol=1e-10)
 
 
 def test_confusion_counts_rows_and_leaves_small_cells_out():
@@ -150,8 +149,8 @@ def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: s
         bound = bound + (fit + (Normal(0.0, 1.0).log_prob(z_global) - held.log_prob(z_global)).sum()) / 2
     expected = torch.autograd.grad(bound, [*eta.values(), *theta.values()])
     assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
-    for key, other in zip([*eta, *theta], expected, strict=True):
-        torch.testing.assert_close(torch.as_tensor(gradient_of(state)[key]), other, rtol=1e-9, atol=1e-9)
+    found = [torch.as_tensor(gradient_of(state)[key]) for key in (*eta, *theta)]
+    torch.testing.assert_close(found, [*expected], rtol=1e-9, atol=1e-9)
 
 
 def test_features_that_are_none_are_refused() -> None:
@@ -279,18 +278,13 @@ SHOWN = {"pvi-bnn": "Pruned weights", "deep-kernel": "Personal heads"}
 """What only this method's report has."""
 
 
-def one_class_each(rows: int = 60) -> pd.DataFrame:
-    """Three sites, each with one class for 80 % of its rows."""
-    rng = np.random.default_rng(0)
-    site = np.repeat(np.arange(3), rows)
-    label = np.where(np.arange(3 * rows) % 5 == 0, (site + 1 + np.arange(3 * rows) // 5 % 2) % 3, site)
-    x = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])[label] + 0.4 * rng.standard_normal((len(site), 2))
-    return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": [f"kind {name}" for name in label], "silo": site})
-
-
 @pytest.mark.parametrize("method", RUNS)
 def test_a_run_is_scored_saved_and_predicts(tmp_path: Path, method: str) -> None:
-    table = one_class_each()
+    site, row = np.repeat(np.arange(3), 60), np.arange(180)  # each with one class for 80 % of its rows
+    label = np.where(row % 5 == 0, (site + 1 + row // 5 % 2) % 3, site)
+    noise = 0.4 * np.random.default_rng(0).standard_normal((180, 2))
+    x = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])[label] + noise
+    table = pd.DataFrame(x, columns=["a", "b"]).assign(label=[f"kind {name}" for name in label], silo=site)
     table.to_csv(tmp_path / "classes.csv", index=False)
     keys = {"method": method, "target": "label", "features": "a,b", "dataset": str(tmp_path / "classes.csv")}
     keys |= {"partitioner": "natural", "partition__column": "silo", "name": "run", "output_dir": str(tmp_path)}

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from faults import alike
 
 from fedgp_flower.deploy.processes import family
 from fedgp_flower.run.artefacts import read_posterior
@@ -89,8 +90,7 @@ def test_ray_and_one_process_give_the_same_posterior(method: str, tmp_path: Path
     np.testing.assert_allclose(objectives[1], objectives[0], rtol=1e-6)
     arrays = [read_posterior(folder).arrays for folder in folders]
     assert set(arrays[0]) == set(arrays[1])
-    for name, array in arrays[0].items():
-        np.testing.assert_allclose(arrays[1][name], array, rtol=1e-6, atol=1e-9, err_msg=name)
+    alike(*arrays, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, arrays, configured, no_waiting
+from faults import Fault, FaultyGrid, Recorder, alike, arrays, configured, no_waiting
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
@@ -96,8 +96,7 @@ def test_start_goes_on_from_the_arrays_it_is_given():
     half = FSGP(**KEYWORDS).start(own_grid(), num_rounds=2).arrays
     whole = FSGP(**KEYWORDS).start(own_grid(), num_rounds=3).arrays
     rest = FSGP(**KEYWORDS).start(own_grid(), initial_arrays=half, num_rounds=1).arrays
-    for name, array in numpy_arrays(rest).items():
-        assert array == pytest.approx(numpy_arrays(whole)[name], rel=1e-12), name
+    alike(numpy_arrays(rest), numpy_arrays(whole), rtol=1e-12, atol=1e-12)
     with pytest.raises(ProtocolError, match=r"expected `values.inducing.locations` \(6, 2\)"):
         FSGP(**(KEYWORDS | {"num_inducing": 6})).start(own_grid(), initial_arrays=half, num_rounds=1)
 

@@ -213,8 +213,7 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     q = problems.randomised(initial_global(4, scale=0.5, triangular=True), generator)
     z = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     reference = torch.distributions.MultivariateNormal(q.mean, scale_tril=q.factor())
-    torch.testing.assert_close(q.log_density(z), reference.log_prob(z))
-    torch.testing.assert_close(q.entropy(), reference.entropy())
+    torch.testing.assert_close((q.log_density(z), q.entropy()), (reference.log_prob(z), reference.entropy()))
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
     for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
         torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
@@ -331,8 +330,7 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
         torch.testing.assert_close(mean, answers[index][0], rtol=1e-5, atol=1e-5)  # jitter against cond(K_zz)
         torch.testing.assert_close(variance, answers[index][1], rtol=1e-5, atol=1e-5)
         noisy, spread = model.moments(site, q_global, q, rows, link=False)
-        torch.testing.assert_close(noisy, mean)
-        torch.testing.assert_close(spread, variance + 0.2)
+        torch.testing.assert_close((noisy, spread), (mean, variance + 0.2))
 
 
 @pytest.mark.parametrize("known", [True, False])
