@@ -4,28 +4,10 @@ import itertools
 import math
 from unittest import mock
 
+import faults as kit
 import numpy as np
 import pytest
-from faults import (
-    Fault,
-    FaultyGrid,
-    Recorder,
-    alike,
-    arrays,
-    blamed,
-    configured,
-    crashed,
-    csv_nodes,
-    each,
-    lost,
-    numbers,
-    parameters,
-    posterior_of,
-    run,
-    sums_of,
-    texts,
-    waves,
-)
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, crashed, csv_nodes, each, lost, run, texts, waves
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -101,12 +83,12 @@ def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog):
 
 def times(**factors):
     """Named sums times a factor."""
-    return arrays(lambda own: {n: a * factors.get(n, 1.0) for n, a in own.items()})
+    return kit.arrays(lambda own: {n: a * factors.get(n, 1.0) for n, a in own.items()})
 
 
 LIES = {
     "crash": (crashed, "MemoryError"),
-    "bytes": (arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; the requested answer has"),
+    "bytes": (kit.arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; the requested answer has"),
     "rows": (times(count=2.0), "the site described"),
     "no-targets": (times(target_squares=-1.0), "rows that the site described"),
     "huge": (times(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),
@@ -120,10 +102,10 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie)
     strategy = run(grid)
     assert set(blamed(strategy)) == {"1"}
     assert all(words in reason for reason in blamed(strategy)["1"]), blamed(strategy)
-    expected, found = posterior_of(grid, strategy, ("0", "2")), strategy.scoring.predicted.request
+    expected, found = kit.posterior_of(grid, strategy, ("0", "2")), strategy.scoring.predicted.request
     assert found.mean == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
     assert found.covariance == pytest.approx(expected.covariance.numpy(), rel=1e-9, abs=1e-12)
-    bound = collapsed_bound(sums_of(grid, strategy, ("0", "2")), noise_of(parameters(strategy)))
+    bound = collapsed_bound(kit.sums_of(grid, strategy, ("0", "2")), noise_of(kit.parameters(strategy)))
     assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-9)
     assert [failure.round for failure in strategy.network.failures] == [3]  # the closing sums
 
@@ -131,7 +113,7 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (numbers(num_examples=10**6), "is 1000000 rows"),
+        (kit.numbers(num_examples=10**6), "is 1000000 rows"),
         (each(lambda array: array * 1e3), "local steps move nothing by more than"),
         (lost, "no reply"),
     ],
@@ -143,7 +125,7 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
     assert failures == [(1, "1"), (2, "1"), (3, "1")]  # then it is left out
     assert all(words in reason for reason in blamed(strategy)["1"])
     never = run(FaultyGrid(flat, 3, Fault("1", crashed, ("train",))))
-    alike(parameters(strategy), parameters(never))
+    kit.alike(kit.parameters(strategy), kit.parameters(never))
     assert [row["failures"] for row in recorder.rows] == [1, 2, 3, 3, 3]
 
 
@@ -151,13 +133,21 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
     ("phase", "change", "words"),
     [
         ("query.shape", each(lambda array: array * 2), "rows that the site described"),
-        ("query.shape", arrays(lambda own: own | {"histogram": own["histogram"] + SWAP}), "negative counts"),
-        ("query.shape", arrays(lambda own: own | {"products": -own["products"]}), "rows that the site described"),
-        ("query.shape", arrays(lambda own: own | {"square": own["square"] * 1.1}), "rows that the site described"),
-        ("query.shape", arrays(lambda own: dict(list(own.items())[:-1])), "not those that most sites send"),
+        ("query.shape", kit.arrays(lambda own: own | {"histogram": own["histogram"] + SWAP}), "negative counts"),
+        (
+            "query.shape",
+            kit.arrays(lambda own: own | {"products": -own["products"]}),
+            "rows that the site described",
+        ),
+        (
+            "query.shape",
+            kit.arrays(lambda own: own | {"square": own["square"] * 1.1}),
+            "rows that the site described",
+        ),
+        ("query.shape", kit.arrays(lambda own: dict(list(own.items())[:-1])), "not those that most sites send"),
         ("query.describe", texts(schema="{"), "schema is not JSON"),
         ("query.describe", texts(label=1.0), "lacks a schema or a label"),
-        ("evaluate", numbers(crps=None), "scores missing: crps"),
+        ("evaluate", kit.numbers(crps=None), "scores missing: crps"),
     ],
 )
 def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase, change, words):
@@ -220,7 +210,7 @@ def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path):
     assert strategy.network.failures == []
     assert strategy.preparation.rows == dict.fromkeys(SITES, 48)
     assert [visit.round for visit in grid.visits if (visit.site, visit.phase) == ("c", "train")] == [3, 4]
-    expected = posterior_of(grid, strategy, SITES)
+    expected = kit.posterior_of(grid, strategy, SITES)
     assert strategy.scoring.predicted.request.mean == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
 
 
@@ -302,14 +292,14 @@ def finished(folder, sites, keys, *faults):
 def test_the_run_is_as_without_the_site_that_lied(method, tmp_path):
     keys = METHODS[method]
     without, _ = finished(tmp_path, ("a", "c"), keys)
-    fault = Fault("b", numbers(num_examples=10**9), ("query.describe",))
+    fault = Fault("b", kit.numbers(num_examples=10**9), ("query.describe",))
     strategy, grid = finished(tmp_path, ("a", "b", "c"), keys, fault)
     [(site, [reason])] = blamed(strategy).items()
     assert site == "b"
     assert "the site described" in reason
     assert set(strategy.preparation.rows) == set(strategy.network.sites()) == {"a", "c"}
     assert [visit.phase for visit in grid.visits if visit.site == "b" and visit.round > 0] == []
-    alike(strategy.preparation.arrays, without.preparation.arrays)
+    kit.alike(strategy.preparation.arrays, without.preparation.arrays)
     assert strategy.outcome.metrics["test"] == without.outcome.metrics["test"]
     saved, expected = strategy.outcome.posterior, without.outcome.posterior
     assert saved is None or all(np.array_equal(saved.arrays[name], array) for name, array in expected.arrays.items())

@@ -21,18 +21,11 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.messages import add, decode
+from fedgp_flower.methods.fedmgp import unit as one_unit
 from fedgp_flower.methods.fedmgp.joining import AMPLITUDES, DECAY, SPREAD, WIDEST, predict_joining
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.posterior import panels
-from fedgp_flower.methods.fedmgp.unit import (
-    UnitData,
-    UnitParameters,
-    UnitState,
-    feature,
-    predict,
-    squared_gaps,
-    statistics,
-)
+from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -417,7 +410,9 @@ def by_hand(x, y, known_g):
     logs, means, seconds, noises = [], [], [], []
     for rho in WIDEST * (np.arange(25) + 0.5) / 25:
         both = np.concatenate([x, AT])
-        A = feature(squared_gaps(both, latents.inducing), scale, float(a), factor, scale * (math.exp(rho) - 1) / 2)
+        A = one_unit.feature(
+            one_unit.squared_gaps(both, latents.inducing), scale, float(a), factor, scale * (math.exp(rho) - 1) / 2
+        )
         B = A @ q.covariance @ A.T + np.diag(a**2 - (A**2).sum(1))
         for log_sd in 0.5 * math.log(0.09 * power) + np.linspace(-4.5, 4.5, 15):
             for s in np.linspace(-3, 3, 41):

@@ -21,19 +21,9 @@ from fedgp_flower.formula import parse
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.methods.mixed_model import effects
 from fedgp_flower.methods.mixed_model.design import Columns
-from fedgp_flower.methods.mixed_model.effects import (
-    FAMILIES,
-    GAUSSIAN,
-    LOG_2PI,
-    Conditional,
-    Crossed,
-    Factor,
-    Marginal,
-    Terms,
-    derivatives,
-    restricted_sums,
-)
+from fedgp_flower.methods.mixed_model.effects import FAMILIES, Crossed, Factor, Terms, derivatives
 from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expanded, of_restricted
 from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
@@ -85,7 +75,7 @@ def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
 
 
 def totals(rows: Crossed, theta: torch.Tensor) -> Totals:
-    values, slopes, curvature = (part.numpy() for part in restricted_sums(rows, theta))
+    values, slopes, curvature = (part.numpy() for part in effects.restricted_sums(rows, theta))
     return Totals(values, slopes, curvature[np.tril_indices(len(theta))], float(len(rows.y)))
 
 
@@ -107,7 +97,7 @@ LENGTH, AMPLITUDE, NOISE = 0.7, 1.2, 0.4
 
 def smoothed(rows: Crossed, theta: torch.Tensor) -> Totals:
     """With a smooth term, at (Λ, log ℓ, a)."""
-    found = restricted_sums(rows, theta[:-1], partial(Smooths((SMOOTH,)).features, [AGES]))
+    found = effects.restricted_sums(rows, theta[:-1], partial(Smooths((SMOOTH,)).features, [AGES]))
     values, slopes, curvature = (part.numpy() for part in found)
     lower = np.tril_indices(len(slopes))
     return Totals(values, slopes, curvature[lower], float(len(rows.y)), theta[-1:].numpy(), (len(SMOOTH.points),))
@@ -172,11 +162,11 @@ def test_smooth_terms_beside_a_likelihood_are_the_same_where_it_is_gaussian():
     """Beside groups, at σ = 1: the likelihood and its slopes by θ, log ℓ and a, as restricted sums have them."""
     rows, _ = crossed_rows()
     theta = torch.cat([THETA, numbers([math.log(LENGTH), AMPLITUDE])])
-    found = restricted_sums(rows, theta[:-1], partial(Smooths((COARSE,)).features, [AGES]))
+    found = effects.restricted_sums(rows, theta[:-1], partial(Smooths((COARSE,)).features, [AGES]))
     values, slopes, curvature = (part.numpy() for part in found)
     sums = Totals(values, slopes, curvature[np.tril_indices(5)], 24.0, theta[-1:].numpy(), (6,))
     deviance = sums.deviance(theta.numpy(), None)
-    exact = expanded(lambda at: 12 * LOG_2PI - 0.5 * deviance(torch.cat([at, at.new_zeros(1)])), theta)
+    exact = expanded(lambda at: 12 * effects.LOG_2PI - 0.5 * deviance(torch.cat([at, at.new_zeros(1)])), theta)
     problem, point, turns = fitting(rows, "gaussian"), np.append(np.zeros(8), theta.numpy()), np.empty((0, 14))
     for _ in range(2):
         near = around(problem, told(problem, [(rows, AGES)], point[None], turns), 0, point)
@@ -238,7 +228,7 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
     noise = math.exp(2 * known.log_noise)
     covariance = torch.tensor(known.covariance)
-    found = Conditional(Marginal(rows, GAUSSIAN), torch.tensor(known.beta), THETA)
+    found = effects.Conditional(effects.Marginal(rows, effects.GAUSSIAN), torch.tensor(known.beta), THETA)
     mean, variance = found.linear(x, asked[0], asked[1:], covariance, noise)
     wide = torch.zeros(3, 18).double()  # levels of the new ones are columns of zeros beside those with rows
     wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]

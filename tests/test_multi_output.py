@@ -13,30 +13,11 @@ from scipy.stats import multivariate_normal
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fedmgp.latents import (
-    FACTOR,
-    MEAN,
-    SCALES,
-    LatentFunctions,
-    LatentPosterior,
-    from_natural,
-    pooled_bound,
-    posterior,
-    to_natural,
-)
+from fedgp_flower.methods.fedmgp import latents as latent_gp
+from fedgp_flower.methods.fedmgp import unit as one_unit
+from fedgp_flower.methods.fedmgp.latents import SCALES, LatentFunctions, LatentPosterior, pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.model import MultiOutputGP, factor_steps
-from fedgp_flower.methods.fedmgp.unit import (
-    AMPLITUDES,
-    NOISE,
-    SMOOTHING,
-    LocalSteps,
-    UnitData,
-    UnitParameters,
-    predict,
-    risk_slopes,
-    squared_gaps,
-    statistics,
-)
+from fedgp_flower.methods.fedmgp.unit import LocalSteps, UnitData, UnitParameters, predict, statistics
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
@@ -58,8 +39,8 @@ def product(latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters) -
     """The model at the product over latent functions that is nearest to q."""
     count = len(latents.scales)
     model = MultiOutputGP(latents, phi, count)
-    mean, factors = from_natural(*to_natural(q, count))
-    model.load({SCALES: np.log(latents.scales), MEAN: mean, FACTOR: factors})
+    mean, factors = latent_gp.from_natural(*latent_gp.to_natural(q, count))
+    model.load({SCALES: np.log(latents.scales), latent_gp.MEAN: mean, latent_gp.FACTOR: factors})
     return model
 
 
@@ -200,11 +181,11 @@ def test_slopes_of_the_risk_are_those_of_the_model(num_latents: int, dims: int) 
     rows = np.array([0, 2, 3])
     model.local_risk(x[rows], y[rows], num_data=len(y), weight=0.3).backward()
     data = UnitData.build(units[0][0][rows], units[0][1][rows], latents.inducing)
-    moments = from_natural(*to_natural(q, num_latents))
-    inner = squared_gaps(latents.inducing, latents.inducing)
-    slopes, _ = risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
-    expected = {SCALES: model.kernel.raw_scales, AMPLITUDES: model.kernel.amplitudes}
-    expected |= {NOISE: model.likelihood.noise_covar.raw_noise, SMOOTHING: model.kernel.raw_smoothing}
+    moments = latent_gp.from_natural(*latent_gp.to_natural(q, num_latents))
+    inner = one_unit.squared_gaps(latents.inducing, latents.inducing)
+    slopes, _ = one_unit.risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
+    expected = {SCALES: model.kernel.raw_scales, one_unit.AMPLITUDES: model.kernel.amplitudes}
+    expected |= {one_unit.NOISE: model.likelihood.noise_covar.raw_noise, one_unit.SMOOTHING: model.kernel.raw_smoothing}
     for name, parameter in expected.items():
         np.testing.assert_allclose(slopes[name], parameter.grad.numpy(), rtol=1e-7, atol=1e-8, err_msg=name)
 

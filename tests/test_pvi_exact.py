@@ -14,27 +14,12 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import canonical_likelihood
+from fedgp_flower.methods.pvi import model as mathematics
+from fedgp_flower.methods.pvi import updates
 from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals, NaturalParameters, PseudoPoints, Refined
-from fedgp_flower.methods.pvi.model import (
-    Data,
-    Draws,
-    PseudoObservations,
-    SparseModel,
-    expected_fit,
-    local_free_energy,
-    predict,
-)
+from fedgp_flower.methods.pvi.model import Data, Draws, PseudoObservations, SparseModel, local_free_energy
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.updates import (
-    LinearRows,
-    LocalProblem,
-    adam_update,
-    averages,
-    first_factor,
-    fixed_point,
-    gradient_step,
-    lbfgs_update,
-)
+from fedgp_flower.methods.pvi.updates import LinearRows, LocalProblem, adam_update, first_factor, lbfgs_update
 from fedgp_flower.methods.pvi_weights.model import optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, in_turn, next_visits, one_round
@@ -111,19 +96,19 @@ def test_a_fixed_point_is_stationary_for_global_vi():
     for visit in range(3 * 40):
         name, around = str(visit % 3), cavity(state, str(visit % 3))["weights"]
         start = state.sites[name].factors["weights"].gaussian if name in state.sites else around**0.0
-        factor, _ = fixed_point(problem.site(visit % 3, "bernoulli"), around, start)
+        factor, _ = updates.fixed_point(problem.site(visit % 3, "bernoulli"), around, start)
         state, _ = merge(state, {name: Contribution(blocks(weights=factor))}, damping=1.0)
     q, prior = q_of(state), state.prior["weights"].gaussian
     pooled = problem.linear(torch.cat(problem.rows), "bernoulli")
     at_q = pooled.expansion(q)[1] * prior
     torch.testing.assert_close((at_q.eta1, at_q.eta2), (q.eta1, q.eta2), **EXACT)
-    step = gradient_step(pooled, q, prior, prior**0.0, step=1.0)
+    step = updates.gradient_step(pooled, q, prior, prior**0.0, step=1.0)
     assert float(torch.cat([step.eta1, step.eta2.flatten()]).abs().max()) < 1e-8
 
 
 def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
     problem = Problem(3)
-    mixture = predict(problem.draws, [problem.exact_dpo(k) for k in range(3)], problem.x, problem.y)
+    mixture = mathematics.predict(problem.draws, [problem.exact_dpo(k) for k in range(3)], problem.x, problem.y)
     mean, covariance = problem.titsias()
     b = torch.linalg.solve(problem.k(problem.z, problem.z), problem.k(problem.z, problem.x))  # K_zz⁻¹ K_zx
     explained = ((problem.k(problem.z, problem.z) - covariance) @ b * b).sum(0)
@@ -136,7 +121,7 @@ def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
 def test_the_free_energy_of_exact_factors_is_the_pooled_bound():
     problem = Problem(3)
     q = problem.draws.product([problem.exact_dpo(k) for k in range(3)])
-    fit = sum(expected_fit(problem.draws, q, problem.data(k)) for k in range(3))
+    fit = sum(mathematics.expected_fit(problem.draws, q, problem.data(k)) for k in range(3))
     assert (fit - q.kl(problem.draws.product([]))).item() == pytest.approx(problem.bound(), abs=1e-8)
 
 
@@ -408,7 +393,7 @@ def exact(data):
 
 
 def start_near(data, size=20):
-    own = averages(data, size)
+    own = updates.averages(data, size)
     return PseudoObservations(own.inputs + 0.2, 0.5 * own.targets, own.root)
 
 

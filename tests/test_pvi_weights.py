@@ -13,15 +13,8 @@ from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
 from fedgp_flower.methods.pvi.updates import late_mean
-from fedgp_flower.methods.pvi_weights.model import (
-    NetworkPosterior,
-    NewtonStep,
-    WeightSpaceNetwork,
-    glm_rows,
-    optimum,
-    prior_of,
-    refined,
-)
+from fedgp_flower.methods.pvi_weights import model
+from fedgp_flower.methods.pvi_weights.model import optimum
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Described
@@ -54,11 +47,11 @@ def section(likelihood):
 
 class Site:
     def __init__(self, likelihood, x, y, update="optimum"):
-        self.site, self.update = glm_rows(section(likelihood), x, y), update
+        self.site, self.update = model.glm_rows(section(likelihood), x, y), update
 
     def train(self, request):
         where = self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian
-        done = NewtonStep.at(*where) if self.update == "gradient" else optimum(*where)[0]
+        done = model.NewtonStep.at(*where) if self.update == "gradient" else optimum(*where)[0]
         return Refined(done.free_energy, 1, weights=NaturalParameters.of(done.factor))
 
 
@@ -68,7 +61,7 @@ def problem(likelihood, covariance, update="optimum"):
     parts = np.split(np.argsort(x[:, 0] + y, kind="stable"), [8, 25])
     sites = {name: Site(likelihood, x[own], y[own], update) for name, own in zip(SITES, parts, strict=True)}
     counts = {name: len(own) for name, own in zip(SITES, parts, strict=True)}
-    state = PVIState({WEIGHTS: prior_of(GLMOptions(covariance=covariance), 3)}, rows=counts)
+    state = PVIState({WEIGHTS: model.prior_of(GLMOptions(covariance=covariance), 3)}, rows=counts)
     return sites, state, Site(likelihood, x, y), Roster(counts, SITES, (), 1)
 
 
@@ -125,7 +118,7 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
     start = np.concatenate([np.zeros(4), np.eye(4)[below]])
     best = minimize(bound, start, options={"gtol": 1e-7, "maxiter": 2000})
     prior = problem(likelihood, covariance)[1].prior[WEIGHTS].gaussian
-    done, _ = optimum(glm_rows(section(likelihood), x, y), prior, prior)
+    done, _ = optimum(model.glm_rows(section(likelihood), x, y), prior, prior)
     assert done.free_energy == pytest.approx(-best.fun, abs=1e-6)
     mean, covariance_found = (prior * done.factor).moments()
     np.testing.assert_allclose(mean, best.x[:4], atol=2e-4)
@@ -197,7 +190,7 @@ def test_a_factor_with_negative_precision_is_refused(covariance):
     torch.testing.assert_close(honest.weights.gaussian.eta1, torch.from_numpy(honest.weights.eta1))
 
 
-NETWORK = WeightSpaceNetwork(2, 4, 3)
+NETWORK = model.WeightSpaceNetwork(2, 4, 3)
 SIZE = 4 * 3 + 3 * 5
 
 
@@ -225,8 +218,8 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     x = centres[label] + 0.5 * np.random.default_rng(0).standard_normal((90, 2))
     rows, prior = Data(torch.tensor(x), torch.tensor(label.astype(float))), Gaussian.standard(SIZE)
     start = Gaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
-    q, values = refined(NETWORK, rows, prior, start, 200, 0.02, generator())
+    q, values = model.refined(NETWORK, rows, prior, start, 200, 0.02, generator())
     assert late_mean(values) > values[0] + 50
     assert ((q / prior).precision > 0).all()
-    probability = NetworkPosterior(NETWORK, q, 20, False).probabilities(rows.inputs.numpy())
+    probability = model.NetworkPosterior(NETWORK, q, 20, False).probabilities(rows.inputs.numpy())
     assert (probability.argmax(1) == rows.targets.numpy()).mean() > 0.95

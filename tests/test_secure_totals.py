@@ -5,24 +5,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import faults as kit
 import numpy as np
 import pytest
-from faults import (
-    Fault,
-    FaultyGrid,
-    Recorder,
-    alike,
-    arrays,
-    blamed,
-    configured,
-    csv_nodes,
-    false_projections,
-    keyed,
-    lost,
-    parameters,
-    run,
-    waves,
-)
+from faults import Fault, FaultyGrid, Recorder, alike, arrays, blamed, configured, csv_nodes, lost, run, waves
 from flwr.app import Message
 from schedules import METHODS as FORMS
 from scipy.stats import chi2
@@ -158,7 +144,7 @@ def test_a_third_of_the_sites_silent_in_a_round():
     assert later == ["0", "2", "3", "5"]
     gone = [Fault(site, lost, ("train",), range(2, 9)) for site in "14"]
     others = run(FaultyGrid(configured(method="fsgp"), 6, *gone))
-    alike(parameters(strategy), parameters(others), rtol=1e-8, atol=1e-10)
+    alike(kit.parameters(strategy), kit.parameters(others), rtol=1e-8, atol=1e-10)
 
 
 def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
@@ -167,7 +153,7 @@ def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
     strategy = run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 4, fault))
     assert strategy.outcome.metrics["method_details"]["privacy"]["left_out"] == {"2": "silent in round 2"}
     plain = run(FaultyGrid(configured(**METHODS["sgpr"]), 4, fault))
-    alike(parameters(strategy), parameters(plain), rtol=1e-6, atol=1e-6)
+    alike(kit.parameters(strategy), kit.parameters(plain), rtol=1e-6, atol=1e-6)
     with pytest.raises(RunError, match=r"2 site\(s\) can take part in a total .*Left out: 2: silent in round 2"):
         run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 3, fault))
 
@@ -254,7 +240,7 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
 @pytest.fixture
 def real_nodes(tmp_path):
     nodes = csv_nodes(tmp_path, {site: waves(40, seed) for seed, site in enumerate(("east", "north", "west"))})
-    keyed(nodes, tmp_path)
+    kit.keyed(nodes, tmp_path)
     return nodes
 
 
@@ -313,7 +299,7 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
 def test_under_masks_sites_count_where_the_total_does_not_serve_them(size, most, caplog):
     """Nobody can be named: the site of the false sums is one of many, and each site's log has what it found."""
     keys = configured(**MASKED, num_server_rounds=4, baselines__local_only=True, model__num_inducing=12)
-    with false_projections("1", size):
+    with kit.false_projections("1", size):
         end = run(FaultyGrid(keys, 3))
     much = "3 of 3 sites predict held-out rows much better"
     said = [text for text in end.outcome.metrics["warnings"] if much in text]

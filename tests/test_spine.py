@@ -12,11 +12,7 @@ import pytest
 from faults import Fault, FaultyGrid, Recorder, alike, arrays, configured, no_waiting
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    Result,
-)
+from flwr.serverapp import strategy as flower
 from schedules import METHODS, keys_of
 
 import strategies
@@ -79,7 +75,7 @@ def test_start_returns_arrays_and_the_metrics_of_every_round():
 
     strategy = FSGP(**KEYWORDS)
     result = strategy.start(own_grid(), num_rounds=3, evaluate_fn=at_server)
-    assert isinstance(result, Result)
+    assert isinstance(result, flower.Result)
     assert set(result.train_metrics_clientapp) == {1, 2, 3}
     assert {"objective", "noise"} <= set(result.train_metrics_clientapp[3])
     assert set(result.evaluate_metrics_clientapp) == {1, 2, 3}
@@ -150,7 +146,7 @@ def server_side(noise, norm, rounds):
     seen = []
     strategy, grid = FSGP(**KEYWORDS | {"steps": 20}), own_grid()
     messages = watched(grid)
-    wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, noise, norm, num_sampled_clients=3)
+    wrapped = flower.DifferentialPrivacyServerSideFixedClipping(strategy, noise, norm, num_sampled_clients=3)
     start, watch = strategy.initial_arrays(grid), lambda number, record: seen.append(record)
     return seen, messages, wrapped.start(grid, initial_arrays=start, num_rounds=rounds, evaluate_fn=watch)
 
@@ -179,8 +175,8 @@ WRAPPED = {"sgpr", "fsgp", "pvi", "sfvi-avg"}
 
 
 CLIPPING = [
-    (DifferentialPrivacyServerSideFixedClipping, (0.0, 1.0)),
-    (DifferentialPrivacyServerSideAdaptiveClipping, (0.2,)),
+    (flower.DifferentialPrivacyServerSideFixedClipping, (0.0, 1.0)),
+    (flower.DifferentialPrivacyServerSideAdaptiveClipping, (0.2,)),
 ]
 
 
@@ -206,7 +202,7 @@ def test_a_site_that_lies_under_flowers_own_loop_is_left_out_by_name():
     flat = configured(method="fsgp")
     grid = FaultyGrid(flat, 3, Fault("1", arrays(lambda own: {n: a * np.nan for n, a in own.items()}), ("train",)))
     strategy = FSGP(num_inducing=5, round_timeout=5.0)
-    wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, num_sampled_clients=3)
+    wrapped = flower.DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, num_sampled_clients=3)
     with no_waiting():
         result = wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid), num_rounds=1)
     assert [(own.round, own.site) for own in strategy.network.failures] == [(1, "1")]

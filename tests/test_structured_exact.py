@@ -13,17 +13,8 @@ from scipy import integrate, special, stats
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
-from fedgp_flower.methods.family import (
-    GlobalPosterior,
-    global_term,
-    initial_global,
-    initial_local,
-    named,
-    normal_log_density,
-    on_the_wire,
-    unit_noise,
-    with_named,
-)
+from fedgp_flower.methods import family
+from fedgp_flower.methods.family import GlobalPosterior, global_term, named, on_the_wire, unit_noise
 from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SampledModel
@@ -45,7 +36,7 @@ def assert_close(found, expected, tolerance=1e-12):
 
 
 def split(values, parts):
-    return [with_named(values, {name: value[part] for name, value in named(values).items()}) for part in parts]
+    return [family.with_named(values, {name: value[part] for name, value in named(values).items()}) for part in parts]
 
 
 def partitions(units):
@@ -210,14 +201,14 @@ FIVE_ERRORS = 5.0
 
 def test_family_density_is_that_of_the_transformed_draws(generator):
     """Both densities against torch's multivariate normal, and the draws against their noise."""
-    q = problems.randomised(initial_global(4, scale=0.5, triangular=True), generator)
+    q = problems.randomised(family.initial_global(4, scale=0.5, triangular=True), generator)
     z = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     reference = torch.distributions.MultivariateNormal(q.mean, scale_tril=q.factor())
     torch.testing.assert_close((q.log_density(z), q.entropy()), (reference.log_prob(z), reference.entropy()))
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
     for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
         torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
-    local = problems.randomised(initial_local(2, 3, 4, scale=0.5, whole=True), generator)
+    local = problems.randomised(family.initial_local(2, 3, 4, scale=0.5, whole=True), generator)
     own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
     for unit in range(2):
         centre = local.mean[unit] + (z - q.mean) @ local.coupling[unit].mT
@@ -260,7 +251,7 @@ def test_multinomial_density_and_its_learned_prior(generator):
         assert float(found[draw, 0]) == pytest.approx(rows.sum(), rel=1e-12)
         prior = stats.norm.logpdf(z[draw, :6], scale=math.exp(-0.4)).sum()
         prior += stats.norm.logpdf(z[draw, 6:], scale=math.exp(0.7)).sum()
-        density = normal_log_density(z[draw], model.prior_log_scale(), None)
+        density = family.normal_log_density(z[draw], model.prior_log_scale(), None)
         assert float(density.detach()) == pytest.approx(prior, rel=1e-12)
     probability, variance = model.observation(site, z, empty)
     torch.testing.assert_close(probability.sum(-1), torch.ones(2, 5, dtype=torch.float64))
