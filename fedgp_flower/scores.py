@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.lazy import special
-from fedgp_flower.privacy.disclosure import merged_cells, merged_classes, merged_tables
+from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -56,7 +56,7 @@ class Scores:
 
     def coarse(self, least: int) -> Scores:
         """Merge histogram cells with fewer than ``least`` rows into their neighbours."""
-        merged = {"evaluation.ranks": merged_classes, "evaluation.survival": merged_tables}
+        merged = {"evaluation.ranks": merged_classes}
         arrays = {name: merged.get(name, merged_cells)(array, least) for name, array in self.arrays.items()}
         return Scores(self.sums, arrays)
 

@@ -98,6 +98,13 @@ def oversized(
     }
 
 
+def indefinite(name: str, matrices: Float[ndarray, "*C E E"]) -> str | None:
+    """Return why matrices are not all positive semi-definite, or None; those of a dishonest site may be huge."""
+    size = max(max_abs(matrices), 1e-300)
+    wrong = matrices.size and not np.linalg.eigvalsh(matrices / size).min() >= -1e-6
+    return f"`{name}` is not positive semi-definite" if wrong else None
+
+
 def max_abs(*arrays: ndarray) -> float:
     """Return the largest absolute entry. A norm could overflow on the huge numbers of a dishonest site."""
     return max(float(np.abs(array).max(initial=0.0)) for array in arrays)

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -22,13 +22,19 @@ from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.fedmgp import messages
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
-from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Known, View
+from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
+
+if TYPE_CHECKING:
+    from strategies.fedmgp import PseudoState
+    from strategies.fedmgp_exact import ExactState
+
+    SharedState: TypeAlias = PseudoState | ExactState
 
 logger = logging.getLogger("fedgp")
 
@@ -42,20 +48,6 @@ MARGIN = 0.025
 """Extension of the grid beyond the inputs at each end, as a share of their range."""
 COLLAPSED = 0.95
 """Held-out RMSE, over the root mean square of the targets, at which g explains almost nothing."""
-
-
-class SharedState(Protocol):
-    """The interface of both states."""
-
-    @property
-    def counted(self) -> tuple[str, ...]:
-        """Units in the last round's result."""
-
-    def known(self, site: str) -> Known:
-        """Return what the server knows of a unit's memory."""
-
-    def view(self, site: str) -> View:
-        """Return the message from which a unit predicts, with its own parameters."""
 
 
 def sizes(latents: LatentFunctions) -> dict[str, int]:

@@ -65,11 +65,6 @@ def evaluated(
     return Tried(*pooled_bound.at_best_amplitude(values, sums, section), profiled(sums).value, left_out)
 
 
-def wider(values: Mapping[str, np.ndarray], by: float) -> NamedArrays:
-    """Return parameters with all log lengthscales increased by ``by``."""
-    return {name: array + by if name.endswith("log_lengthscale") else array for name, array in values.items()}
-
-
 class PrivateSGPR(FederatedStrategy[PrivateState]):
     """Noisy sums at a few lengthscales, then the exact posterior at the best one."""
 
@@ -94,7 +89,8 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
 
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
         """Ask for noisy sums at the next lengthscale, by factors of two around the configured one."""
-        values = wider(state.start, (len(state.tried) - (self.options.trials - 1) / 2) * math.log(2))
+        by = (len(state.tried) - (self.options.trials - 1) / 2) * math.log(2)
+        values = {n: array + by if n.endswith("log_lengthscale") else array for n, array in state.start.items()}
         sizes, sharing = {"M": len(values[LOCATIONS])}, len(roster.sites) if roster.totals_only else 1
         summed: Summed[PrivateSums] = yield Total(
             PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes

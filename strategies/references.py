@@ -26,6 +26,12 @@ def one_round(method: Algorithm[NoState], state: NoState, roster: Roster) -> Ask
     return state, {}
 
 
+def predictive(method: LocalOnly | Pooled, state: NoState, roster: Roster) -> Asking[Predicted]:
+    """Return the request of the class."""
+    yield from ()
+    return Predicted(method.request)
+
+
 class LocalOnly(FederatedStrategy[NoState]):
     """Each site fits a GP of its rows and scores its held-out rows."""
 
@@ -33,12 +39,8 @@ class LocalOnly(FederatedStrategy[NoState]):
     state_class = NoState
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = LocalScoreSums
-    one_round = one_round
-
-    def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
-        """Return an empty request."""
-        yield from ()
-        return Predicted(Nothing())
+    request = Nothing()
+    one_round, predictive = one_round, predictive
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
         """Return the empty state."""
@@ -53,12 +55,9 @@ class Pooled(FederatedStrategy[NoState]):
     state_class = NoState
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = PooledScoreSums
-    one_round = one_round
-
-    def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
-        """Return a request for the configured number of inducing points."""
-        yield from ()
-        return Predicted(Points(0))
+    request = Points(0)
+    """The configured number of inducing points."""
+    one_round, predictive = one_round, predictive
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
         """Return the empty state; raise if the rows of all sites must not be seen."""

@@ -90,7 +90,7 @@ class SFVIState:
         return replace(self, fresh=self.fresh + fresh)
 
 
-def one_round(
+def gradient_round(
     state: SFVIState, roster: Roster, options: SFVIOptions, seed: int, rate: float
 ) -> Asking[tuple[SFVIState, Figures]]:
     """Algorithm 1 of the paper; the server needs only the sum of the gradients."""
@@ -252,6 +252,14 @@ def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
     return found | ({} if q.lower is None else {"q.lower": np.ones(len(q.lower))})
 
 
+def one_round(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
+    """Algorithm 2 of the paper for ``sfvi-avg`` and in rounds of the warm start, else Algorithm 1."""
+    options, rate = strategy.options, strategy.options.rate(roster.round - 1, strategy.horizon())
+    if roster.round <= options.averaging_rounds(roster.round):
+        return (yield from averaging_round(state, roster, options, rate))
+    return (yield from gradient_round(state, roster, options, strategy.config.seed, rate))
+
+
 class SFVIAvg(FederatedStrategy[SFVIState]):
     """Rounds of local steps and averaging."""
 
@@ -259,12 +267,7 @@ class SFVIAvg(FederatedStrategy[SFVIState]):
     options_class, state_class, anneals = SFVIAvgKeys, SFVIState, CONSTANT_SHARE
     options: SFVIAvgKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
-    adjusted = without_scaling
-
-    def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
-        """Algorithm 2 of the paper."""
-        rate = self.options.rate(roster.round - 1, self.horizon())
-        return (yield from averaging_round(state, roster, self.options, rate))
+    adjusted, one_round = without_scaling, one_round
 
 
 class SFVI(FederatedStrategy[SFVIState]):
@@ -274,11 +277,4 @@ class SFVI(FederatedStrategy[SFVIState]):
     options_class, state_class, anneals = SFVIKeys, SFVIState, CONSTANT_SHARE
     options: SFVIKeys
     initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
-    adjusted = without_scaling
-
-    def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
-        """Algorithm 1 of the paper; Algorithm 2 in rounds of the warm start."""
-        rate = self.options.rate(roster.round - 1, self.horizon())
-        if roster.round <= self.options.warm_start_rounds:
-            return (yield from averaging_round(state, roster, self.options, rate))
-        return (yield from one_round(state, roster, self.options, self.config.seed, rate))
+    adjusted, one_round = without_scaling, one_round

@@ -222,14 +222,14 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     rows, dense = crossed_rows()
     x = numbers([[1.0, 0.3], [1.0, -2.0], [1.0, 0.5]])
     at = [torch.tensor([2, -1, 4]), torch.tensor([1, 2, -1])]
-    effects = x, torch.ones(3, 1).double()
-    parts = zip(at, [rows.inner, *rows.others], effects, strict=True)
+    parts = zip(at, [rows.inner, *rows.others], [x, torch.ones(3, 1).double()], strict=True)
     asked = [Factor(level, factor.count, effect, factor.terms) for level, factor, effect in parts]
     known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
     noise = math.exp(2 * known.log_noise)
     covariance = torch.tensor(known.covariance)
-    found = effects.Conditional(effects.Marginal(rows, effects.GAUSSIAN), torch.tensor(known.beta), THETA)
-    mean, variance = found.linear(x, asked[0], asked[1:], covariance, noise)
+    factors, beta = [asked[rows.order.index(k)] for k in range(2)], torch.tensor(known.beta)
+    mean, spread_of, slopes = effects.Marginal(rows, effects.GAUSSIAN).conditional(beta, THETA, x, factors)
+    variance = noise * spread_of + torch.einsum("ne,ef,nf->n", slopes, covariance, slopes)
     wide = torch.zeros(3, 18).double()  # levels of the new ones are columns of zeros beside those with rows
     wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]
     root, there = dense @ spread(THETA), wide[:, :15] @ spread(THETA)
@@ -420,7 +420,7 @@ def test_the_site_is_an_effect(tmp_path):
 def test_formulas_are_taken_apart_and_call_little():
     found = parse("y ~ x * C(`a b`, Treatment('n')) + offset(log(t)) + (1 + x || s / r) + s(age, bmi)")
     assert found.inputs == ("x", "a b", "t", "age", "bmi")
-    terms = [(effects, group) for group in (("s",), ("s", "r")) for effects in ("1", "0 + x")]
+    terms = [(part, group) for group in (("s",), ("s", "r")) for part in ("1", "0 + x")]
     assert [(term.effects, term.group) for term in found.random] == terms
     assert (found.categories, found.groups, found.offset) == (("a b",), ("s", "r"), "(log(t))")
     for right in ("~ eval(x)", "~ x.real", "~ x | g", "~ (1 | g", "", "~ [x]", "~ `a`.b", "~ __import__('os')"):

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.shared_messages import ScoreSums
-from strategies.server.network import ANYTHING, Network, answers
+from strategies.server.network import Network, answers, finite_arrays
 from strategies.server.scoring import Scoring
 
 DESCRIBE = "query.describe"
@@ -29,7 +29,7 @@ def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
 def asked(net: Network, *, retries: int = 0) -> list[str]:
     messages = [net.message(site, DESCRIBE, ArrayRecord(), {}) for site in net.sites()]
     with no_waiting():
-        return list(answers(net.exchange(messages, ANYTHING, retries=retries)))
+        return list(answers(net.exchange(messages, finite_arrays, retries=retries)))
 
 
 def ask(net: Network, *, retries: int = 0) -> list[str]:

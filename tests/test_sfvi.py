@@ -202,7 +202,7 @@ ROSTER = Roster({"a": 3, "b": 1, "c": 2}, ("a", "b", "c"), (), 4)
 
 
 def by_gradients(state):
-    return sfvi.one_round(state, ROSTER, *plan_of())
+    return sfvi.gradient_round(state, ROSTER, *plan_of())
 
 
 def by_averages(state):

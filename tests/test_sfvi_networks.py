@@ -27,7 +27,7 @@ from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.shared_messages import Confusion, Described
 from strategies.server.questions import drive
-from strategies.sfvi import global_noise, one_round
+from strategies.sfvi import global_noise, gradient_round
 
 D, H, C = 3, 4, 3
 MODELS = ("hierarchical-bnn", "fedpop")
@@ -84,7 +84,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
             bound = bound + (likelihood.sum() + prior.sum()) / 2
     expected = torch.autograd.grad(bound, [value for group in leaves for value in group.values()])
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), *plan), plain)
+    state, _ = drive(gradient_round(state_of(model, q_global), roster_of(plain), *plan), plain)
     assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
     found = [gradient_of(state)[name] for name in leaves[0]]
     found += [site.local[name] for site in plain.values() for name in leaves[1]]
@@ -120,7 +120,7 @@ def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: s
     rows = [replace(model.prepare(x[i], y[i]), keys=50 + i) for i in torch.arange(N).chunk(3)]  # draws are by number
     q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), whole=False, triangular=False)
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
-    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), *plan), plain)
+    state, _ = drive(gradient_round(state_of(model, q_global), roster_of(plain), *plan), plain)
     assert all(not site.local for site in plain.values())  # nothing is learned at a site alone
     noise = torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
     eta = {key: own.clone().requires_grad_() for key, own in named(q_global).items()}

@@ -19,7 +19,7 @@ from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SampledModel
 from strategies.server.questions import drive
-from strategies.sfvi import average, global_noise, one_round, plus, server_term
+from strategies.sfvi import average, global_noise, gradient_round, plus, server_term
 
 
 @pytest.fixture
@@ -68,7 +68,8 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
             chosen = torch.isin(groups, keys)
             rows = model.prepare(features[chosen], targets[chosen], groups[chosen])
             sites[str(len(sites))] = problems.PlainSite(model, rows, split(own, [order])[0], draws=draws)
-        state, figures = drive(one_round(problems.state_of(model, q_global), problems.roster_of(sites), *plan), sites)
+        asking = gradient_round(problems.state_of(model, q_global), problems.roster_of(sites), *plan)
+        state, figures = drive(asking, sites)
         assert_close(problems.gradient_of(state), sent)
         assert state.bound == pytest.approx(value, rel=1e-13)
         assert figures == {"objective": state.bound / len(targets)}
@@ -140,7 +141,7 @@ def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generat
     """The conjugate model: the bound is log p(y) less what the inducing values leave open, and nothing pulls."""
     model, rows, q_global, q_local, exact_bound = conjugate_problem(generator)
     sites = {str(k): problems.PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
-    asking = one_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of())
+    asking = gradient_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of())
     state, _ = drive(asking, sites)
     assert state.bound == pytest.approx(exact_bound, abs=1e-9)
     assert max(np.abs(v).max() for n, v in problems.gradient_of(state).items() if n.startswith("q.")) < 1e-9

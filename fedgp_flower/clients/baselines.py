@@ -119,16 +119,12 @@ def _exact(
 ) -> ExactGP:
     """An exact GP of all rows; a subset of the rows selects the best of several starts."""
     few = _subset(rows, START_ROWS, rng)
-    fits = [_fitted(few, config, prior, _shifted(few, config, by)) for by in STARTS]
+    initial = ExactGP(config.model, torch.from_numpy(rows.x[:1]), torch.from_numpy(rows.y[:1])).to_arrays()
+    starts = [{n: a + by if "lengthscale" in n else a for n, a in initial.items()} for by in STARTS]
+    fits = [_fitted(few, config, prior, start) for start in starts]
     with torch.no_grad():
         heights = [float(model.log_evidence() + prior(model) / len(few.y)) for model in fits]
     return _fitted(rows, config, prior, fits[int(np.nanargmax(heights))].to_arrays())
-
-
-def _shifted(rows: SiteData, config: RunConfig, by: float) -> NamedArrays:
-    """The configured hyperparameters with log ℓ shifted."""
-    initial = ExactGP(config.model, torch.from_numpy(rows.x[:1]), torch.from_numpy(rows.y[:1])).to_arrays()
-    return {name: array + by if "lengthscale" in name else array for name, array in initial.items()}
 
 
 def _subset(rows: SiteData, count: int, rng: np.random.Generator) -> SiteData:

@@ -10,11 +10,10 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from pydantic import TypeAdapter, ValidationError
@@ -107,26 +106,40 @@ class Guard:
 
     def introduced(self) -> Outgoing:
         """The answer to ``query.keys``: the roster entry of this site, and the number of its latest masked question."""
-        party = Party.of(self.context.node_config)
-        member = party.identity.member(self.run, party.site)
+        member = self._party()[0].member(self.run, site_id(self.context.node_config))
         latest = Journal(self.context, self.run).history.number
         numbers: dict[str, int | float] = {"num-examples": 0, "latest-question": latest}
         return Outgoing({}, numbers, {"key": member.key, "signature": member.signature})
 
     def summand(self, request: object, shared: str, handler: Callable[[], object]) -> Outgoing:
         """The masked answer of a handler, or ProtocolError; ``shared`` is the hash of the context."""
-        question, party = self._question(content_digest(shared, encode(request))), Party.of(self.context.node_config)
-        journal, member = Journal(self.context, self.run), party.identity.member(self.run, party.site)
+        question, (identity, trust) = self._question(content_digest(shared, encode(request))), self._party()
+        node, journal = self.context.node_config, Journal(self.context, self.run)
+        member = identity.member(self.run, site_id(node))
+        limits = int(node.get("min-sites", LEAST_SITES)), int(node.get("max-roster-changes", MAX_CHANGES))
         texts: dict[str, str | bool] = {ANSWERS: question.digest}
         with journal.locked():
-            history = admitted(question, member, party.trust, journal.history, party.limits)
+            history = admitted(question, member, trust, journal.history, limits)
             words = journal.reply(question.digest)
             if words is None or question.layout is None:
                 plain, layout = _summand(question, handler)
-                words = question.masked(plain, party.identity, party.site) if words is None else words
+                words = question.masked(plain, identity, member.site) if words is None else words
                 texts |= {LAYOUT: json.dumps(layout)} if question.layout is None else {}
             journal.keep(history, words)
         return Outgoing({WORDS: words}, {"num-examples": 0}, texts)
+
+    def _party(self) -> tuple[Identity, Trust]:
+        """Its identity and the sites it trusts; ConfigError if a real site lacks ``site-key`` or ``trust``."""
+        node = self.context.node_config
+        files = [str(node.get(key, "")) for key in ("site-key", "trust")]
+        if all(files):
+            return Identity.read(Path(files[0])), Trust.read(Path(files[1]))
+        if any(files) or "partition-id" not in node:
+            raise ConfigError(
+                "masked totals need `site-key` and `trust` in the node configuration of a real site; create them with"
+                " `fedgp site key` and `fedgp site trust`"
+            )
+        return Identity.simulated(site_id(node)), Trust(None)
 
     def _question(self, content: str) -> MaskedQuestion:
         """The masked question of the message; ProtocolError if it is malformed or its roster lacks keys."""
@@ -156,33 +169,6 @@ class Guard:
         if path is not None:
             copy = str(self.context.node_config.get("audit-copy", ""))
             audit.record(path, self.message, reply, self.rules.decisions, self.masked, copy)
-
-
-@dataclass(frozen=True, slots=True)
-class Party:
-    """A site as a party of masked totals: identity, trusted sites and limits."""
-
-    site: str
-    identity: Identity
-    trust: Trust
-    limits: tuple[int, int]
-    """Smallest number of sites of a total, and largest number of roster changes."""
-
-    @staticmethod
-    def of(node_config: Mapping[str, Any]) -> Party:
-        """The party of a node configuration; ConfigError if a real site lacks ``site-key`` or ``trust``."""
-        site = site_id(node_config)
-        least, most = node_config.get("min-sites", LEAST_SITES), node_config.get("max-roster-changes", MAX_CHANGES)
-        limits = int(least), int(most)
-        files = [str(node_config.get(key, "")) for key in ("site-key", "trust")]
-        if all(files):
-            return Party(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), limits)
-        if any(files) or "partition-id" not in node_config:
-            raise ConfigError(
-                "masked totals need `site-key` and `trust` in the node configuration of a real site; create them with"
-                " `fedgp site key` and `fedgp site trust`"
-            )
-        return Party(site, Identity.simulated(site), Trust(None), limits)
 
 
 class Journal:

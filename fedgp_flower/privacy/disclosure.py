@@ -32,7 +32,12 @@ def is_identifier(counts: pd.Series, least: int) -> bool:
 
 
 def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
-    """Merge bins from the left until each has ``least`` rows; the rows are the table [B] or its first column [B, C]."""
+    """Merge bins from the left until each has ``least`` rows.
+
+    The rows are the table [B], its first column [B, C], or those of several tables [T, B, C].
+    """
+    if table.ndim == 3:
+        return np.stack([merged_cells(each, least) for each in table])
     counts, groups = table if table.ndim == 1 else table[:, 0], list[list[int]]()
     for place in np.flatnonzero(counts).tolist():
         if not groups or counts[groups[-1]].sum() >= least:
@@ -44,11 +49,6 @@ def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
     for group in groups:
         merged[group[int(np.argmax(counts[group]))]] = table[group].sum(axis=0)
     return merged
-
-
-def merged_tables(tables: NDArray[np.generic], least: int) -> NDArray[np.generic]:
-    """Merge the cells of several tables [T, B, C]."""
-    return np.stack([merged_cells(table, least) for table in tables])
 
 
 def merged_classes(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:

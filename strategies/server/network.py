@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -33,6 +33,8 @@ bytes in total. A declared answer has its own limit, see :class:`strategies.serv
 
 Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
+Check: TypeAlias = Callable[[Message], str | None]
+"""Returns why the content of a reply cannot be used, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +51,16 @@ class Answer:
         return 0 if isinstance(value, Sequence) else int(value)
 
 
-class Expected:
-    """The form of a reply: here arrays of any name and shape with finite numbers."""
-
-    def refusal(self, reply: Message) -> str | None:
-        """Return why a reply cannot be used, or None."""
-        try:
-            arrays = arrays_of(reply.content, "arrays")
-        except Exception as error:  # any error in decoding foreign bytes is the sender's fault
-            return f"arrays cannot be decoded ({type(error).__name__})"
-        for name, array in arrays.items():
-            if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
-                return f"array `{name}`: {int((~np.isfinite(array)).sum())} of {array.size} entries are not finite"
-        return None
-
-
-ANYTHING = Expected()
+def finite_arrays(reply: Message) -> str | None:
+    """The check of a reply with arrays of any name and shape: their numbers must be finite."""
+    try:
+        arrays = arrays_of(reply.content, "arrays")
+    except Exception as error:  # any error in decoding foreign bytes is the sender's fault
+        return f"arrays cannot be decoded ({type(error).__name__})"
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
+            return f"array `{name}`: {int((~np.isfinite(array)).sum())} of {array.size} entries are not finite"
+    return None
 
 
 @dataclass(slots=True)
@@ -186,7 +182,7 @@ class Network:
         content = RecordDict({"arrays": arrays, "config": ConfigRecord({**settings, **stamps})})
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
-    def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
+    def exchange(self, messages: Sequence[Message], check: Check, *, retries: int = 0) -> list[Message]:
         """Send messages and return the valid replies in site order; retries count as one failure of a site."""
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
@@ -195,7 +191,7 @@ class Network:
         for attempt in range(retries + 1):
             replies = self._replies_with_context(list(waiting.values()))
             for (site, message), reply in zip(waiting.items(), replies, strict=True):
-                reason = self.refusal(reply, expected, site, echo_of(message))
+                reason = self.refusal(reply, check, site, echo_of(message))
                 if reason is None and reply is not None:
                     kept[site] = reply
                     self._note(site, reply)
@@ -221,14 +217,14 @@ class Network:
             replies[place] = reply
         return replies
 
-    def valid(self, replies: Iterable[Message], expected: Expected) -> list[Message]:
+    def valid(self, replies: Iterable[Message], check: Check) -> list[Message]:
         """Return the valid replies in site order; those of the latest exchange are not checked again."""
         site_of = {node: site for site, node in self.nodes.items()}
         by_site = {site_of.get(reply.metadata.src_node_id, ""): reply for reply in replies}
         return [
             reply
             for site, reply in sorted(by_site.items(), key=lambda item: natural_order(item[0]))
-            if site and (reply.metadata.reply_to_message_id in self.accepted or self.accept(site, reply, expected))
+            if site and (reply.metadata.reply_to_message_id in self.accepted or self.accept(site, reply, check))
         ]
 
     def ask_new_nodes(self, kind: str) -> dict[str, Answer]:
@@ -241,7 +237,7 @@ class Network:
         found: dict[str, Answer] = {}
         for node, reply in replies.items():
             site = claimed_site(reply)
-            reason = self.refusal(reply, ANYTHING)
+            reason = self.refusal(reply, finite_arrays)
             if reason is None and site is not None:
                 known = self.nodes.get(site)  # Flower still lists a killed node for some time
                 if site in found or (known in online and claimed_site(self._ask_nodes([known], kind)[known]) == site):
@@ -287,9 +283,9 @@ class Network:
         self.traffic.bytes_up += sum(map(content_bytes, arrived))
         return arrived
 
-    def accept(self, site: str, reply: Message, expected: Expected, asked: Texts | None = None) -> bool:
+    def accept(self, site: str, reply: Message, check: Check, asked: Texts | None = None) -> bool:
         """Return whether a reply is valid, by default to the site's latest message; if not, count a failure."""
-        reason = self.refusal(reply, expected, site, asked or self.asked.get(site))
+        reason = self.refusal(reply, check, site, asked or self.asked.get(site))
         self.context.note(reply)
         if reason is None:
             self._note(site, reply)
@@ -298,7 +294,7 @@ class Network:
         return reason is None
 
     def refusal(
-        self, reply: Message | None, expected: Expected, site: str | None = None, asked: Texts | None = None
+        self, reply: Message | None, check: Check, site: str | None = None, asked: Texts | None = None
     ) -> str | None:
         """Return why a reply cannot be used, or None; ``asked`` holds the fields that the reply must repeat."""
         if reply is None:
@@ -319,7 +315,7 @@ class Network:
             _wrong_form(reply, config, site)
             or (f"the reply answers another question: its {' and '.join(different)} differ" if different else None)
             or _wrong_metrics(reply)
-            or expected.refusal(reply)
+            or check(reply)
         )
 
     def _record(self, site: str, reason: str) -> None:

@@ -42,7 +42,7 @@ from fedgp_flower.shared_messages import (
     TimeSums,
 )
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
-from strategies.server.network import ANYTHING, Expected, answers, natural_order
+from strategies.server.network import Check, answers, finite_arrays, natural_order
 from strategies.server.questions import Asking, Each, Figures, Predicted, Summed, Synchronous, Total
 from strategies.server.session import Asked, Session
 
@@ -84,9 +84,9 @@ class Scoring:
         """Warnings on sites that predict better from their own rows."""
 
     @property
-    def expected(self) -> Expected:
-        """The form of the replies to the latest evaluation."""
-        return ANYTHING if self.asked is None else self.asked.contract
+    def check(self) -> Check:
+        """The check of replies to the latest evaluation."""
+        return finite_arrays if self.asked is None else self.asked.contract.refusal
 
     def ask(self, total: type[ScoreSums], predicted: Predicted) -> list[Message]:
         """Return messages that ask for the scores of a prediction, or of a model that each site fits itself."""

@@ -34,7 +34,6 @@ from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
 from strategies.server.network import (
-    Expected,
     Network,
     SharedContext,
     Texts,
@@ -74,7 +73,7 @@ class ContradictionError(FedGPError):
 
 
 @dataclass(frozen=True, slots=True)
-class Contract(Expected):
+class Contract:
     """The form of an answer: its class, known lengths, and each site's number of rows.
 
     A class may check a single answer (``refusal``) or compare the answers of all sites (``outliers``). Checks that cost
@@ -297,7 +296,7 @@ class Session:
             case First():
                 return self._first(question)
         asked = self.prepare(question)
-        return self.read(asked, self.network.exchange(asked.messages, asked.contract, retries=question.retries))
+        return self.read(asked, self.network.exchange(asked.messages, asked.contract.refusal, retries=question.retries))
 
     def _doubt(self, site: str, reason: str) -> None:
         """Log a site at its first contradiction; the run's warnings give the latest reason."""
@@ -358,7 +357,7 @@ class Session:
                 return Summed(None, ())
             contract = self.masking.without(contract, silent)
             messages = self._masked_messages(contract)
-            replies = self.network.exchange(messages, contract, retries=contract.total.retries)
+            replies = self.network.exchange(messages, contract.refusal, retries=contract.total.retries)
 
     def message(self, site: str, kind: str, request: object, masked: Texts | None = None) -> Message:
         """Return a request to one site; messages with the same request share its arrays."""
@@ -405,7 +404,7 @@ class Session:
                     unsent = [(answered.site, answered.request)]
                     continue
                 contract = self._contract(question, {answered.site: answered.request})
-                if not network.accept(answered.site, reply, contract, echo_of(answered.message)):
+                if not network.accept(answered.site, reply, contract.refusal, echo_of(answered.message)):
                     return answered.site, None
                 network.took_part.add(answered.site)
                 return answered.site, contract.read(reply)

@@ -197,7 +197,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Answer the first question with the replies, ask the round's other questions, and adopt its state."""
         if self.asked is not None:
-            self._advance(self.session.read(self.asked, self.network.valid(replies, self.asked.contract)))
+            self._advance(self.session.read(self.asked, self.network.valid(replies, self.asked.contract.refusal)))
         while self.question is not None:
             self._advance(self.session.ask(self.question))
         self.current, figures = self.complete
@@ -217,7 +217,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return figures over all held-out rows, from the sites' sums; None if no site has any."""
-        found = self.scoring.evaluate(self.network.valid(replies, self.scoring.expected))
+        found = self.scoring.evaluate(self.network.valid(replies, self.scoring.check))
         return None if found is None else MetricRecord({f"test_{name}": value for name, value in found["test"].items()})
 
     def require_training(self) -> None:
@@ -237,7 +237,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
             asked = self.asked
-            replies = asked and network.exchange(messages, asked.contract, retries=asked.question.retries)
+            replies = asked and network.exchange(messages, asked.contract.refusal, retries=asked.question.retries)
             _, metrics = self.aggregate_train(number, replies or [])
             again = self._missing_sites(failed, missed)
             if not again:
@@ -297,7 +297,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             return {}
         previous = self.clock.switch("evaluation")
         messages = list(self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
-        replies = self.network.exchange(messages, self.scoring.expected, retries=1)
+        replies = self.network.exchange(messages, self.scoring.check, retries=1)
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated = self.round, len(replies)
         self.clock.switch(previous)

@@ -35,7 +35,7 @@ from fedgp_flower.privacy.questions import (
 from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
-from strategies.server.network import ANYTHING, Expected, Network, answers
+from strategies.server.network import Network, answers, finite_arrays
 from strategies.server.questions import Summed, Total
 
 logger = logging.getLogger("fedgp")
@@ -45,7 +45,7 @@ SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.desc
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedContract(Expected):
+class MaskedContract:
     """The form of a reply to a question under masks; its masked content cannot be checked."""
 
     total: Total[Any]
@@ -99,7 +99,7 @@ class Masking:
         masking = Masking(network, {}, least, simulated)
         settings = {"configuration": configuration}
         asked = [network.message(site, KEYS, ArrayRecord(), settings) for site in network.sites()]
-        for site, answer in answers(network.exchange(asked, ANYTHING, retries=1)).items():
+        for site, answer in answers(network.exchange(asked, finite_arrays, retries=1)).items():
             if {"key", "signature"} <= set(answer.texts):
                 masking.members[site] = Member(site, answer.texts["key"], answer.texts["signature"])
                 masking.number = max(masking.number, answer.number("latest-question") + 1)

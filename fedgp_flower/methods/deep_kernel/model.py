@@ -27,7 +27,7 @@ from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.shared_messages import Described
+from fedgp_flower.shared_messages import Described, indefinite
 from fedgp_flower.typing import AnyShape, Array, NamedArrays, Rows, Scalar, Targets
 
 Means = Float[Tensor, "C F"]
@@ -69,11 +69,7 @@ class Heads:
     def refusal(self, described: Described) -> str | None:
         """Return why these cannot be sums over rows, or None."""
         del described
-        size = max(float(np.abs(self.precision).max()), 1e-300)
-        scaled = self.precision / size  # invalid numbers may be huge
-        if np.linalg.eigvalsh(scaled).min() < -1e-6:
-            return "`precision` is not positive semi-definite"
-        return None
+        return indefinite("precision", self.precision)
 
 
 @message()

@@ -118,7 +118,8 @@ class FedMGPClient(SiteClient):
         if phi is None:
             phi = unit.fit_alone(data, latents, q)
             if not self.gaussian:
-                phi = model.fit_personal(latents, q, phi, self.likelihood, *self.tensors)
+                gp = model.MultiOutputGP.of(latents, q, phi, likelihood=self.likelihood)
+                phi = gp.fit_personal(*self.tensors)
         if few and self.gaussian and latents.scales.shape == (1, 1):
             mean, variance, noise = predict_joining((self.rows.x, self.rows.y), inputs, latents, q)
             return mean, variance, replace(phi, noise=noise)

@@ -99,6 +99,11 @@ class MultiOutputGP(GP):
         """φ_m, which never leaves the unit."""
         return [p for name, p in self.named_parameters() if not name.startswith(SHARED)]
 
+    def fit_personal(self, x: Tensor, y: Tensor) -> UnitParameters:
+        """Return the φ_m that maximises E_q log p(y | f) for fixed θ."""
+        maximise(lambda: self.expected_log_likelihood(x, y).sum(), self.personal, max_evaluations=200)
+        return self.unit_parameters()
+
     @torch.no_grad()
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Overwrite θ."""
@@ -111,15 +116,6 @@ class MultiOutputGP(GP):
         if isinstance(self.likelihood, GaussianLikelihood):
             return UnitParameters(smoothing, amplitudes, float(self.likelihood.noise.detach()))
         return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.hyper.tolist()))
-
-
-def fit_personal(
-    latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, kind: str, x: Tensor, y: Tensor
-) -> UnitParameters:
-    """φ_m that maximises E_q log p(y | f) for fixed θ and any likelihood."""
-    model = MultiOutputGP.of(latents, q, phi, likelihood=kind)
-    maximise(lambda: model.expected_log_likelihood(x, y).sum(), model.personal, max_evaluations=200)
-    return model.unit_parameters()
 
 
 def observed(kind: str, parameters: UnitParameters) -> tuple[PointLikelihood, Tensor]:

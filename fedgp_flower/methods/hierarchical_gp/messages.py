@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.shared_messages import Described, oversized
+from fedgp_flower.shared_messages import Described, indefinite, oversized
 from fedgp_flower.typing import AnyShape
 
 
@@ -39,10 +39,7 @@ class ExpansionShare:
             return f"sums of {float(self.count):g} rows from a site with {rows}"
         if (self.squares < 0).any() or (self.known > rows).any():  # holds of a total too: a site has a row or more
             return "`squares` or `known` are out of range"
-        size = max(float(np.abs(self.precision).max()), 1e-300)
-        if not np.linalg.eigvalsh(self.precision / size)[0] >= -1e-6:
-            return "`precision` is not positive semi-definite"
-        return None
+        return indefinite("precision", self.precision)
 
     @staticmethod
     def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:

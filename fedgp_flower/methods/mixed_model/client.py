@@ -30,7 +30,6 @@ from fedgp_flower.methods.mixed_model.effects import (
     MOST,
     SHAPES,
     TOGETHER,
-    Conditional,
     Crossed,
     Factor,
     Marginal,
@@ -203,13 +202,11 @@ class MixedClient(SiteClient):
         features = self.smooths.features(self.smooths.at(self.site.train), lengths)
         rows.fixed = torch.cat([*features, rows.fixed], dim=1)
         marginal = Marginal(rows, FAMILIES[self.likelihood](torch.tensor(request.shape)))
-        conditional = Conditional(marginal, torch.tensor(request.beta), theta)
         factors = [self.factor(group, effects, frame, known_groups) for group in self.factor_terms]
-        no_factor = Factor(torch.zeros(len(frame), dtype=torch.int64), 0, fixed[:, :0], ())
-        inner, *others = [factors[k] for k in rows.order] or [no_factor]
         with torch.no_grad():
-            moments = conditional.linear(fixed, inner, others, torch.tensor(request.covariance), request.noise)
-        return moments[0].numpy(), moments[1].numpy()
+            mean, variance, slopes = marginal.conditional(torch.tensor(request.beta), theta, fixed, factors)
+            uncertain = torch.einsum("ne,ef,nf->n", slopes, torch.tensor(request.covariance), slopes)
+        return mean.numpy(), (request.noise * variance + uncertain).numpy()
 
     def factor(
         self, group: tuple[str, ...], effects: Sequence[Tensor], frame: pd.DataFrame, known_groups: bool

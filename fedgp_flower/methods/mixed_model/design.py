@@ -95,15 +95,11 @@ def whitening(gram: Array, names: Sequence[str], size: Array) -> Array:
     """
     correlation = gram / np.sqrt(np.outer(gram.diagonal(), gram.diagonal()) + 1e-300)
     for column, name in enumerate(names):
-        if not _unexplained(correlation, column) > 1e-9:
+        before, across = correlation[:column, :column], correlation[:column, column]
+        explained = across @ np.linalg.lstsq(before, across, rcond=1e-13)[0]  # R²
+        if not correlation[column, column] - explained > 1e-9:
             raise DataError(f"`formula`: {name} is constant or follows from the columns before it; leave it out")
     return np.asarray(np.linalg.cholesky(gram).T * size)
-
-
-def _unexplained(correlation: Array, column: int) -> float:
-    """1 − R² of the regression of a column on the columns before it."""
-    before, across = correlation[:column, :column], correlation[:column, column]
-    return float(correlation[column, column] - across @ np.linalg.lstsq(before, across, rcond=1e-13)[0])
 
 
 def whitened(matrix: Array, factor: Array) -> Tensor:

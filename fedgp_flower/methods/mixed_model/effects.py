@@ -194,11 +194,10 @@ class Crossed:
         factors: Sequence[Factor],
     ) -> None:
         self.terms, self.fixed, self.offset, self.y = terms, fixed, offset, y
-        none = Factor(torch.zeros(len(y), dtype=torch.int64), 0, fixed[:, :0], ())
         self.order = sorted(range(len(factors)), key=lambda k: -factors[k].count)
         """The factors in decreasing order of their number of groups."""
         ordered = [factors[k] for k in self.order]
-        self.inner, self.others = (ordered or [none])[0], ordered[1:]
+        self.inner, self.others = (ordered or [no_factor(fixed)])[0], ordered[1:]
         width = sum(factor.count * factor.effects.shape[1] for factor in self.others)
         if (
             self.inner.count * max(1, self.inner.effects.shape[1]) * (width + fixed.shape[1] + 1) > MOST
@@ -248,13 +247,13 @@ class Crossed:
         return inner + self.dense @ (scales[1] @ u[1])
 
 
-def no_features(log_lengthscales: Tensor) -> list[Tensor]:
-    """The features of a formula without smooth terms."""
-    return []
+def no_factor(rows: Float[Tensor, "N _"]) -> Factor:
+    """A factor without groups."""
+    return Factor(torch.zeros(len(rows), dtype=torch.int64), 0, rows[:, :0], ())
 
 
 def restricted_sums(
-    rows: Crossed, theta: Float[Tensor, " T"], features: Callable[[Tensor], list[Tensor]] = no_features
+    rows: Crossed, theta: Float[Tensor, " T"], features: Callable[[Tensor], list[Tensor]] = lambda lengths: []
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums [Q] of the restricted likelihood, and their derivatives [T, Q] and [T, T, Q] by θ and log ℓ.
 
@@ -433,6 +432,44 @@ class Marginal:
         joint = by_group - 0.5 * u.square().sum(2) + 0.5 * points.square().sum(1) + weights
         return joint.logsumexp(1).sum() - factor.diagonal(dim1=1, dim2=2).log().sum()
 
+    def conditional(
+        self, beta: Float[Tensor, " E"], theta: Tensor, fixed: Float[Tensor, "N E"], factors: Sequence[Factor]
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "N E"]]:
+        """Xβ + Zb at other rows, in groups of the site or in new groups (level −1), given the rows of the site.
+
+        Mean [N] and variance [N], relative to the noise, at known β with u ~ N(û(β), H⁻¹), and the derivative of the
+        mean by β [N, E].
+        """
+        rows, scales = self.rows, self.rows.scales(theta)
+        centre = rows.offset + rows.fixed @ beta
+        mode = self.mode(centre, theta)
+        arrow, _ = self.newton(centre, scales, mode)
+        weight = self.family.weight(rows.y, centre + rows.predictor(scales, mode))
+        slopes = arrow.solved(*arrow.whitened(*rows.sides(-weight[:, None] * rows.fixed)))
+        ordered = [factors[k] for k in rows.order]
+        inner, others = (ordered or [no_factor(fixed)])[0], ordered[1:]
+        a, known = inner.effects @ scales[0], inner.level >= 0
+        level = inner.level.clamp(min=0)
+        dense, at = [fixed[:, :0]], 0
+        prior = ~known * a.square().sum(1)  # variance of the effects of new groups
+        for factor in others:
+            width = factor.effects.shape[1]
+            z, old = factor.effects @ scales[1][at : at + width, at : at + width], factor.level >= 0
+            indicator = torch.nn.functional.one_hot(factor.level.clamp(min=0), factor.count).to(a) * old[:, None]
+            dense.append((indicator[:, :, None] * z[:, None]).flatten(1))
+            prior = prior + ~old * z.square().sum(1)
+            at += factor.count * width
+        d, a = torch.cat(dense, dim=1), a * known[:, None]
+        mean, sensitivity = fixed @ beta + d @ mode[1], fixed + d @ slopes[1]
+        if inner.count:
+            first = torch.linalg.solve_triangular(arrow.blocks[level], a[:, :, None], upper=False)
+            d = d - torch.einsum("nqd,nqm->nd", arrow.across[level], first)
+            prior = prior + first.square().sum((1, 2))
+            mean = mean + (a * mode[0][level]).sum(1)
+            sensitivity = sensitivity + torch.einsum("nq,nqe->ne", a, slopes[0][level])
+        second = torch.linalg.solve_triangular(arrow.dense, d.mT, upper=False)
+        return mean, prior + second.square().sum(0), sensitivity
+
 
 def hermite_rule(nodes: int, width: int) -> tuple[Tensor, Tensor]:
     """Nodes [K, q] and log weights [K] of the product Gauss–Hermite rule for N(0, I)."""
@@ -440,52 +477,3 @@ def hermite_rule(nodes: int, width: int) -> tuple[Tensor, Tensor]:
     points = torch.tensor(list(itertools.product(x, repeat=width)))
     weights = torch.tensor(list(itertools.product(np.log(w / math.sqrt(2 * math.pi)), repeat=width)))
     return points, weights.sum(1)
-
-
-class Conditional:
-    """The conditional distribution of the random effects given the rows: u ~ N(û(β), H⁻¹), and ∂û/∂β."""
-
-    def __init__(self, marginal: Marginal, beta: Float[Tensor, " E"], theta: Float[Tensor, " T"]) -> None:
-        rows = marginal.rows
-        self.rows, self.scales, self.beta = rows, rows.scales(theta), beta
-        fixed = rows.offset + rows.fixed @ beta
-        self.mode = marginal.mode(fixed, theta)
-        self.arrow, _ = marginal.newton(fixed, self.scales, self.mode)
-        weight = marginal.family.weight(rows.y, fixed + rows.predictor(self.scales, self.mode))
-        self.slopes = self.arrow.solved(*self.arrow.whitened(*rows.sides(-weight[:, None] * rows.fixed)))
-
-    def linear(
-        self,
-        fixed: Float[Tensor, "N E"],
-        inner: Factor,
-        others: Sequence[Factor],
-        covariance: Float[Tensor, "E E"],
-        noise: float,
-    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Mean and variance [N] of Xβ + Zb at other rows, in groups of the site or in new groups (level −1).
-
-        ``covariance`` is that of the estimates of β. The covariances of random effects are relative to ``noise``.
-        """
-        a, known = inner.effects @ self.scales[0], inner.level >= 0
-        level = inner.level.clamp(min=0)
-        dense, at = [fixed[:, :0]], 0
-        prior = ~known * a.square().sum(1)  # variance of the effects of new groups
-        for factor in others:
-            width = factor.effects.shape[1]
-            z, old = factor.effects @ self.scales[1][at : at + width, at : at + width], factor.level >= 0
-            indicator = torch.nn.functional.one_hot(factor.level.clamp(min=0), factor.count).to(a) * old[:, None]
-            dense.append((indicator[:, :, None] * z[:, None]).flatten(1))
-            prior = prior + ~old * z.square().sum(1)
-            at += factor.count * width
-        d, a = torch.cat(dense, dim=1), a * known[:, None]
-        mean, sensitivity = fixed @ self.beta + d @ self.mode[1], fixed + d @ self.slopes[1]
-        if inner.count:
-            first = torch.linalg.solve_triangular(self.arrow.blocks[level], a[:, :, None], upper=False)
-            d = d - torch.einsum("nqd,nqm->nd", self.arrow.across[level], first)
-            prior = prior + first.square().sum((1, 2))
-            mean = mean + (a * self.mode[0][level]).sum(1)
-            sensitivity = sensitivity + torch.einsum("nq,nqe->ne", a, self.slopes[0][level])
-        second = torch.linalg.solve_triangular(self.arrow.dense, d.mT, upper=False)
-        return mean, noise * (prior + second.square().sum(0)) + torch.einsum(
-            "ne,ef,nf->n", sensitivity, covariance, sensitivity
-        )

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import Described
+from fedgp_flower.shared_messages import Described, indefinite
 
 
 @message("query.outline", summand=True, counts="E W")
@@ -110,13 +110,6 @@ class SiteEffect:
         """Why no rows can give this variance, or None."""
         del described
         return None if self.variance > 0 else "`variance` is not above 0"
-
-
-def indefinite(name: str, matrix: Float[ndarray, "E E"]) -> str | None:
-    """Why a matrix is not positive semi-definite, or None."""
-    size = max(float(np.abs(matrix).max(initial=0.0)), 1e-300)
-    wrong = len(matrix) and not np.linalg.eigvalsh(matrix / size)[0] >= -1e-6
-    return f"`{name}` is not positive semi-definite" if wrong else None
 
 
 def lower(entries: Float[ndarray, " Q"]) -> Float[ndarray, "R R"]:

@@ -79,12 +79,6 @@ def combination(row: Array) -> Function:
     return lambda at: at[: len(row)] @ torch.tensor(row)
 
 
-def derivatives(function: Function, point: Array) -> tuple[float, Array, Array]:
-    """Value, gradient and Hessian of a function at a point."""
-    expansion = expanded(function, torch.tensor(point))
-    return expansion.value, expansion.gradient, expansion.hessian
-
-
 def minimum(around: Around, centre: Array, start: Array) -> End:
     """The minimum of the deviance, from the estimates ``start``."""
     best = newton(End(centre, start, start), around, 0.0)
@@ -98,8 +92,8 @@ def first_step(best: End, around: Around, parameter: Function, row: Array | None
         _, factor = around.at(torch.tensor(best.theta - best.centre))
         start = np.append(start, float(effect(factor, row)[0]))
     end = replace(best, start=start, point=start, parameter=parameter, row=row)
-    _, slope, _ = derivatives(parameter, start)
-    _, _, curvature = derivatives(around.deviance(end.centre, row), start)
+    slope = expanded(parameter, torch.tensor(start)).gradient
+    curvature = expanded(around.deviance(end.centre, row), torch.tensor(start)).hessian
     direction = np.linalg.solve(curvature, slope)
     length = sign * SHARES[0] * float(np.sqrt(2 * LEVEL / (slope @ direction)))
     return replace(end, point=start + length * direction, multiplier=1 / length)
@@ -110,13 +104,13 @@ def newton(end: End, around: Around, level: float) -> End:
     function, point, multiplier = around.deviance(end.centre, end.row), end.point, end.multiplier
     for _ in range(INNER * (not end.lost)):
         try:
-            value, slope, curvature = derivatives(function, point)
+            here = expanded(function, torch.tensor(point))
             if end.parameter is None:
-                step, change = np.linalg.solve(curvature, -slope), 0.0
+                step, change = np.linalg.solve(here.hessian, -here.gradient), 0.0
             else:
-                _, gradient, hessian = derivatives(end.parameter, point)
-                matrix = np.block([[hessian - multiplier * curvature, -slope[:, None]], [-slope, np.zeros(1)]])
-                step = np.linalg.solve(matrix, np.append(multiplier * slope - gradient, value - level))
+                aim, slope = expanded(end.parameter, torch.tensor(point)), here.gradient
+                matrix = np.block([[aim.hessian - multiplier * here.hessian, -slope[:, None]], [-slope, np.zeros(1)]])
+                step = np.linalg.solve(matrix, np.append(multiplier * slope - aim.gradient, here.value - level))
                 step, change = step[:-1], float(step[-1])
         except (NumericsError, np.linalg.LinAlgError):
             return replace(end, lost=True)

@@ -21,12 +21,11 @@ from fedgp_flower.methods.pvi_weights.model import (
     PREDICTION_DRAWS,
     START_SCALE,
     STEPS,
-    LinearPosterior,
-    NetworkPosterior,
     NewtonStep,
     WeightSpaceNetwork,
     glm_rows,
     optimum,
+    predicted,
     prior_of,
     refined,
 )
@@ -61,24 +60,24 @@ class GLMClient(SiteClient):
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of an observation."""
-        return Prediction(*LinearPosterior(self.config.model, request.gaussian).observation(inputs))
+        return Prediction(*predicted(self.config.model, request.gaussian, inputs))
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores by the likelihood."""
-        return self.scored_by(LinearPosterior(self.config.model, request.gaussian), self.rows)
+        return self.scored_by(request.gaussian, self.rows)
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model fitted to these rows."""
         del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
-        return self.scored_by(LinearPosterior(self.config.model, prior * done.factor), data)
+        return self.scored_by(prior * done.factor, data)
 
-    def scored_by(self, posterior: LinearPosterior, data: SiteData) -> Scores:
-        """Scores of held-out rows from the moments of f."""
-        if self.config.model.likelihood == "poisson":
-            return count_scores(*posterior.latent(data.x_test), data.y_test)
-        return self.scores_of(Prediction(*posterior.observation(data.x_test)), data.y_test)
+    def scored_by(self, q: Gaussian, data: SiteData) -> Scores:
+        """Scores of held-out rows; those of counts from the moments of f."""
+        section, counts = self.config.model, self.config.model.likelihood == "poisson"
+        moments = predicted(section, q, data.x_test, link=counts)
+        return count_scores(*moments, data.y_test) if counts else self.scores_of(Prediction(*moments), data.y_test)
 
 
 class BNNClient(SiteClient):
@@ -129,7 +128,7 @@ class BNNClient(SiteClient):
 
     def _indicators(self, q: Gaussian, inputs: Array) -> Prediction:
         binary = self.config.model.likelihood == "bernoulli"
-        mean = NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary).probabilities(inputs)
+        mean = self.network.probabilities(inputs, q, binary=binary)
         return Prediction(mean, mean * (1 - mean))
 
 

@@ -41,6 +41,7 @@ from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.outcome import Posterior
+    from fedgp_flower.run.predict import Standardised
 
 NEWTON_STEPS = 100
 """Most Newton steps; a few usually reach the tolerance."""
@@ -119,36 +120,25 @@ def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
     return NaturalParameters.of(Gaussian.standard(options.num_weights(num_inputs), full=options.full))
 
 
-@dataclass(frozen=True, slots=True)
-class LinearPosterior:
-    """q(θ) of a generalised linear model."""
-
-    section: ModelSection
-    q: Gaussian
-
-    def latent(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and variance of f = θ₀ + θᵀx [N] at standardised inputs [N, D]."""
-        mean, variance = glm_rows(self.section, inputs, np.zeros(len(inputs))).marginals(self.q)
-        return mean.numpy(), variance.numpy()
-
-    def observation(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and variance of an observation [N]."""
-        likelihood = canonical_likelihood(self.section.likelihood, self.section.noise)
-        mean, variance = map(torch.from_numpy, self.latent(inputs))
-        centre, spread = likelihood.moments(mean, variance, likelihood.initial)
-        return centre.numpy(), spread.numpy()
-
-    def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of an observation [N]."""
-        mean, variance = self.observation(inputs)
-        return mean, np.sqrt(variance)
+def predicted(section: ModelSection, q: Gaussian, inputs: Array, *, link: bool = False) -> tuple[Array, Array]:
+    """Mean and variance of an observation [N] at standardised inputs [N, D]; with ``link`` of f = θ₀ + θᵀx."""
+    rows = glm_rows(section, inputs, np.zeros(len(inputs)))
+    moments = rows.marginals(q)
+    mean, variance = moments if link else rows.likelihood.moments(*moments, rows.hyper)
+    return mean.numpy(), variance.numpy()
 
 
-def saved_model(saved: Posterior, names: tuple[str, ...]) -> LinearPosterior:
-    """The posterior of a finished run."""
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> Standardised:
+    """The posterior of a finished run: mean and standard deviation of an observation."""
     del names
     section = ModelSection.model_validate({key: saved.model[key] for key in ("likelihood", "noise")})
-    return LinearPosterior(section, q_of(saved))
+    q = q_of(saved)
+
+    def standardised(inputs: Array) -> tuple[Array, Array]:
+        mean, variance = predicted(section, q, inputs)
+        return mean, np.sqrt(variance)
+
+    return standardised
 
 
 def q_of(saved: Posterior) -> Gaussian:
@@ -187,6 +177,12 @@ class WeightSpaceNetwork:
         (m1, m2), (v1, v2) = map(self.layers, q.moments())
         hidden = torch.relu(_sums(x, m1, v1, generator))
         return _sums(hidden, m2, v2, generator)
+
+    def probabilities(self, inputs: Array, q: Gaussian, draws: int = PREDICTION_DRAWS, *, binary: bool) -> Array:
+        """Mean over draws of P(y = c | x, θ) [N, C]; if ``binary`` only of the second class, [N]."""
+        generator, x = torch.Generator().manual_seed(PREDICTION_SEED), torch.from_numpy(inputs)
+        mean = torch.stack([self.logits(x, q, generator).softmax(-1) for _ in range(draws)]).mean(0).numpy()
+        return mean[:, 1] if binary else mean
 
     def log_likelihood(self, rows: Data, q: Gaussian, generator: Generator) -> Tensor:
         """Σ log P(y_n), with one draw for each row."""
@@ -231,30 +227,13 @@ def refined(
         return latent.density(), values
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkPosterior:
-    """q(θ) of a network."""
+def saved_network(saved: Posterior, names: tuple[str, ...]) -> Standardised:
+    """The posterior of a finished run: mean and standard deviation of the indicators of classes."""
+    network = WeightSpaceNetwork(len(names), int(saved.model["hidden"]), int(saved.model["classes"]))
+    q, draws, binary = q_of(saved), int(saved.model["draws"]), saved.likelihood == "bernoulli"
 
-    network: WeightSpaceNetwork
-    q: Gaussian
-    draws: int
-    binary: bool
-
-    def probabilities(self, inputs: Array) -> Array:
-        """Mean over draws of P(y = c | x, θ) [N, C]; for two classes only the second, [N]."""
-        generator = torch.Generator().manual_seed(PREDICTION_SEED)
-        x = torch.from_numpy(inputs)
-        each = [self.network.logits(x, self.q, generator).softmax(-1) for _ in range(self.draws)]
-        mean = torch.stack(each).mean(0).numpy()
-        return mean[:, 1] if self.binary else mean
-
-    def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of the indicators of classes."""
-        mean = self.probabilities(inputs)
+    def standardised(inputs: Array) -> tuple[Array, Array]:
+        mean = network.probabilities(inputs, q, draws, binary=binary)
         return mean, np.sqrt(mean * (1 - mean))
 
-
-def saved_network(saved: Posterior, names: tuple[str, ...]) -> NetworkPosterior:
-    """The posterior of a finished run."""
-    network = WeightSpaceNetwork(len(names), int(saved.model["hidden"]), int(saved.model["classes"]))
-    return NetworkPosterior(network, q_of(saved), int(saved.model["draws"]), saved.likelihood == "bernoulli")
+    return standardised
