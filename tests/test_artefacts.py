@@ -6,9 +6,7 @@ import math
 import os
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -226,7 +224,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_p
 
 
 def test_ctrl_c_before_the_first_round_gives_the_name_free(tmp_path):
-    def interrupted(_folder: Path) -> None:
+    def interrupted(_folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -241,14 +239,14 @@ ODD = (None, True, -1, 0, 10**30, -0.5, 1e308, np.nan, np.inf, "", "x" * 300, ".
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]:
+def clean(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
     run = run_in_process(FLAT | {"output-dir": str(folder), "name": "run"}, sites=2)
     (folder / "new.csv").write_text("x\n0.5\n-1.0\n")
     return run, asked(run)
 
 
-def asked(run: Path) -> pd.DataFrame:
+def asked(run):
     output = run.parent / "out.csv"
     output.unlink(missing_ok=True)
     words = ["predict", str(run), "--input", str(run.parent / "new.csv"), "--output", str(output)]
@@ -256,7 +254,7 @@ def asked(run: Path) -> pd.DataFrame:
     return pd.read_csv(output)
 
 
-def leaf(content: Any, draw: Callable[[Any], Any], odd: Sequence[Any] = ODD) -> Any:
+def leaf(content, draw, odd=ODD):
     """JSON or TOML with something somewhere replaced or removed."""
     places = [content]
     for place in places:
@@ -271,7 +269,7 @@ def leaf(content: Any, draw: Callable[[Any], Any], odd: Sequence[Any] = ODD) -> 
     return content
 
 
-def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
+def spoil(path, draw):
     kind = draw(st.sampled_from(["bytes", "cut", "gone", "content", "content", "content"]))
     content = path.read_bytes()
     if kind == "gone":
@@ -297,7 +295,7 @@ def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
         write_arrays(path, arrays)
 
 
-def answer(call: Callable[[], Any]) -> Any:
+def answer(call):
     """What a command returns, or its words."""
     try:
         with np.errstate(all="ignore"):
@@ -306,12 +304,12 @@ def answer(call: Callable[[], Any]) -> Any:
         return error
 
 
-def resume(run: Path) -> Any:
+def resume(run):
     flat = FLAT | {"output-dir": str(run.parent), "name": "run", "resume": True}
     return RunFolder.open(parse_config(flat)).restore()
 
 
-def test_an_untouched_run_is_resumed(clean: tuple[Path, pd.DataFrame], tmp_path: Path) -> None:
+def test_an_untouched_run_is_resumed(clean, tmp_path):
     """Else what is asserted of tampered checkpoints would be of none."""
     shutil.copytree(clean[0], tmp_path / "run")
     assert resume(tmp_path / "run").facts["round"] == 2
@@ -319,7 +317,7 @@ def test_an_untouched_run_is_resumed(clean: tuple[Path, pd.DataFrame], tmp_path:
 
 @settings(SETTINGS, max_examples=60, derandomize=True)
 @given(data=st.data())
-def test_a_tampered_run_is_refused_with_words(clean, tmp_path, data, capsys) -> None:
+def test_a_tampered_run_is_refused_with_words(clean, tmp_path, data, capsys):
     (original, right), folder, draw = clean, tmp_path / "trial", data.draw
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original.parent, folder)
@@ -346,7 +344,7 @@ def test_a_tampered_run_is_refused_with_words(clean, tmp_path, data, capsys) -> 
 
 
 @pytest.mark.parametrize(("name", "value"), [("inducing.mean", np.nan), ("likelihood.noise", 0)])
-def test_a_posterior_that_cannot_be_has_status_2(clean, tmp_path, name, value, capsys) -> None:
+def test_a_posterior_that_cannot_be_has_status_2(clean, tmp_path, name, value, capsys):
     shutil.copytree(clean[0].parent, tmp_path / "run")
     run = tmp_path / "run" / "run"
     arrays = read_arrays(run / "posterior.safetensors")

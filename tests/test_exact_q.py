@@ -1,7 +1,6 @@
 """FedMGP: exact q(g) and natural pseudo-gradients against autograd and dense algebra; what rounds believe; rules."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -35,12 +34,12 @@ from strategies.server.questions import Roster
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def grid(dims: int) -> np.ndarray:
+def grid(dims):
     axis = np.linspace(-1.1, 1.1, 16 if dims == 1 else 5)
     return np.stack(np.meshgrid(*[axis] * dims, indexing="ij"), -1).reshape(-1, dims)
 
 
-def signals(dims: int, seed: int = 0, num_units: int = 3, rows: int = 50) -> list[tuple[np.ndarray, np.ndarray]]:
+def signals(dims, seed=0, num_units=3, rows=50):
     """Units that are shifted views of one smooth function, with different gains and signs."""
     rng = np.random.default_rng(seed)
     units = []
@@ -64,7 +63,7 @@ def federate(units, inducing, rounds, *, multiples=(1.0,), unsmoothed=0):
     state = start(inducing, multiples)
     first = statistics(data["0"], state.latents, one_unit.starting_parameters(data["0"], state.latents))
     state = replace(state, posterior=posterior(first), unsmoothed=unsmoothed)
-    memory: dict[str, UnitState] = {}
+    memory = {}
     states = [state]
     for _ in range(rounds):
         moves, replies = trial_moves(state), {}
@@ -89,7 +88,7 @@ def random_unit(num_latents, dims, seed=0):
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> None:
+def test_unit_step_is_a_maximum_with_q_fixed(num_latents, dims):
     """Autograd of E_q log p(y | f) vanishes in s and log σ², R is no worse than before, and E‖y − f‖² = Nσ²."""
     latents, q, data, phi, x = random_unit(num_latents, dims)
     best = maximise(data, latents, q, phi)
@@ -112,7 +111,7 @@ def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> Non
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_bound_never_falls_and_is_the_model_s(num_latents: int, dims: int) -> None:
+def test_bound_never_falls_and_is_the_model_s(num_latents, dims):
     """With several functions or inputs the first two rounds have the narrowest R, and four trial moves."""
     units, W = signals(dims), grid(dims)
     wide = num_latents * dims > 1
@@ -128,7 +127,7 @@ def test_bound_never_falls_and_is_the_model_s(num_latents: int, dims: int) -> No
     assert max(float(np.max(phi[s].smoothing / data[s].lower)) for s in data) > 10
 
 
-def test_rounds_reach_the_pooled_optimum() -> None:
+def test_rounds_reach_the_pooled_optimum():
     """Units of one random function, one half unobserved: 1 nat from L-BFGS in 20 rounds, error near the noise."""
     frame, (test,) = convolved_signals(2)
     missing, parts = frame.iloc[test], frame.drop(index=test).groupby("unit")
@@ -143,7 +142,7 @@ def test_rounds_reach_the_pooled_optimum() -> None:
     assert (error < 1.96 * np.sqrt(variance + phi["0"].noise)).mean() > 0.85
 
 
-def test_rotation_keeps_what_is_known_about_g() -> None:
+def test_rotation_keeps_what_is_known_about_g():
     """bᵀu − ½uᵀGu is the same number for the same g under old and new lengthscales; amplitudes likewise."""
     latents, _, data, phi, _ = random_unit(2, 2)
     new = replace(latents, scales=latents.scales * 1.3)
@@ -153,14 +152,14 @@ def test_rotation_keeps_what_is_known_about_g() -> None:
     g = np.array([[2.0], [0.5]]) * np.einsum("ijk,ik->ij", new.whitening(), u_new.reshape(2, -1))
     u_old = np.linalg.solve(latents.whitening(), g[..., None]).ravel()
 
-    def value(s: UnitStatistics, u: np.ndarray) -> float:
+    def value(s, u):
         return float(s.shift @ u - 0.5 * u @ s.precision @ u)
 
     assert value(turned, u_new) == pytest.approx(value(told, u_old), rel=1e-6)
     np.testing.assert_allclose(turned.slack, told.slack * [4.0, 0.25])
 
 
-def test_best_scales_is_a_stationary_maximum() -> None:
+def test_best_scales_is_a_stationary_maximum():
     rng = np.random.default_rng(3)
     x = np.linspace(-1, 1, 50)[:, None]
     basis = np.hstack([np.sin(4 * x), np.cos(9 * x)])  # two functions, mixed differently by every unit
@@ -179,7 +178,7 @@ def test_best_scales_is_a_stationary_maximum() -> None:
     assert bound > latent_gp.pooled_bound(total) + 0.1
 
 
-def test_moves_keep_what_they_promise() -> None:
+def test_moves_keep_what_they_promise():
     """`width`: every output covariance is unchanged. `gain`: v = s (|2R + S| / |S|)^¼ and R are unchanged."""
     latents, _, data, phi, x = random_unit(2, 2)
     state = UnitState(phi, phi, latents.scales)
@@ -187,7 +186,7 @@ def test_moves_keep_what_they_promise() -> None:
     scales, wide = moved(data, state, latent_gp.Move(offset, 1.0, "width"))
     rows = torch.from_numpy(x)
 
-    def outputs(S: np.ndarray, p: UnitParameters) -> torch.Tensor:
+    def outputs(S, p):
         R = torch.from_numpy(p.smoothing)
         unit = smoothed_covariance(rows, rows, torch.from_numpy(S), R, R)
         return (torch.from_numpy(p.amplitudes**2)[:, None, None] * unit).sum(0)
@@ -196,14 +195,14 @@ def test_moves_keep_what_they_promise() -> None:
     scales, same = moved(data, state, latent_gp.Move(offset, 1.0, "gain"))
     np.testing.assert_allclose(same.smoothing, phi.smoothing)
 
-    def gain(S: np.ndarray, p: UnitParameters) -> np.ndarray:
+    def gain(S, p):
         return p.amplitudes * (np.prod(2 * p.smoothing + S, 1) / np.prod(S, 1)) ** 0.25
 
     np.testing.assert_allclose(gain(scales, same), gain(latents.scales, phi))
     np.testing.assert_allclose(scales, latents.scales * np.exp(offset))
 
 
-def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
+def test_merge_does_not_depend_on_the_order_and_checks_replies():
     units, W = signals(1), grid(1)
     states, phi, data = federate(units, W, 3)
     state = states[-1]
@@ -221,7 +220,7 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     np.testing.assert_allclose(only.bound, max(latent_gp.best_scales(r, 1)[0] for r in replies["1"]))
 
 
-def placed(x: np.ndarray) -> np.ndarray:
+def placed(x):
     """Pseudo-inputs, nine at most, for the rows of one site."""
     config = parse_config({"method": "fedmgp", "model.num-inducing": 9})
     running = first_inducing(config, Roster({"a": len(x)}, ("a",), (), 0))
@@ -232,7 +231,7 @@ def placed(x: np.ndarray) -> np.ndarray:
     return end.value.value
 
 
-def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
+def test_pseudo_inputs_cover_the_inputs_and_a_little_more():
     x = np.linspace(-1.73, 1.73, 50)[:, None]
     W = placed(x)
     assert W.shape == (9, 1)
@@ -251,20 +250,20 @@ Answers = dict[str, list[UnitStatistics]]
 
 
 @cache
-def asked(num_units: int, rounds: int, dims: int = 1) -> tuple[ExactState, tuple[latent_gp.Move, ...], Answers]:
+def asked(num_units, rounds, dims=1):
     states, phi, data = federate(signals(dims, num_units=num_units), grid(dims), rounds)
     state, moves = states[-1], trial_moves(states[-1])
     return (state, moves, {s: respond(d, state.latents, state.posterior, moves, phi[s])[1] for s, d in data.items()})
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_honest_answers_are_consistent(num_latents: int, dims: int) -> None:
+def test_honest_answers_are_consistent(num_latents, dims):
     """From newcomers to convergence, stretched moves included, and where the noise is at its floor."""
     units, W = signals(dims), grid(dims)
     units[2] = (units[2][0], np.zeros(ROWS) + 1e-9 * units[2][1])
     state = start(W, (1.0, 2.0)[:num_latents])
     data = [UnitData.build(x, y, W) for x, y in units]
-    memory: list[UnitState | None] = [None] * len(data)
+    memory = [None] * len(data)
     for _ in range(5):
         moves, replies = trial_moves(state), {}
         for m, rows in enumerate(data):
@@ -275,7 +274,7 @@ def test_honest_answers_are_consistent(num_latents: int, dims: int) -> None:
         state = merge(state, replies, moves=moves)
 
 
-AT_TRIALS: dict[str, Callable[[int, UnitStatistics], UnitStatistics]] = {
+AT_TRIALS = {
     "one move": lambda c, s: replace(s, evidence=s.evidence + 2.0 * (c == 3)),
     "all moves": lambda c, s: replace(s, evidence=s.evidence + 2 * ROWS * (c > 0)),
     "strong": lambda c, s: replace(s, shift=(1 + (c == 4)) * s.shift),
@@ -285,14 +284,14 @@ AT_TRIALS: dict[str, Callable[[int, UnitStatistics], UnitStatistics]] = {
 
 
 @pytest.mark.parametrize("lie", AT_TRIALS)
-def test_answers_that_no_rows_give_at_a_trial_are_refused(lie: str) -> None:
+def test_answers_that_no_rows_give_at_a_trial_are_refused(lie):
     state, moves, replies = asked(3, 6)
     assert all(consistent(told, moves, state.posterior, ROWS) for told in replies.values())
     lied = [AT_TRIALS[lie](c, told) for c, told in enumerate(replies["1"])]
     assert not consistent(lied, moves, state.posterior, ROWS)
 
 
-def test_few_sites_cannot_steer_the_lengthscales() -> None:
+def test_few_sites_cannot_steer_the_lengthscales():
     """Two of seven claim more at every move against the one that honest answers lead to; most must gain."""
     state, moves, replies = asked(7, 10)
     honest = merge(state, replies, moves=moves, quorum=0.5)
@@ -306,7 +305,7 @@ def test_few_sites_cannot_steer_the_lengthscales() -> None:
 
 
 @cache
-def starts(dims: int = 1, num_latents: int = 1) -> dict[str, UnitStatistics]:
+def starts(dims=1, num_latents=1):
     W = grid(dims)
     latents = start(W, (1.0, 2.0)[:num_latents]).latents
     found = {}
@@ -319,7 +318,7 @@ def starts(dims: int = 1, num_latents: int = 1) -> dict[str, UnitStatistics]:
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_honest_first_looks_are_possible(num_latents: int, dims: int) -> None:
+def test_honest_first_looks_are_possible(num_latents, dims):
     for told in starts(dims, num_latents).values():
         assert possible_start(told, ROWS)
         assert not possible_start(told, ROWS // 2)
@@ -335,14 +334,14 @@ HUGE = {
 
 
 @pytest.mark.parametrize("lie", HUGE)
-def test_a_first_look_outweighs_no_rows_and_ends_no_run(lie: str) -> None:
+def test_a_first_look_outweighs_no_rows_and_ends_no_run(lie):
     """The liar is first in the alphabet, where a score that is not a number would put it in front."""
     told = starts()
     assert not possible_start(HUGE[lie](told["0"]), ROWS)
     assert best_lead({**told, "0": HUGE[lie](told["0"])}) != "0"
 
 
-def test_who_answers_alone_is_compared_with_those_that_are_absent() -> None:
+def test_who_answers_alone_is_compared_with_those_that_are_absent():
     """It sees g out of phase, with noise that lets it insist; only the comparison can refuse it."""
     states, _, _ = federate(signals(1, num_units=5), grid(1), 4)
     state, moves, x = states[-1], trial_moves(states[-1]), signals(1, num_units=1)[0][0]
@@ -355,7 +354,7 @@ def test_who_answers_alone_is_compared_with_those_that_are_absent() -> None:
     np.testing.assert_allclose(after.posterior.mean, honest.posterior.mean, rtol=1e-9)
 
 
-def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed() -> None:
+def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed():
     states, _, data = federate(signals(1, num_units=2), grid(1), 0)
     state, moves = states[-1], trial_moves(states[-1])
     replies = {s: respond(d, state.latents, state.posterior, moves, None)[1] for s, d in data.items()}
@@ -381,7 +380,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_agreement_keeps_the_honest_and_drops_liars(lie: str) -> None:
+def test_agreement_keeps_the_honest_and_drops_liars(lie):
     state, moves, told = asked(7, 4)
     state, rows = replace(state, reports={}), dict.fromkeys(told, ROWS)
     assert agreeing(state, told, rows) == tuple(sorted(told))
@@ -390,7 +389,7 @@ def test_agreement_keeps_the_honest_and_drops_liars(lie: str) -> None:
     assert agreeing(state, believed, rows) == ("0", "1", "2", "3", "6")
 
 
-def test_lead_is_a_site_that_most_others_agree_with() -> None:
+def test_lead_is_a_site_that_most_others_agree_with():
     """The units with most rows see another function; the lead is still an honest one, whatever its sign."""
     W = grid(1)
     rng = np.random.default_rng(2)

@@ -404,7 +404,8 @@ SURE = 500.0
 def theta(*, sure=3):
     """Hyperparameters of no particular kind; ``sure``: the one roughness."""
     draw = torch.Generator().manual_seed(1)
-    own = {name: value + 0.3 * torch.randn(1, generator=draw).double() for name, value in rough.first_theta().items()}
+    first = rough.first_theta().items()
+    own = {name: at + 0.3 * torch.randn(at.shape, generator=draw, dtype=torch.float64) for name, at in first}
     own["noise"] = torch.tensor([math.log(0.1)], dtype=torch.float64)
     if sure is not None:
         own["roughness"] = torch.zeros(len(rough.ROUGHNESS), dtype=torch.float64)

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,20 +26,20 @@ from fedgp_flower.run.predict import QUANTILES
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.summary import verdict
 from fedgp_flower.scores import TargetUnits, bernoulli_scores, gaussian_scores
-from fedgp_flower.shared_messages import LinearPredictor, Moments, ScoreSums, with_ones
+from fedgp_flower.shared_messages import Moments, ScoreSums, with_ones
 from strategies.server.questions import drive
 from strategies.server.scoring import PENALTIES, combine, constant, linear_fit, ridge
 
 ROWS, INPUTS = 57, 4
 
 
-def regression_rows(inputs: int = INPUTS) -> tuple[np.ndarray, np.ndarray]:
+def regression_rows(inputs=INPUTS):
     draw = np.random.default_rng(3)
     x = draw.normal(size=(ROWS, inputs)) + 0.7
     return x, 0.4 + x[:, 0] - 0.5 * x[:, 1] + 0.6 * draw.normal(size=ROWS)
 
 
-def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]) -> LinearPredictor:
+def fitted(rows, likelihood, cuts):
     parts = zip(*(np.split(entry, cuts) for entry in rows), strict=True)
     clients = [SimpleNamespace(rows=SimpleNamespace(x=x, y=y)) for x, y in parts]
     answers = [{"moments": partial(moments, client), "logistic": partial(logistic, client)} for client in clients]
@@ -48,13 +47,13 @@ def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]
     return drive(linear_fit(tuple(sites), likelihood, rows[0].shape[1]), sites)
 
 
-def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
+def test_ridge_is_the_bayesian_regression_of_all_rows():
     """Evidence of N − 1 orthonormal contrasts of y, which do not see the intercept: N(0, σ² (X_c X_cᵀ/λ + I))."""
     x, y = regression_rows()
     found = fitted((x, y), "gaussian", [9, 30])
     contrasts = np.linalg.qr(np.column_stack([np.ones(ROWS), np.eye(ROWS)[:, 1:]]))[0][:, 1:].T
 
-    def highest(p: float) -> Any:
+    def highest(p):
         shape = contrasts @ x @ x.T @ contrasts.T / p + np.eye(ROWS - 1)
         density = lambda s: stats.multivariate_normal(cov=math.exp(s) * shape).logpdf(contrasts @ y)  # noqa: E731
         return optimize.minimize_scalar(lambda s: -density(s), bounds=(-4, 2))
@@ -73,12 +72,12 @@ def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
     assert highest(penalty).x == pytest.approx(math.log(variance), abs=1e-5)
 
 
-def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
+def test_logistic_regression_is_at_the_mode_of_all_rows():
     x, goal = regression_rows()
     y = (goal > 0.9).astype(float)
     found, design = fitted((x, y), "bernoulli", [9, 30]), with_ones(x)
 
-    def loss(w: np.ndarray) -> float:
+    def loss(w):
         return float(np.sum(np.logaddexp(0, (1 - 2 * y) * (design @ w))) + 0.5 * w[1:] @ w[1:])
 
     best = optimize.minimize(loss, np.zeros(1 + INPUTS), tol=1e-12).x
@@ -89,7 +88,7 @@ def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
     assert found.spread is None
 
 
-def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit() -> None:
+def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit():
     x, y = regression_rows(90)
     many = fitted((x, y), "gaussian", [9])
     assert np.isfinite(many.weights).all()
@@ -98,7 +97,7 @@ def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit() -> None:
     np.testing.assert_allclose(exact.weights, [1, 2, 3], rtol=1e-5)
 
 
-def test_the_mean_predicts_by_the_spread_of_a_new_row() -> None:
+def test_the_mean_predicts_by_the_spread_of_a_new_row():
     y = np.array([1.0, 2.0, 6.0])
     found = constant({"mean": 3.0, "sd": float(y.std())}, 3, 2, "gaussian", (1.0, 2.0))
     assert found.intercept == pytest.approx(1.0)
@@ -107,7 +106,7 @@ def test_the_mean_predicts_by_the_spread_of_a_new_row() -> None:
     assert constant({"share": 0.2}, 3, 2, "bernoulli", (0.0, 1.0)).intercept == pytest.approx(math.log(0.25))
 
 
-def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
+def test_the_mean_of_counts_has_their_mean_and_variance():
     found = constant({"mean": 3.0, "sd": 2.5}, 100, 1, "poisson", (0.0, 1.0))
     m, v = found.intercept, found.variance
     rate = math.exp(m + v / 2)
@@ -118,7 +117,7 @@ def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
     assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
 
 
-def test_figures_of_ranks_from_summed_histograms() -> None:
+def test_figures_of_ranks_from_summed_histograms():
     """Log odds in the middles of bins: the histograms lose nothing."""
     draw = np.random.default_rng(1)
     middles = (np.arange(measures.RANK_BINS) + 0.5) * 2 * measures.RANK_REACH / measures.RANK_BINS - measures.RANK_REACH
@@ -130,7 +129,7 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
     assert test["auc"] == pytest.approx((1 + pairs.mean()) / 2, abs=1e-12)
     assert test["base_rate"] == pytest.approx(y.mean())
 
-    def loss(w: np.ndarray) -> float:
+    def loss(w):
         return float(np.logaddexp(0, (1 - 2 * y) * (w[0] + w[1] * odds)).sum())
 
     best = optimize.minimize(loss, [0.0, 1.0]).x
@@ -145,7 +144,7 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
 LINEAR = {"baselines__linear": True, "num_server_rounds": 1}
 
 
-def rows_of_all(strategy: Any, sites: int) -> list[np.ndarray]:
+def rows_of_all(strategy, sites):
     prepared = strategy.preparation
     agreed = Preparation.from_wire(prepared.arrays, prepared.schema)
     data = [site.encode(agreed) for site in load_all_sites(strategy.config, sites)]
@@ -153,7 +152,7 @@ def rows_of_all(strategy: Any, sites: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(masked: bool) -> None:
+def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(masked):
     strategy = run(FaultyGrid(configured(**LINEAR, dataset="diabetes", privacy__secure_aggregation=masked), 4))
     x, y, x_test, y_test = rows_of_all(strategy, 4)
     metrics, scale = strategy.outcome.metrics, strategy.preparation.target_scale
@@ -171,7 +170,7 @@ def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(mas
     assert [len(metrics[name]["per_site"]) for name in ("mean", "linear")] == [0 if masked else 4] * 2
 
 
-def test_classes_are_compared_with_their_shares_and_logistic_regression() -> None:
+def test_classes_are_compared_with_their_shares_and_logistic_regression():
     keys = {"method": "sfvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     strategy = run(FaultyGrid(configured(**LINEAR, **keys), 3))
     x, y, x_test, y_test = rows_of_all(strategy, 3)
@@ -188,7 +187,7 @@ def test_classes_are_compared_with_their_shares_and_logistic_regression() -> Non
 UNITS = TargetUnits(0.0, 1.0)
 
 
-def steps(likelihood: str, rows: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def steps(likelihood, rows=400, seed=0):
     """Inputs, targets, and what the best prediction knows: a mean, a rate or a probability with steps."""
     draw = np.random.default_rng(seed)
     x = draw.uniform(-1, 1, (rows, 2))
@@ -206,7 +205,7 @@ def steps(likelihood: str, rows: int = 400, seed: int = 0) -> tuple[np.ndarray, 
 
 
 @pytest.mark.parametrize("likelihood", sorted(LOSSES))
-def test_boosting_comes_near_the_best_score(likelihood: str) -> None:
+def test_boosting_comes_near_the_best_score(likelihood):
     """Never below the score of the truth by more than chance, and near it: noise is neither missed nor invented."""
     x, y, _ = steps(likelihood)
     x_test, y_test, known = steps(likelihood, seed=1)
@@ -224,7 +223,7 @@ def test_boosting_comes_near_the_best_score(likelihood: str) -> None:
     assert best - 0.03 < found["nll"] / found["count"] < best + slack
 
 
-def test_the_slope_of_the_evidence_is_that_of_its_definition() -> None:
+def test_the_slope_of_the_evidence_is_that_of_its_definition():
     """½ (ααᵀ − C⁻¹) against autograd through log N(y | 0, C)."""
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(30, 2, generator=draw).double(), torch.randn(30, generator=draw).double()
@@ -235,7 +234,7 @@ def test_the_slope_of_the_evidence_is_that_of_its_definition() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):
     """Where points are rows, bound and prediction are those of the exact GP, whose hyperparameters fit as well."""
     draw = np.random.default_rng(0)
     x, x_test = draw.uniform(-2, 2, (70, 1)), draw.uniform(-2, 2, (200, 1))
@@ -249,7 +248,7 @@ def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch: py
     assert exact["squared-error"] / 200 < 0.05**2
 
 
-def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path: Any) -> None:
+def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path):
     x, y, _ = steps("gaussian", rows=300)
     frame = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
     options = {"method": "local-only", "output-dir": str(tmp_path), "baselines.max-evaluations": 30}
@@ -259,7 +258,7 @@ def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path: Any) -> Non
     assert verdict(metrics).startswith("With a higher NLL than gradient boosting of all rows in one place (")
 
 
-def test_noise_that_varies_does_not_explain_what_the_mean_can() -> None:
+def test_noise_that_varies_does_not_explain_what_the_mean_can():
     """A fit that starts with all of q at the prior takes the function for noise and has R² near 0."""
     draw = np.random.default_rng(1)
     x = draw.uniform(-1.7, 1.7, 300)
@@ -304,7 +303,7 @@ def test_scores_of_pieces_add_to_the_scores_of_the_whole(kind):
     rng = np.random.default_rng(2)
     m, s, y = rng.normal(size=(3, 50)), rng.uniform(0.5, 2, (3, 50)), rng.normal(size=50)
 
-    def score(rows: slice) -> measures.Scores:
+    def score(rows):
         if kind == "gaussian":
             return gaussian_scores(m[0, rows], s[0, rows], y[rows])
         if kind == "mixture":
@@ -344,14 +343,14 @@ def test_class_scores_by_hand():
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
 
 
-def exact(mean: float, variance: float) -> np.ndarray:
+def exact(mean, variance):
     """P(y = k) of the mixture for k = 0 … 2999, by adaptive quadrature over f."""
     k = np.arange(3000)
     if variance == 0:
         return stats.poisson.pmf(k, np.exp(mean))
     sd = np.sqrt(variance)
 
-    def part(f: float) -> np.ndarray:
+    def part(f):
         return stats.poisson.pmf(k, np.exp(f)) * stats.norm.pdf(f, mean, sd)
 
     found, _ = integrate.quad_vec(part, mean - 9 * sd, mean + 9 * sd, epsabs=1e-12)
@@ -359,7 +358,7 @@ def exact(mean: float, variance: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("mean", "variance", "count"), CASES)
-def test_scores_of_a_count(mean: float, variance: float, count: int) -> None:
+def test_scores_of_a_count(mean, variance, count):
     pmf = exact(mean, variance)
     below = np.cumsum(pmf)
     found = count_scores(np.array([mean]), np.array([variance]), np.array([float(count)]))
@@ -381,7 +380,7 @@ def test_scores_of_a_count(mean: float, variance: float, count: int) -> None:
     assert bins == pytest.approx(overlap / (below[count] - before), abs=1e-6)
 
 
-def test_quantiles_of_counts() -> None:
+def test_quantiles_of_counts():
     """From the two moments of a count alone; they are whole numbers, and none is negative."""
     mean, variance = (np.array(column, dtype=float) for column in zip(*(case[:2] for case in CASES), strict=True))
     rate = np.exp(mean + variance / 2)
@@ -392,7 +391,7 @@ def test_quantiles_of_counts() -> None:
 
 
 @pytest.mark.parametrize(("variance", "target"), [(-0.1, 1.0), (0.1, 1.5), (0.1, -1.0)])
-def test_what_are_no_counts(variance: float, target: float) -> None:
+def test_what_are_no_counts(variance, target):
     with pytest.raises(NumericsError):
         count_scores(np.zeros(1), np.array([variance]), np.array([target]))
 

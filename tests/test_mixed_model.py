@@ -3,7 +3,6 @@
 import json
 import math
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -37,11 +36,11 @@ from strategies.server.questions import Roster, Summed
 DRAW = np.random.default_rng(5)
 
 
-def numbers(values: object) -> torch.Tensor:
+def numbers(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def crossed_rows(y: np.ndarray | None = None, count: int = 24) -> tuple[Crossed, torch.Tensor]:
+def crossed_rows(y=None, count=24):
     """Slopes of six groups, correlated, and an intercept of three levels across them; and their dense Z Λ."""
     x = np.column_stack([np.ones(count), DRAW.normal(size=count)])
     groups = (np.arange(count) % 6, 6, x), (np.arange(count) // 8, 3, np.ones((count, 1)))
@@ -56,13 +55,13 @@ def crossed_rows(y: np.ndarray | None = None, count: int = 24) -> tuple[Crossed,
 THETA = numbers([1.3, -0.4, 0.7, 0.9])
 
 
-def spread(theta: torch.Tensor) -> torch.Tensor:
+def spread(theta):
     """Λ of all levels."""
     slopes = numbers([[theta[0], 0.0], [theta[1], theta[2]]])
     return torch.block_diag(*[slopes] * 6, *[theta[3].reshape(1, 1)] * 3).double()
 
 
-def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
+def normal_contrasts(rows, root, sd):
     """The density of contrasts Aᵀy that have no fixed effects, A orthonormal, less ½ log|XᵀX| (Harville 1974).
 
     y has covariance sd² (I + root rootᵀ).
@@ -74,7 +73,7 @@ def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
     return float(value - 0.5 * np.linalg.slogdet(x.T @ x)[1])
 
 
-def totals(rows: Crossed, theta: torch.Tensor) -> Totals:
+def totals(rows, theta):
     values, slopes, curvature = (part.numpy() for part in effects.restricted_sums(rows, theta))
     return Totals(values, slopes, curvature[np.tril_indices(len(theta))], float(len(rows.y)))
 
@@ -95,7 +94,7 @@ AGES = torch.tensor(DRAW.uniform(-2, 2, (24, 1)))
 LENGTH, AMPLITUDE, NOISE = 0.7, 1.2, 0.4
 
 
-def smoothed(rows: Crossed, theta: torch.Tensor) -> Totals:
+def smoothed(rows, theta):
     """With a smooth term, at (Λ, log ℓ, a)."""
     found = effects.restricted_sums(rows, theta[:-1], partial(Smooths((SMOOTH,)).features, [AGES]))
     values, slopes, curvature = (part.numpy() for part in found)
@@ -126,16 +125,16 @@ def test_smooth_terms_beside_groups_are_one_normal():
 
 
 COARSE = Smooth(("age",), np.zeros(1), np.ones(1), np.linspace(-2, 2, 6)[:, None])
-Parts: TypeAlias = list[tuple[Crossed, torch.Tensor]]
+Parts = list[tuple[Crossed, torch.Tensor]]
 
 
-def fitting(rows: Crossed, family: str) -> Fitting:
+def fitting(rows, family):
     names = tuple(("effect",) * q for q in rows.terms.widths)
     columns = Columns(rows.fixed.numpy(), ("x",) * rows.fixed.shape[1], np.zeros(len(rows.y)), (), names)
     return Fitting(parse("y ~ s(age)"), family, columns, Smooths((COARSE,)))
 
 
-def told(problem: Fitting, parts: Parts, points: np.ndarray, turns: np.ndarray) -> MarginalSums:
+def told(problem, parts, points, turns):
     """What sites tell, added."""
     at, ways = torch.tensor(points), torch.tensor(turns)
     found = [derivatives(rows, FAMILIES[problem.family], at, problem.smooth, [x], ways) for rows, x in parts]
@@ -143,7 +142,7 @@ def told(problem: Fitting, parts: Parts, points: np.ndarray, turns: np.ndarray) 
     return MarginalSums(*sums, np.array(float(sum(len(rows.y) for rows, _ in parts))), np.zeros(0))
 
 
-def searched(problem: Fitting, parts: Parts, point: np.ndarray) -> MixedState:
+def searched(problem, parts, point):
     """As the server finds the maximum."""
     width = len(point)
     nothing = np.zeros(width), 0.0, np.zeros(width), -np.eye(width), {}, 0.3, 0.0, np.zeros(0), (), 0
@@ -186,7 +185,7 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
     draws = {"bernoulli": (1, odds / (1 + odds)), "negative-binomial": (3, 3 / (3 + odds))}[family]
     y = torch.tensor((DRAW.binomial if family == "bernoulli" else DRAW.negative_binomial)(*draws)).double()
 
-    def part(k: int, end: int) -> tuple[Crossed, torch.Tensor]:
+    def part(k, end):
         return Crossed(Terms(()), fixed[k:end], none[k:end], y[k:end], ()), x[k:end]
 
     problem = fitting(part(0, 90)[0], family)
@@ -197,10 +196,10 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
     one, three = (told(problem, parts, *asked) for parts in ([part(0, 90)], [part(0, 30), part(30, 90)]))
     np.testing.assert_allclose(*(around(problem, sums, 0, best).gradient for sums in (one, three)), atol=1e-8)
 
-    def lost(psi: np.ndarray) -> float:
+    def lost(psi):
         phi, a, here = COARSE.features(x, numbers([psi[1]])), psi[2], FAMILIES[family](numbers(psi[3:]))
 
-        def fit(v: torch.Tensor) -> torch.Tensor:
+        def fit(v):
             at = psi[0] + a * phi @ v
             left = 0.5 * a**2 * (1 - phi.square().sum(1)) * here.weight(y, at)
             return 0.5 * v.square().sum() - (here.log_density(y, at) - left).sum()
@@ -250,11 +249,11 @@ def test_quadrature_is_the_integral_of_each_group(name):
     point = np.array([0.4, 0.8, -0.7])[: 3 if name != "poisson" else 2]
     value, gradient, hessian, _ = (part[0] for part in derivatives(rows, FAMILIES[name], torch.tensor(point[None])))
 
-    def mass(count: np.ndarray, rate: float, shape: np.ndarray) -> np.ndarray:
+    def mass(count, rate, shape):
         r = np.exp(-shape)
         return nbinom.pmf(count, r, r / (r + rate)) if len(shape) else poisson.pmf(count, rate)
 
-    def whole(at: np.ndarray) -> float:
+    def whole(at):
         each = lambda u, part: norm.pdf(u) * mass(part, math.exp(at[0] + at[1] * u), at[2:]).prod()  # noqa: E731
         return sum(math.log(quad(each, -9, 9, part, epsabs=1e-14)[0]) for part in ((y[:3],), (y[3:],)))
 
@@ -281,7 +280,7 @@ KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
 ALONE = {"baselines.linear": False, "baselines.local-only": False, "baselines.pooled": False}
 
 
-def fitted(name: str, folder: object, **more: object) -> fg.Run:
+def fitted(name, folder, **more):
     make, *_, sites = mixed_models.SETS[name]
     keys = mixed_models.keys(name) | ALONE | {"output-dir": str(folder), **more}
     return fg.run(make(), sites=sites, options=keys)
@@ -295,7 +294,7 @@ def test_estimates_are_those_of_lme4(name, tmp_path):
     as_lme4(name, fitted(name, tmp_path))
 
 
-def as_lme4(name: str, run: fg.Run) -> None:
+def as_lme4(name, run):
     details = run.metrics.method_details
     found = mixed_models.apart(details, KNOWN[name])
     assert details["exchanges"] <= 12
@@ -376,7 +375,7 @@ def test_a_smooth_term_under_masks_predicts_as_the_exact_process_of_all_rows(tmp
     between, within, amplitude, length = run.summary()["estimate"].iloc[2:]
     new = pd.DataFrame({"dose": [0, 1, 1], "age": [25.0, 55.0, 80.0]})
 
-    def smooth(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def smooth(a, b):
         return amplitude**2 * np.exp(-0.5 * ((a[:, None] - b) / length) ** 2)
 
     x, there = (np.column_stack([np.ones(len(d)), d]) for d in (dose, new["dose"]))

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +36,7 @@ from fedgp_flower.shared_messages import ScoreSums, Shape
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.long if name == "sfvi-avg" else ()) for name in METHODS],
 )
-def violations(request, tmp_path_factory) -> Any:
+def violations(request, tmp_path_factory):
     return request.param, *violated(request.param, tmp_path_factory.mktemp("sites"))
 
 
@@ -60,7 +58,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
     nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("abc")}, "")
     keys = {"method": "fsgp", "num_server_rounds": 1, "sites": 3}
 
-    def warned(points: int, **more: Any) -> list[str]:
+    def warned(points, **more):
         flat = configured(model__num_inducing=points, **keys, **more)
         sites = [{**node, "partition-id": place} for place, node in enumerate(nodes)] if more else nodes
         return run(FaultyGrid(flat, sites)).outcome.metrics["warnings"]
@@ -74,7 +72,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
 SECRETS = ("person-no-", "2021-03-", "11 March 2021", "kuru-kuru")
 
 
-def hospital(seed: int, **columns: Any) -> pd.DataFrame:
+def hospital(seed, **columns):
     """120 rows of a hospital: two cases of a rare disease, and columns to add."""
     frame = waves(120, seed)
     disease = ["flu", "measles", "mumps", "flu"] * 30
@@ -82,7 +80,7 @@ def hospital(seed: int, **columns: Any) -> pd.DataFrame:
     return frame[["x1", "x2"]].assign(disease=disease, **columns, y=frame["y"])
 
 
-def left_behind(folder: Path, grid: Any) -> str:
+def left_behind(folder, grid):
     files = [path.read_bytes() for path in folder.rglob("*") if path.is_file() and "sites" not in path.parts]
     for record in (record for _, _, reply in grid.replies for record in reply.content.values()):
         files += [value.data if hasattr(value, "data") else repr(value).encode() for value in record.values()]
@@ -125,11 +123,11 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
     assert [secret for secret in SECRETS if secret in text] == []
 
 
-def rules(policy: Policy, **more: Any) -> Rules:
+def rules(policy, **more):
     return Rules("train", policy=policy, file="site.toml", **more)
 
 
-def site_of(frame: pd.DataFrame, shared_table: bool = False, test: pd.DataFrame | None = None) -> RawSite:
+def site_of(frame, shared_table=False, test=None):
     parts = frame, frame.iloc[:2] if test is None else test, tuple(frame.columns[:-1]), frame.columns[-1]
     return RawSite("a", "a", 3 * shared_table, *parts, shared_table=shared_table)
 
@@ -268,7 +266,7 @@ def test_a_message_of_no_run_or_round_is_refused_and_written_down(settings, tmp_
     assert "names no run" in line["refused"]
 
 
-def asking(kind: str, **settings: Any) -> Message:
+def asking(kind, **settings):
     content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
     return Message(content, dst_node_id=NODE_OFFSET, message_type=kind)
 
@@ -320,7 +318,7 @@ def test_keys_that_a_site_does_not_read_are_free(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
     nodes[0] |= {"state-dir": str(folder / "state"), "audit-copy": str(folder / "copy.jsonl")}
@@ -329,7 +327,7 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def log(written, tmp_path) -> Path:
+def log(written, tmp_path):
     for suffix in ("", ".head"):
         (tmp_path / f"audit.jsonl{suffix}").write_bytes(written.with_name(f"audit.jsonl{suffix}").read_bytes())
     return tmp_path / "audit.jsonl"
@@ -371,7 +369,7 @@ def test_a_changed_log_is_named_by_line(log, change, problem):
     assert any(problem in found for found in audit.read(log)[1])
 
 
-def again(line: str, other: str) -> str:
+def again(line, other):
     entry = json.loads(line) | {"before": json.loads(other)["hash"]}
     del entry["hash"]
     text = json.dumps(entry)

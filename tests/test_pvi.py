@@ -1,8 +1,6 @@
 """Partitioned variational inference as a federation does it, with lying and starved sites, and forgetting."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,22 +24,22 @@ QUICK = {"pvi__steps": 4, "pvi__local_update": "adam"}
 SITES = 3
 
 
-def quick(**changes: Any) -> dict[str, Any]:
+def quick(**changes):
     return configured(**{"method": "pvi", "num_server_rounds": SITES, **QUICK, **changes})
 
 
-def executed(folder: Path, sites: int = SITES, **changes: Any) -> Path:
+def executed(folder, sites=SITES, **changes):
     known = {"output_dir": str(folder), "name": "run", "num_server_rounds": sites, "keep_predictions": True}
     flat = quick(**{**known, "baselines__pooled": True, "evaluate_every": 1, **changes})
     return server_app.execute(FaultyGrid(flat, sites), flat, lambda row, total: None)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     return executed(tmp_path_factory.mktemp("finished"))
 
 
-def test_the_saved_posterior_predicts_what_sites_scored(tmp_path: Path, finished: Path) -> None:
+def test_the_saved_posterior_predicts_what_sites_scored(tmp_path, finished):
     for folder in (finished, executed(tmp_path, pvi__local_update="natural-gradient", baselines__pooled=False)):
         rows = pd.read_csv(folder / "predictions.csv").query("site == 1")
         found = Predictor.of_run(folder)(rows.filter(like="input.").to_numpy())
@@ -56,7 +54,7 @@ def test_the_saved_posterior_predicts_what_sites_scored(tmp_path: Path, finished
         (each(lambda array: array * 1e20), "numbers above"),
     ],
 )
-def test_a_bad_answer_is_its_sites_failure_and_changes_nothing(change: Any, words: str) -> None:
+def test_a_bad_answer_is_its_sites_failure_and_changes_nothing(change, words):
     strategy = run(FaultyGrid(quick(num_server_rounds=4), SITES, Fault("1", change, ("train",))))
     assert words in blamed(strategy)["1"][0]
     assert set(strategy.current.sites) == {"0", "2"}
@@ -64,7 +62,7 @@ def test_a_bad_answer_is_its_sites_failure_and_changes_nothing(change: Any, word
     assert strategy.evaluation is not None
 
 
-def test_a_site_without_held_out_rows_scores_none_of_them(tmp_path: Path) -> None:
+def test_a_site_without_held_out_rows_scores_none_of_them(tmp_path):
     nodes = csv_nodes(tmp_path, {name: waves(20, seed) for seed, name in enumerate("ab")})
     strategy = run(FaultyGrid(quick(test_fraction=0.0, num_server_rounds=1), nodes))
     assert blamed(strategy) == {}
@@ -75,11 +73,11 @@ ADAM = {"pvi__local_update": "adam", "pvi__steps": 2}
 SYNCHRONOUS = {"pvi__schedule": "synchronous", "pvi__damping": 1.0, "num_server_rounds": 1}
 
 
-def improper(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def improper(own):
     return own | {"hyper.eta2": np.full_like(own["hyper.eta2"], 1e20)}
 
 
-def test_a_refused_update_moves_no_averaged_inducing_points() -> None:
+def test_a_refused_update_moves_no_averaged_inducing_points():
     lie = other_arrays(lambda own: improper(own) | {"inducing.value": own["inducing.value"] + 1e6})
     flat = quick(**ADAM, pvi__inducing="average", **SYNCHRONOUS)
     strategy = run(FaultyGrid(flat, SITES, Fault("1", lie, ("train",))))
@@ -88,7 +86,7 @@ def test_a_refused_update_moves_no_averaged_inducing_points() -> None:
     assert strategy.current.record.visits == {"0": 1, "2": 1}
 
 
-def test_a_round_of_improper_updates_alone_changes_nothing() -> None:
+def test_a_round_of_improper_updates_alone_changes_nothing():
     """And a run of such rounds alone has no result."""
     lies = [Fault(site, other_arrays(improper), ("train",), range(1, 2)) for site in "012"]
     recorder = Recorder()
@@ -101,7 +99,7 @@ def test_a_round_of_improper_updates_alone_changes_nothing() -> None:
         run(FaultyGrid(quick(**ADAM, **SYNCHRONOUS), SITES, *lies))
 
 
-def test_visits_of_a_forgotten_site_stay_on_the_abscissa_of_the_history(tmp_path: Path) -> None:
+def test_visits_of_a_forgotten_site_stay_on_the_abscissa_of_the_history(tmp_path):
     nodes = csv_nodes(tmp_path, {name: waves(20, seed) for seed, name in enumerate("abc")})
     before, after = Recorder(), Recorder()
     asynchronous = {**ADAM, "pvi__schedule": "asynchronous"}
@@ -112,7 +110,7 @@ def test_visits_of_a_forgotten_site_stay_on_the_abscissa_of_the_history(tmp_path
     assert sum(left.current.record.visits.values()) == SITES
 
 
-def test_strengths_of_factors() -> None:
+def test_strengths_of_factors():
     diagonal = NaturalParameters(np.zeros(2), np.array([-1.0, -2.0]))  # precisions 2 and 4
     full = NaturalParameters(np.zeros(2), -0.5 * np.diag([3.0, 1.0]))
     points = PseudoPoints(np.zeros((3, 1)), np.zeros(3), np.array([1.0, 2.0, 3.0]))
@@ -125,12 +123,12 @@ def test_strengths_of_factors() -> None:
     }
 
 
-def forgotten(run: Path, site: str, rounds: int = 1) -> tuple[Path, dict[str, Any]]:
+def forgotten(run, site, rounds=1):
     folder = forget.forget(run, site, rounds=rounds, name=f"left-{site}")
     return folder, json.loads((folder / "forgotten.json").read_text())
 
 
-def test_both_figures_are_over_the_rows_of_the_sites_that_remain(finished: Path) -> None:
+def test_both_figures_are_over_the_rows_of_the_sites_that_remain(finished):
     run = finished
     left, record = forgotten(run, "1")
     assert read_run(run).metrics.pooled is not None
@@ -153,7 +151,7 @@ def test_both_figures_are_over_the_rows_of_the_sites_that_remain(finished: Path)
         assert f"{record[f'test_{when}']['nll']:#.4g}".replace("-", "−") in page
 
 
-def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path: Path) -> None:
+def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path):
     run = executed(tmp_path, pvi__local_update="sums", pvi__steps=0, pvi__exchanges=4, num_server_rounds=5)
     left, record = forgotten(run, "2", rounds=0)
     saved = [read_run(folder).saved.arrays for folder in (left, run)]
@@ -163,7 +161,7 @@ def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path: Path) -> None:
     assert len(record["remains"]) == 2  # the standardisation, and the agreed Z and β
 
 
-def test_the_report_shows_factors_and_free_energy_and_too_few_sites_are_refused(tmp_path: Path) -> None:
+def test_the_report_shows_factors_and_free_energy_and_too_few_sites_are_refused(tmp_path):
     run = executed(tmp_path, sites=2, num_server_rounds=3)
     with pytest.raises(RunError, match="min-sites"):
         forget.forget(run, "1", rounds=0, name="left")

@@ -2,14 +2,12 @@
 
 import contextlib
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import faults as kit
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, alike, arrays, blamed, configured, csv_nodes, lost, run, waves
-from flwr.app import Message
 from schedules import METHODS as FORMS
 from scipy.stats import chi2
 
@@ -20,7 +18,7 @@ from fedgp_flower.records import numpy_arrays
 from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
-METHODS: dict[str, dict[str, Any]] = {name: FORMS[name] | {"evaluate_every": 2} for name in ("sgpr", "fsgp")}
+METHODS = {name: FORMS[name] | {"evaluate_every": 2} for name in ("sgpr", "fsgp")}
 METHODS |= {name: FORMS[name] for name in ("fgpr", "sfvi", "hierarchical-gp", "fedmgp exact", "sfvi-avg")}
 METHODS |= {
     "deep-kernel": {"method": "deep-kernel", "deep__local_steps": 2},
@@ -36,14 +34,14 @@ OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
 
-def words_of(reply: Message) -> np.ndarray:
+def words_of(reply):
     return reply.content.array_records["arrays"]["masked"].numpy()
 
 
 @pytest.fixture(
     scope="module", params=[pytest.param(name, marks=() if name in GATE else pytest.mark.long) for name in METHODS]
 )
-def pair(request) -> Any:
+def pair(request):
     """A run with plain totals and the same one under masks."""
     keys = METHODS[request.param] | {"baselines__local_only": True, "num_server_rounds": 2}
     found = []
@@ -189,7 +187,7 @@ def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
 class Aside(FaultyGrid):
     """Tells one site alone of other rows, beside a question that all are asked."""
 
-    def arrival(self, message: Message) -> Message | None:
+    def arrival(self, message):
         told = message.content.config_records["config"]
         if message.metadata.message_type == "query.trials" and message.metadata.dst_node_id == self.node_of("1"):
             told.update(configuration='{"method": "sgpr", "test-fraction": 0.9}')

@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +36,7 @@ def generator():
     return torch.Generator().manual_seed(5)
 
 
-def weights(name: str, z_global: torch.Tensor, z_local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weights(name, z_global, z_local):
     """Both layers of a site, as the paper has them."""
     head = z_local[-C * H :].reshape(C, H)
     if name == "fedpop":
@@ -104,7 +102,7 @@ WORDS = "ball,goal,disk,file,say"
 V, W, N = 6, 2, 9
 
 
-def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
+def model_and_rows(name):
     generator = torch.Generator().manual_seed(5)
     options = SFVIOptions.model_validate({"model": name, "hidden": H, "latents": W, "classes": C})
     model = AmortisedModel.configured(options, ModelSection(), V)
@@ -114,7 +112,7 @@ def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("name", ["vae", "prodlda"])
-def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: str) -> None:
+def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name):
     """By weights of the decoder, under q(Z_G) whose density is held, and of the encoder."""
     (model, x, y), plan = model_and_rows(name), plan_of(model=name, samples=2)
     rows = [replace(model.prepare(x[i], y[i]), keys=50 + i) for i in torch.arange(N).chunk(3)]  # draws are by number
@@ -153,14 +151,14 @@ def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: s
     torch.testing.assert_close(found, [*expected], rtol=1e-9, atol=1e-9)
 
 
-def test_features_that_are_none_are_refused() -> None:
+def test_features_that_are_none_are_refused():
     for name, word in (("vae", "between 0 and 1"), ("prodlda", "counts")):
         model, _, _ = model_and_rows(name)
         with pytest.raises(DataError, match=word):
             model.prepare(torch.full((2, V), -0.5).double(), torch.zeros(2).double())
 
 
-def documents(rows: int = 150) -> pd.DataFrame:
+def documents(rows=150):
     """Documents of two themes, each with words of its own, and common words in all."""
     rng = np.random.default_rng(0)
     theme = np.arange(rows) % 2
@@ -169,7 +167,7 @@ def documents(rows: int = 150) -> pd.DataFrame:
     return frame.assign(theme=theme.astype(float))
 
 
-def test_a_topic_model_is_scored_saved_and_predicts(tmp_path: Path) -> None:
+def test_a_topic_model_is_scored_saved_and_predicts(tmp_path):
     path, table = tmp_path / "table.csv", documents()
     table.assign(theme=table["theme"].map({0.0: "disk", 1.0: "game"})).to_csv(path, index=False)
     keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme"}
@@ -189,7 +187,7 @@ BETA, OMEGA, SIGMA = (0.4, -0.8, 0.5), (0.3, 0.9), -0.5
 """Intercept and slopes; log precisions ω of intercept and slope of units; ς."""
 
 
-def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "gaussian") -> pd.DataFrame:
+def table(units=12, visits=5, seed=0, likelihood="gaussian"):
     rng = np.random.default_rng(seed)
     unit = np.repeat(np.arange(units), visits)
     a, b = rng.standard_normal((2, len(unit)))
@@ -204,7 +202,7 @@ def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "ga
     return pd.DataFrame({"site": site, "all": "one", "unit": unit, "a": a, "b": b, "y": draws[likelihood]})
 
 
-def columns(frame: pd.DataFrame) -> list[torch.Tensor]:
+def columns(frame):
     return [torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b", "a"], "y", "unit")]
 
 
@@ -268,7 +266,7 @@ def test_a_slope_in_a_column_that_is_not_there_is_named():
 
 
 SFVI = {"sfvi__hidden": 8, "sfvi__initial_scale": 0.1, "sfvi__samples": 2}
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "sfvi": SFVI | {"sfvi__model": "fedpop", "num_server_rounds": 40},
     "sfvi-avg": SFVI | {"sfvi__model": "hierarchical-bnn", "sfvi__local_steps": 5, "num_server_rounds": 8},
     "pvi-bnn": {"bnn__hidden": 6, "pvi__steps": 60, "pvi__learning_rate": 0.03, "num_server_rounds": 3},
@@ -279,7 +277,7 @@ SHOWN = {"pvi-bnn": "Pruned weights", "deep-kernel": "Personal heads"}
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_a_run_is_scored_saved_and_predicts(tmp_path: Path, method: str) -> None:
+def test_a_run_is_scored_saved_and_predicts(tmp_path, method):
     site, row = np.repeat(np.arange(3), 60), np.arange(180)  # each with one class for 80 % of its rows
     label = np.where(row % 5 == 0, (site + 1 + row // 5 % 2) % 3, site)
     noise = 0.4 * np.random.default_rng(0).standard_normal((180, 2))
