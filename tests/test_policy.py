@@ -266,9 +266,9 @@ def test_a_message_of_no_run_or_round_is_refused_and_written_down(settings, tmp_
     assert "names no run" in line["refused"]
 
 
-def asking(kind, **settings):
+def asking(named, /, **settings):
     content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
-    return Message(content, dst_node_id=NODE_OFFSET, message_type=kind)
+    return Message(content, dst_node_id=NODE_OFFSET, message_type=named)
 
 
 @pytest.mark.parametrize("settings", [{}, {"masked": "{}"}])
