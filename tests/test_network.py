@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.shared_messages import ScoreSums
-from strategies.server.network import Network, answers, finite_arrays
+from strategies.server.network import Network, by_site, finite_arrays
 from strategies.server.scoring import Scoring
 
 DESCRIBE = "query.describe"
@@ -28,7 +28,7 @@ def met(count=3, **keys):
 def asked(net, *, retries=0):
     messages = [net.message(site, DESCRIBE, ArrayRecord(), {}) for site in net.sites()]
     with no_waiting():
-        return list(answers(net.exchange(messages, finite_arrays, retries=retries)))
+        return list(by_site(net.exchange(messages, finite_arrays, retries=retries)))
 
 
 def ask(net, *, retries=0):

@@ -170,19 +170,18 @@ def superexec() -> None:
     from flwr.supercore.superexec.executor.types import LaunchResult
     from flwr.supercore.superexec.plugin.base_exec_plugin import AutoExecPlugin
 
-    class Forking(SubprocessExecutor):
-        """Executor that starts a ClientApp in a fork of this process."""
-
-        def launch(self, spec: Any) -> LaunchResult:
-            if not os.fork():
-                become_clientapp(spec)
-            return LaunchResult.accepted()
+    def launch(spec: Any) -> LaunchResult:
+        if not os.fork():
+            become_clientapp(spec)
+        return LaunchResult.accepted()
 
     for name in LIBRARIES:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     AutoExecPlugin.supported_task_types = frozenset({TaskType.CLIENT_APP})
-    vars(run_superexec)["get_executor"] = lambda *_, **__: Forking()
+    executor = SubprocessExecutor()
+    vars(executor)["launch"] = launch
+    vars(run_superexec)["get_executor"] = lambda *_, **__: executor
     flower_superexec()
 
 

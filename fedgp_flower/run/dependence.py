@@ -18,7 +18,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.likelihoods.grades import values_of
 from fedgp_flower.options import SECOND_COLUMN
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.predict import Exportable, Predictor
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.typing import Array
 
 REACH = 2.0
@@ -74,7 +74,7 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     At standardised inputs x, zero except for the inputs of the column, f ~ N(m, s²). The effect is h(m) and
     h(m ± 1.96 s), with h the increasing map from f to the outcome: the target in its units, a probability or a rate.
     """
-    if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
+    if not hasattr(posterior.standardised, "export") or not posterior.run.config.get("standardise", True):
         return []
     if posterior.saved.likelihood == "categorical":  # several functions
         return []

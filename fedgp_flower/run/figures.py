@@ -187,14 +187,15 @@ def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
     counts = np.asarray(pit)
     n, half = int(counts.sum()), len(counts) // 2
     figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
-    low, high = 100 * _chance(n, np.linspace(0, 1, 201)) / n
-    ax.fill_between(np.linspace(0, 100, 201), low, high, color="#e3e3e3", lw=0, label="chance, 95 %")
+    nominal = np.linspace(0, 1, 201)
+    low, high = (100 * end / n for end in binom.interval(0.95, n, nominal))
+    ax.fill_between(100 * nominal, low, high, color="#e3e3e3", lw=0, label="chance, 95 %")
     inside = [counts[half - j : half + j].sum() / n for j in range(half)]
     levels = np.array([*(np.arange(half) / half), 0.95, 1.0])
     _against_diagonal(ax, levels, np.array([*inside, coverage_95, 1.0]))
     ax.set(xlabel="nominal coverage of central interval (%)", ylabel="held-out rows inside (%)")
     ax.legend(fontsize=8, frameon=False, loc="upper left")
-    limits = _chance(n, np.array(1 / len(counts)))
+    limits = binom.interval(0.95, n, 1 / len(counts))
     histogram.axhspan(*limits, color="#e3e3e3", lw=0)
     for limit in limits:
         histogram.axhline(limit, color="#8a8a8a", lw=0.8, ls="--", zorder=3)
@@ -210,7 +211,7 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     count, predicted, seen = bins[bins[:, 0] > 0].T
     p = predicted / count
     figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
-    low, high = 100 * _chance(count, p) / count
+    low, high = (100 * end / count for end in binom.interval(0.95, count, p))
     ax.vlines(100 * p, low, high, color="#d0d0d0", lw=7, label="chance, 95 %")
     _against_diagonal(ax, p, seen / count)
     ax.set(xlabel="predicted probability (%)", ylabel="observed frequency (%)")
@@ -246,11 +247,6 @@ def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Seq
     ax.set(xlabel="predicted share without an event (%)", ylabel="observed (%)")
     ax.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _chance(n: int | Array, p: Array) -> Array:
-    """Return the ends of the central 95 % range of Bin(n, p), elementwise."""
-    return np.stack([binom.ppf(0.025, n, p), binom.ppf(0.975, n, p)])
 
 
 def _against_diagonal(ax: Axes, predicted: Array, observed: Array) -> None:

@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import GaussianLikelihood, Likelihood
-from gpytorch.models import GP
+from gpytorch.likelihoods import GaussianLikelihood
 from pydantic import ValidationError
 
 from fedgp_flower.config import RunConfig
@@ -47,37 +46,13 @@ if TYPE_CHECKING:
     from fedgp_flower.run.to_botorch import FederatedModel
 
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
-"""Mean and sd [N] at standardised inputs [N, D]; for more than two classes those of their indicators [N, C]."""
+"""Mean and sd [N] at standardised inputs [N, D]; for more than two classes those of their indicators [N, C].
+
+It may have further methods, all in standardised units: ``mean(inputs)``, only the means [N]; ``quantiles(inputs,
+levels)`` of non-normal observations [levels, N]; ``survival(inputs, times)``, P(T > t) [times, N]; and ``export()``,
+equally weighted pairs of a GPyTorch model and likelihood such that ``likelihood(model(x))`` is the prediction.
+"""
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
-
-
-@runtime_checkable
-class Exportable(Protocol):
-    """A :data:`Standardised` that is a sparse Gaussian process, or an equally weighted mixture of several."""
-
-    def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Return mean and sd of a noisy observation, standardised."""
-
-    def export(self) -> Sequence[tuple[GP, Likelihood]]:
-        """Return a GPyTorch model and likelihood for every component; ``likelihood(model(x))`` is its prediction."""
-
-
-@runtime_checkable
-class Quantiles(Protocol):
-    """A :data:`Standardised` with quantiles of non-normal observations."""
-
-    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
-        """Return quantiles [levels, N], standardised."""
-
-
-@runtime_checkable
-class Survival(Protocol):
-    """A :data:`Standardised` with survival probabilities."""
-
-    def survival(self, inputs: Array, times: Sequence[float]) -> Array:
-        """Return P(T > t) [times, N]."""
-
-
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Function from a saved posterior and the names of the encoded inputs to its predictor."""
 SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
@@ -189,8 +164,8 @@ class Predictor:
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
     def _quantiles(self, encoded: Array, levels: Sequence[float], moments: Callable[[], tuple[Array, Array]]) -> Array:
-        if isinstance(self.standardised, Quantiles):
-            return self.units.values(self.standardised.quantiles(encoded, levels))
+        if (quantiles := getattr(self.standardised, "quantiles", None)) is not None:
+            return self.units.values(quantiles(encoded, levels))
         mean, sd = moments()
         if self.saved.likelihood == "poisson":
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
@@ -228,10 +203,10 @@ class Predictor:
 
     def survival(self, encoded: Array, times: Sequence[float]) -> dict[str, Array]:
         """Return P(T > t) [N] at standardised inputs for each time."""
-        model = self.standardised
-        if not times or not isinstance(model, Survival):
+        survival = getattr(self.standardised, "survival", None)
+        if not times or survival is None:
             return {}
-        return {f"survival at {t:g}": share for t, share in zip(times, model.survival(encoded, times), strict=True)}
+        return {f"survival at {t:g}": share for t, share in zip(times, survival(encoded, times), strict=True)}
 
     def mean(self, frame: pd.DataFrame) -> Array:
         """Return only the means [N]; fast for a sparse Gaussian process with Gaussian noise."""
@@ -317,13 +292,13 @@ class Predictor:
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """Return the equally weighted components of the prediction; one if it is no mixture."""
-        if not isinstance(self.standardised, Exportable):
+        if (export := getattr(self.standardised, "export", None)) is None:
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; its predictor is no sparse Gaussian"
                 " process that can be exported to GPyTorch. Use `predict`"
             )
         transforms = Transforms.of(self.saved.arrays)
-        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.standardised.export())
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in export())
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):

@@ -24,7 +24,7 @@ from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
-from fedgp_flower.run.predict import Predictor, Survival
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
@@ -220,7 +220,7 @@ def _headline_note(metrics: RunMetrics, units: str) -> str:
             " probabilities. Skill: 1 − Brier score / Brier score of the class shares."
         )
     else:
-        low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
+        low, high = map(percent, expected_coverage(n) if n else (0.0, 1.0))
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
             " R² compares with the mean of the training rows."
@@ -267,7 +267,8 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
 def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """Yield survival curves along the most important column, and the calibration of survival."""
     follow_up = None if predictor is None else predictor.preparation.follow_up
-    if predictor is not None and follow_up is not None and isinstance(predictor.standardised, Survival):
+    survival = getattr(predictor and predictor.standardised, "survival", None)
+    if predictor is not None and follow_up is not None and survival is not None:
         grid, curves, column = np.linspace(0, 1, 101)[1:] * follow_up.grid[-1], {}, ""
         for effect in effects(predictor, 1):
             column, last = effect.name, len(effect.values) - 1
@@ -276,7 +277,7 @@ def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Pa
             )
             names = [effect.levels[place] if effect.levels else f"{effect.values[place]:.3g}" for place in few]
             assert effect.x is not None
-            found = predictor.standardised.survival(effect.x[list(few)], grid.tolist())
+            found = survival(effect.x[list(few)], grid.tolist())
             curves = {f"{column} {name}": found[:, place] for place, name in enumerate(names)}
         caption = f"Predicted curves: `{column}` as named, all other columns at their means." if curves else ""
         yield Panel("Survival", figures.survival(follow_up, curves, grid, target), caption, "survival")

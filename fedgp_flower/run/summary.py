@@ -112,9 +112,10 @@ def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     return ["", *map(title_of, columns)], rows
 
 
-def expected_coverage(rows: int, level: float) -> tuple[float, float]:
-    """Return the central 95 % range of the coverage of calibrated intervals: Bin(rows, level) / rows."""
-    return float(binom.ppf(0.025, rows, level)) / rows, float(binom.ppf(0.975, rows, level)) / rows
+def expected_coverage(rows: int) -> tuple[float, float]:
+    """Return the central 95 % range of the coverage of calibrated 95 % intervals: Bin(rows, 0.95) / rows."""
+    low, high = binom.interval(0.95, rows, 0.95)
+    return low / rows, high / rows
 
 
 def paired_difference(metrics: RunMetrics, baseline: Facts) -> Difference:
@@ -143,10 +144,8 @@ def paired_difference(metrics: RunMetrics, baseline: Facts) -> Difference:
 
 
 def verdict(metrics: RunMetrics) -> str:
-    """Return the second sentence of a report: the comparison with the baselines by NLL."""
+    """Return the second sentence of a report, if rows were held out: the comparison with the baselines by NLL."""
     nll = number(metrics.test.get("nll"))
-    if not held_out_rows(metrics):
-        return "No rows were held out, so predictions were not scored."
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
     differences = {name: paired_difference(metrics, found) for name, found in baselines(metrics).items()}
@@ -221,7 +220,7 @@ def calibration_verdict(metrics: RunMetrics) -> str:
     observed, rows = number(metrics.test.get("coverage_95")), held_out_rows(metrics)
     if not math.isfinite(observed) or rows == 0:
         return ""
-    low, high = expected_coverage(rows, 0.95)
+    low, high = expected_coverage(rows)
     chance = f"the {percent(low)} to {percent(high)} that chance alone allows"
     narrow, wide = (f"{chance}: the intervals are too {word}" for word in ("narrow", "wide"))
     judgement = f"below {narrow}" if observed < low else f"above {wide}" if observed > high else f"within {chance}"

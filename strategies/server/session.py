@@ -37,6 +37,7 @@ from strategies.server.network import (
     Network,
     SharedContext,
     Texts,
+    by_site,
     claimed_site,
     echo_of,
     pause_after,
@@ -118,7 +119,7 @@ class Contract:
         """Return the answers, or their total, without impossible answers, which count as failures."""
         if self.contradicted:
             raise ContradictionError(self.contradicted)
-        answers = {str(claimed_site(reply)): self.read(reply) for reply in replies}
+        answers = {site: self.read(reply) for site, reply in by_site(replies).items()}
         described = self.described
         rows = {site: described[site].rows for site in answers}
         compare = getattr(self.answer, "outliers", None)
@@ -345,7 +346,7 @@ class Session:
         """Return the total of the sites that answer; if a site is silent, ask the other sites again without it."""
         assert self.masking is not None
         while True:
-            answers = {str(claimed_site(reply)): reply for reply in replies}
+            answers = by_site(replies)
             usable = self.masking.with_common_layout(contract, answers)
             for site in answers.keys() - usable.keys():
                 self.network.fail(site, "its arrays are not those that most sites send")

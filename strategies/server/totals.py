@@ -35,7 +35,7 @@ from fedgp_flower.privacy.questions import (
 from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
-from strategies.server.network import Network, answers, finite_arrays
+from strategies.server.network import Network, by_site, count_of, finite_arrays, texts_of
 from strategies.server.questions import Summed, Total
 
 logger = logging.getLogger("fedgp")
@@ -99,10 +99,11 @@ class Masking:
         masking = Masking(network, {}, least, simulated)
         settings = {"configuration": configuration}
         asked = [network.message(site, KEYS, ArrayRecord(), settings) for site in network.sites()]
-        for site, answer in answers(network.exchange(asked, finite_arrays, retries=1)).items():
-            if {"key", "signature"} <= set(answer.texts):
-                masking.members[site] = Member(site, answer.texts["key"], answer.texts["signature"])
-                masking.number = max(masking.number, answer.number("latest-question") + 1)
+        for site, reply in by_site(network.exchange(asked, finite_arrays, retries=1)).items():
+            texts = texts_of(reply)
+            if {"key", "signature"} <= set(texts):
+                masking.members[site] = Member(site, texts["key"], texts["signature"])
+                masking.number = max(masking.number, count_of(reply, "latest-question") + 1)
             else:
                 network.fail(site, "it sent no key of the run: it has another version of the app")
         masking.require(masking.members)
