@@ -20,6 +20,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory
+from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.network import LACKS, SharedContext
@@ -231,7 +232,7 @@ def test_the_listener_hears_a_leak(monkeypatch):
     """One number of one site's latents among the figures of its replies is enough."""
     original = SFVIClient.gradient
 
-    def gradient(self, request):
+    def gradient(self: SFVIClient, request: GradientRequest) -> GradientShare:
         share = original(self, request)
         latents = next(iter(decode(SiteMemory, self.state.arrays).latest.local.values()))
         return replace(share, objective=float(latents.ravel()[0])) if self.site.site == "1" else share
