@@ -11,7 +11,7 @@ import shlex
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -150,8 +150,6 @@ class CoreConfig(Section):
     holdout: Annotated[str, BASIC] = "random"
     """Held-out rows: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
     simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
-    max_levels: ClassVar[int] = 50
-    """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
     """Missing cells: an error, drop the row, impute the mean over all sites, or impute and add an indicator as input.
     Rows without a target are dropped unless it is ``error``."""
@@ -291,7 +289,7 @@ class CoreConfig(Section):
     def agreement_options(self) -> Json:
         """Keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
-        return {**known, "max_levels": self.max_levels, "missing": self.missing, "order": self.order}
+        return {**known, "missing": self.missing, "order": self.order}
 
     def run_name(self, label: str = "") -> str:
         """Return the name of the run's folder; ``label`` replaces the name of the data set."""

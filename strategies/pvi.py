@@ -327,7 +327,6 @@ class PVI(FederatedStrategy[PVIState]):
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
         """Return the free energy."""
-        del roster
         if self.agreement:
             return {}
         q, factors = parts_of(state)

@@ -86,7 +86,7 @@ class Scoring:
     @property
     def check(self) -> Check:
         """The check of replies to the latest evaluation."""
-        return finite_arrays if self.asked is None else self.asked.contract.refusal
+        return finite_arrays if self.asked is None else self.asked.refusal
 
     def ask(self, total: type[ScoreSums], predicted: Predicted) -> list[Message]:
         """Return messages that ask for the scores of a prediction, or of a model that each site fits itself."""
