@@ -16,6 +16,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Described, Shape
+from strategies.server.questions import Total
 from strategies.server.session import Contract
 from strategies.server.shapes import points_like_inputs
 
@@ -115,11 +116,12 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total():
     assert lie.refusal(Described(10)) is not None
 
     def refused(answers):
-        contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(answers, Described(10)), {}, added=True)
+        question, described = Total(SparseStatistics, None), dict.fromkeys(answers, Described(10))
+        contract = Contract(question, {"M": size}, described, {}, [], added=True)
         replies = [SimpleNamespace(site=site) for site in answers]
         contract.seen.update({id(reply): (reply, answers[reply.site]) for reply in replies})
         found = {}
-        with mock.patch("strategies.server.session.claimed_site", lambda reply: reply.site):
+        with mock.patch("strategies.server.network.claimed_site", lambda reply: reply.site):
             contract.settled(replies, found.__setitem__)
         return found
 
