@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.options import MOST_CLASSES, MULTICLASS, REAL_VALUED
+from fedgp_flower.options import MAX_LEVELS, MOST_CLASSES, MULTICLASS, REAL_VALUED
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -34,7 +34,7 @@ ROUNDING = 4 * np.finfo(np.float64).eps
 
 ROWS_PER_INPUT = 3
 """Fewer training rows per encoded input give a warning."""
-TOO_MANY_LEVELS = "at most {} are allowed: leave it out of `features`"
+TOO_MANY_LEVELS = f"at most {MAX_LEVELS} are allowed: leave it out of `features`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ _Description: TypeAlias = dict[str, _ColumnSummary]
 """Summaries of a site's columns by name, the target last."""
 
 
-def _parse(description: SiteDescription, max_levels: float = np.inf) -> _Description:
+def _parse(description: SiteDescription) -> _Description:
     """Read a description. Raise ProtocolError if its schema or its arrays are invalid."""
     rows, has_missing = description.num_examples, MISSING in description.arrays
     if rows < 1:
@@ -129,9 +129,8 @@ def _parse(description: SiteDescription, max_levels: float = np.inf) -> _Descrip
             column_sums, count = next(numbers)
             summaries[column.name] = _ColumnSummary("numeric", rows, int(count), column_sums, {})
             continue
-        if len(column.levels) > max_levels:  # the site should have refused it
-            levels = f"`{column.name}` has {len(column.levels)} levels"
-            raise ProtocolError(f"{levels}; {TOO_MANY_LEVELS.format(max_levels)}")
+        if len(column.levels) > MAX_LEVELS:  # the site should have refused it
+            raise ProtocolError(f"`{column.name}` has {len(column.levels)} levels; {TOO_MANY_LEVELS}")
         held = arrays[f"levels.{column.name}"]
         if held.sum() > rows or (held.sum() < rows and (column is target or not has_missing)):
             raise ProtocolError(f"`levels.{column.name}` must add up to the {rows} rows of the site")
@@ -278,7 +277,6 @@ def agree(
     *,
     standardise: bool = True,
     likelihood: str = "gaussian",
-    max_levels: int = 50,
     missing: str = "error",
     order: Sequence[str] = (),
 ) -> Agreement:
@@ -289,13 +287,13 @@ def agree(
     ``order``; without one, they are sorted, numerically if they are numbers. Raise DataError if no site is left, a
     column has too many levels or no filled cell, or the target is constant.
     """
-    sites, refused = _matching_sites(descriptions, max_levels, two=likelihood not in MULTICLASS)
+    sites, refused = _matching_sites(descriptions, two=likelihood not in MULTICLASS)
     *features, target = next(iter(sites.values()))
     pooled_features = [_pooled(sites, name, missing) for name in features]
     columns = [pooled.column for pooled in pooled_features]
-    many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
+    many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > MAX_LEVELS]
     if many:
-        raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
+        raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS}")
     pooled_target = _pooled(sites, target, rank=order.index if order else _numeric_order)
     classes = pooled_target.column.levels
     if pooled_target.constant:
@@ -352,14 +350,14 @@ def _target_summary(target: _PooledColumn) -> dict[str, float]:
 
 
 def _matching_sites(
-    descriptions: Mapping[Site, SiteDescription], max_levels: int, *, two: bool
+    descriptions: Mapping[Site, SiteDescription], *, two: bool
 ) -> tuple[dict[Site, _Description], dict[Site, str]]:
     """Return the sites, sorted, whose columns match those of most sites, and why the others are refused."""
     parsed: dict[Site, _Description] = {}
     refused: dict[Site, str] = {}
     for site in sorted(descriptions):
         try:
-            parsed[site] = _parse(descriptions[site], max_levels)
+            parsed[site] = _parse(descriptions[site])
         except ProtocolError as error:
             refused[site] = str(error)
     for differing in (_other_columns, *([_other_classes] if two else ())):

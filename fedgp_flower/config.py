@@ -11,7 +11,7 @@ import shlex
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -150,8 +150,6 @@ class CoreConfig(Section):
     holdout: Annotated[str, BASIC] = "random"
     """Held-out rows: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
     simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
-    max_levels: ClassVar[int] = 50
-    """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
     """Missing cells: an error, drop the row, impute the mean over all sites, or impute and add an indicator as input.
     Rows without a target are dropped unless it is ``error``."""
@@ -291,19 +289,20 @@ class CoreConfig(Section):
     def agreement_options(self) -> Json:
         """Keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
-        return {**known, "max_levels": self.max_levels, "missing": self.missing, "order": self.order}
+        return {**known, "missing": self.missing, "order": self.order}
 
     def run_name(self, label: str = "") -> str:
         """Return the name of the run's folder; ``label`` replaces the name of the data set."""
         words = (self.method, re.sub(r"[^\w.]+", "-", label or self.dataset), time.strftime("%Y%m%d-%H%M%S"))
         return self.name or "-".join(words)
 
-    def require_whole_rosters(self, key: str, fraction: float) -> None:
+    def require_whole_rosters(self) -> None:
         """Raise ConfigError if rounds under masks would sample sites."""
-        if fraction < 1 and self.privacy.secure_aggregation:
+        if self.averaging.fraction < 1 and self.privacy.secure_aggregation:
             raise ConfigError(
-                f"`{key}` = {fraction:g} samples sites in every round, so differences of masked totals would reveal"
-                " the sums of few sites; set it to 1, or `privacy.secure-aggregation` to false"
+                f"`averaging.fraction` = {self.averaging.fraction:g} samples sites in every round, so differences of"
+                " masked totals would reveal the sums of few sites; set it to 1, or `privacy.secure-aggregation` to"
+                " false"
             )
 
     def require_whole_batches(self) -> None:

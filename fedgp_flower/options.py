@@ -99,6 +99,8 @@ MULTICLASS = frozenset({"categorical", "ordinal"})
 """Likelihoods of classes 0, 1, 2, …"""
 CLASSIFICATION = MULTICLASS | {"bernoulli"}
 MOST_CLASSES = 20
+MAX_LEVELS = 50
+"""Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
 REAL_VALUED = frozenset({"gaussian", "student-t", "heteroscedastic"})
 """Likelihoods of a real number with units; the target is standardised."""
 DEFAULT_LIKELIHOODS = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
@@ -248,7 +250,6 @@ class MethodOptions(BaseModel):
 
     def kernel_for(self, likelihood: str) -> str:
         """Return the default kernel for a likelihood."""
-        del likelihood
         return self.default_kernel
 
     def of_classes(self, count: int) -> Self:

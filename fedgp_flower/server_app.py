@@ -51,7 +51,7 @@ def execute(
     with locked(folder.path):
         try:
             opened(folder.path)
-            with folder.logging_to_file("fedgp"):
+            with folder.logging_to_file():
                 if flat.get("method", AUTO) == AUTO:
                     logger.info("method auto is %s: the likelihood is %s", config.method, config.model.likelihood)
                 snapshot = folder.restore() if config.resume else None

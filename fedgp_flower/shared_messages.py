@@ -469,7 +469,6 @@ class Confusion:
 
     def refusal(self, described: Described) -> str | None:
         """Return why these cannot be counts, or None."""
-        del described
         return "`counts` has negative numbers of rows" if (self.counts < 0).any() else None
 
 

@@ -43,7 +43,6 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Return a network drawn from the seed."""
-        del roster
         yield from ()
         start = DeepKernel(self.options, self.config.model, self.preparation.num_inputs, self.config.seed)
         return first_state(start.to_arrays())

@@ -33,7 +33,6 @@ Rule: TypeAlias = Callable[[Array, FedMGPOptions], Array]
 
 def mean(updates: Array, options: FedMGPOptions) -> Array:
     """Σ_k Δ_k / K (Chung and Al Kontar 2024, Eq. 15).  ``updates`` [K, P]."""
-    del options
     return np.full(len(updates), 1 / len(updates)) @ updates
 
 
@@ -46,7 +45,6 @@ def norm_clipped(updates: Array, options: FedMGPOptions) -> Array:
 
 def median(updates: Array, options: FedMGPOptions) -> Array:
     """Coordinate-wise median, as Flower's FedMedian computes it."""
-    del options
     return np.asarray(np.median(updates, axis=0))
 
 

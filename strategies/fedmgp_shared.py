@@ -18,7 +18,7 @@ from fedgp_flower import outcome
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.sums import INPUT_EDGES
+from fedgp_flower.gp.sums import INPUT_EDGES, covering
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.fedmgp import messages
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
@@ -44,8 +44,6 @@ LEADS = 20
 """Number of units, those with most rows, that send first statistics; pairs of them are compared."""
 LEAST_SIDE = 3
 """Minimum number of grid points along an input."""
-MARGIN = 0.025
-"""Extension of the grid beyond the inputs at each end, as a share of their range."""
 COLLAPSED = 0.95
 """Held-out RMSE, over the root mean square of the targets, at which g explains almost nothing."""
 
@@ -69,12 +67,7 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
     if side < LEAST_SIDE:
         logger.info("%d pseudo-inputs are too few for a grid over %d inputs; they are scattered", count, len(histogram))
         return initial_locations(shape, config.model, config.seed)
-    axes = []
-    for counts in histogram:
-        filled = np.flatnonzero(counts)
-        low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
-        beyond = MARGIN * (high - low)
-        axes.append(np.linspace(low - beyond, high + beyond, side))
+    axes = [covering(counts, side) for counts in histogram]
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(histogram))
 
 

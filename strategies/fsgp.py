@@ -20,6 +20,11 @@ from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 
+def tolerances(strategy: FSGP | FGPR, state: AveragingState) -> NamedArrays:
+    """Return units of the hyperparameters; inducing points need not converge."""
+    return log_units({name: array for name, array in state.parameters.items() if name != LOCATIONS})
+
+
 class FSGP(FederatedStrategy[AveragingState]):
     """Federated averaging of w, then the exact posterior at it."""
 
@@ -28,16 +33,13 @@ class FSGP(FederatedStrategy[AveragingState]):
     state_class = AveragingState
     watched = "objective"
     options: AveragedOptions
+    tolerances = tolerances
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Return inducing points from pooled histograms, and hyperparameters as configured."""
         shape = yield from shape_of_inputs(roster)
         locations = initial_locations(shape, self.config.model, self.config.seed)
         return first_state({LOCATIONS: locations, **shape.start})
-
-    def tolerances(self, state: AveragingState) -> NamedArrays:
-        """Return units of the hyperparameters; inducing points need not converge."""
-        return log_units({name: array for name, array in state.parameters.items() if name != LOCATIONS})
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
@@ -60,14 +62,11 @@ class FGPR(FederatedStrategy[AveragingState]):
     state_class = AveragingState
     watched = "objective"
     options: AveragedOptions
+    tolerances = tolerances
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Return the configured hyperparameters."""
         return first_state((yield from shape_of_inputs(roster)).start)
-
-    def tolerances(self, state: AveragingState) -> NamedArrays:
-        """Return units of the hyperparameters."""
-        return log_units(state.parameters)
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Average after local steps on the evidence of each site."""

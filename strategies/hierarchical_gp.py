@@ -25,7 +25,6 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.agreement import Agreement
-from fedgp_flower.gp.linalg import laplace_deviations
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
@@ -310,7 +309,8 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
 
 def smooth_facts(state: NewtonState) -> dict[str, Any]:
     """Return lengthscales with their uncertainty, and the widths of deviations."""
-    sds = state.scale * laplace_deviations(-np.asarray(state.hessian) - np.eye(len(state.scale)), prior=1.0)
+    curvatures, directions = np.linalg.eigh(-np.asarray(state.hessian))  # at least 1, that of the normal prior
+    sds = state.scale * np.sqrt((directions**2 / np.maximum(curvatures, 1.0)).sum(1))
     relevance = lengthscale_facts(state.theta, unpack(sds, state.theta), HOW)
     return {"relevance": relevance, "widths": {name: np.exp(log).tolist() for name, log in state.widths.items()}}
 

@@ -379,7 +379,6 @@ class MixedModel(FederatedStrategy[MixedState]):
 
     def predictive(self, state: MixedState, roster: Roster) -> Asking[Predicted]:
         """The estimates for predictions at the sites and in the saved run; asks no site."""
-        del roster
         yield from ()
         problem, fit, scale = self.problem, estimated(self.problem, state), self.scale
         view = MixedView(fit.beta, fit.covariance, fit.theta, float(np.exp(2 * fit.log_noise)), fit.shape)

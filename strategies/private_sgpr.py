@@ -109,7 +109,6 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
 
     def predictive(self, state: PrivateState, roster: Roster) -> Asking[Predicted]:
         """Return the exact posterior of the cleaned sums; no site is asked."""
-        del roster
         yield from ()
         found = pooled_bound.posterior_at(state.best.values, state.best.totals)
         budget, done = self.budget, len(state.tried)

@@ -114,13 +114,13 @@ def fold(
             usable[site] = update.read(state, site, answer)
         except ProtocolError as error:
             yield Refuse(site, str(error))
-    proposed = {site: proposal.contribution for site, proposal in usable.items()}
+    proposed = {site: contribution for site, (contribution, _, _) in usable.items()}
     state, merged = merge(state, proposed, damping=damping, deletion=plan.deletion)
     for site in merged.refused:
         yield Refuse(site, "no damping makes its update proper")
         del usable[site]
-    for site, proposal in usable.items():
-        state = averaged(state, proposal.shared, state.rows[site] / sum(state.rows.values()))
+    for site, (_, _, shared) in usable.items():
+        state = averaged(state, shared, state.rows[site] / sum(state.rows.values()))
     known = {site: merged.size[site] for site in usable if math.isfinite(merged.size[site])}
     record = replace(
         state.record,
@@ -133,7 +133,7 @@ def fold(
     if not usable:
         return state, {}
     weights = [state.rows[site] for site in usable]
-    figures = {"objective": float(np.average([each.objective for each in usable.values()], weights=weights))}
+    figures = {"objective": float(np.average([objective for _, objective, _ in usable.values()], weights=weights))}
     visits = sum(record.visits.values()) + record.forgotten_visits
     figures |= {"visits": visits, "damping": merged.damping, "halvings": merged.halvings}
     moved = max(merged.size.values())
@@ -327,7 +327,6 @@ class PVI(FederatedStrategy[PVIState]):
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
         """Return the free energy."""
-        del roster
         if self.agreement:
             return {}
         q, factors = parts_of(state)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy import ndarray
@@ -36,15 +36,8 @@ MAX_WEIGHT = 4.0
 """Maximum weight of pseudo-observations per row; that of honest answers is about 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The proposal of a site, read from its answer."""
-
-    contribution: Contribution
-    objective: float
-    """Nats per row."""
-    shared: Mapping[str, LatentFactor] = field(default_factory=dict)
-    """New values of latents outside the product."""
+Proposal: TypeAlias = tuple[Contribution, float, Mapping[str, LatentFactor]]
+"""A site's proposal, its objective in nats per row, and new values of latents outside the product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +113,7 @@ def proposed(asked: set[str], tied: bool, state: PVIState, site: str, answer: Re
         weight, rows = float(np.square(answer.points.root).sum()), state.rows[site]
         if weight > MAX_WEIGHT * rows:
             raise ProtocolError(f"`points.root`: pseudo-observations weigh {weight:.3g} rows, but the site has {rows}")
-    return Proposal(Contribution(factors, answer.points), answer.objective, shared)
+    return Contribution(factors, answer.points), answer.objective, shared
 
 
 def averaged(state: PVIState, shared: Mapping[str, LatentFactor], share: float) -> PVIState:
@@ -143,7 +136,7 @@ def exact_factor(values: Mapping[str, ndarray]) -> Update:
     def read(state: PVIState, site: str, answer: TrialSums) -> Proposal:
         [sums] = answer.each()
         factor = NaturalParameters(sums.projection, -0.5 * sums.gram)
-        return Proposal(Contribution({"whitened": factor}), at_unit_scale(sums) / state.rows[site])
+        return Contribution({"whitened": factor}), at_unit_scale(sums) / state.rows[site], {}
 
     sizes = {"T": 1, "M": len(values[LOCATIONS])}
     return Update(TrialSums, lambda *_: Parameters(numbered([values])), read, sizes)
@@ -154,7 +147,7 @@ def natural_gradient(q: PooledPosterior) -> Update:
 
     def read(state: PVIState, site: str, answer: Expectations) -> Proposal:
         factor = NaturalParameters(answer.slope + answer.curvature @ q.mean, -0.5 * answer.curvature)
-        return Proposal(Contribution({"whitened": factor}), float(answer.fit) / state.rows[site])
+        return Contribution({"whitened": factor}), float(answer.fit) / state.rows[site], {}
 
     return Update(Expectations, lambda *_: q, read, {"M": len(q.mean)})
 

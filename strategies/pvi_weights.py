@@ -52,7 +52,6 @@ def finished(run: Weights, state: PVIState) -> bool:
 
 def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicted]:
     """Return the posterior q(θ), which predicts without any site."""
-    del roster
     yield from ()
     q, likelihood = posterior(state)[WEIGHTS], run.config.model
     mean, covariance = (part.numpy() for part in q.moments())
@@ -67,7 +66,6 @@ def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicte
 
 def public(run: Weights, state: PVIState) -> NamedArrays:
     """Return q(θ)."""
-    del run
     return encode(NaturalParameters.of(posterior(state)[WEIGHTS]))
 
 

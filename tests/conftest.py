@@ -114,9 +114,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of one megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True, text=True, check=False
-    )
+    words = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    made = subprocess.run(words, capture_output=True, text=True, check=False)
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted: {made.stderr.strip()}")
     yield folder

@@ -270,6 +270,12 @@ def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
     return found
 
 
+def alike(found: Mapping[str, Any], wanted: Mapping[str, Any], rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Require that named arrays are equal, or close."""
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
+
+
 def parameters(strategy: Any) -> NamedArrays:
     return {name.removeprefix("values."): array for name, array in strategy.public(strategy.current).items()}
 
@@ -284,9 +290,8 @@ def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torc
 
 
 def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
-    return pooled_sums(
-        SparseGP.from_arrays(strategy.config.model, parameters(strategy)), *rows_of(grid, strategy, sites)
-    )
+    model = SparseGP.from_arrays(strategy.config.model, parameters(strategy))
+    return pooled_sums(model, *rows_of(grid, strategy, sites))
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:

@@ -36,11 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "pvi-bnn": {"method": "pvi-bnn", **_TWO, "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", **_TWO, "deep__local_steps": 3},
     "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 9, "privacy__secure_aggregation": True},
-    "sgpr-private": {
-        "method": "sgpr-private",
-        "privacy__epsilon": 1.0,
-        "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}',
-    },
+    "sgpr-private": {"method": "sgpr-private", "privacy__epsilon": 1.0}
+    | {"privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}'},
     "mixed-model": {"method": "mixed-model", "formula": "y ~ x + (1 | site)"},
     "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
@@ -52,16 +49,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, **_CLASSES},
 }
 """A tiny run of every Strategy that trains."""
-MORE: dict[str, dict[str, Any]] = {
-    "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}
-}
+MORE = {"sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}}
 
 
 def keys_of(method: str, **changes: Any) -> dict[str, Any]:
     return configured(**{"num_server_rounds": 3} | (METHODS | MORE)[method] | changes)
-
-
-Spoil = Callable[[Message, float], Message | None]
 
 
 def scaled(reply: Message, size: float) -> Message | None:
@@ -79,7 +71,7 @@ def one_entry(reply: Message, size: float) -> Message | None:
     return arrays(change)(reply)
 
 
-SPOILS: Mapping[str, Spoil] = {
+SPOILS: Mapping[str, Callable[[Message, float], Message | None]] = {
     "drop": lambda reply, size: None,
     "scale": scaled,
     "flip": lambda reply, size: scaled(reply, -1.0),

@@ -21,11 +21,8 @@ from strategies.sfvi import Prior, SFVIState
 
 def randomised(posterior, generator, spread=0.3):
     """The posterior with every parameter moved, so that nothing is tested at zero alone."""
-    moved = {
-        name: value + spread * torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        for name, value in named(posterior).items()
-    }
-    return with_named(posterior, moved)
+    draw = lambda value: torch.randn(value.shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return with_named(posterior, {name: value + spread * draw(value) for name, value in named(posterior).items()})
 
 
 def children(generator, *, units=21, visits=3):
@@ -134,9 +131,8 @@ def linear_gaussian_posterior(designs, targets, noise):
         own = slice(start, start + width)
         coupling = np.linalg.solve(shared, covariance[:size, own]).T
         left = as_global(mean[own], covariance[own, own] - coupling @ covariance[:size, own])
-        local.append(
-            LocalPosterior(left.mean[None], left.log_scale[None], torch.tensor(coupling)[None], left.lower[None])
-        )
+        parts = left.mean, left.log_scale, torch.tensor(coupling), left.lower
+        local.append(LocalPosterior(*(part[None] for part in parts)))
     return as_global(mean[:size], shared), local, evidence
 
 

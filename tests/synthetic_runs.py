@@ -14,15 +14,12 @@ from fedgp_flower.shared_messages import ScoreSums
 from strategies.server.scoring import as_baseline, combine
 
 
-def truth(x):
-    return 40 + 10 * np.sin(2 * x).sum(axis=1) / np.sqrt(x.shape[1])
-
-
 class Truth:
     """Predicts nearly the truth: mean and sd of a noisy observation, wider away from the origin."""
 
     def __call__(self, x):
-        return truth(x) + 0.5, 3 + 0.5 * np.abs(x).max(axis=1)
+        mean = 40.5 + 10 * np.sin(2 * x).sum(axis=1) / np.sqrt(x.shape[1])
+        return mean, 3 + 0.5 * np.abs(x).max(axis=1)
 
     def quantiles(self, x, levels):
         mean, sd = self(x)
@@ -35,7 +32,7 @@ predict = Truth()
 def regression_site(rng, rows, inputs, worse=0.0):
     x = rng.uniform(-3, 3, (rows, inputs))
     mean, sd = predict(x)
-    y = truth(x) + sd * rng.normal(size=rows)
+    y = mean - 0.5 + sd * rng.normal(size=rows)
     shifted = mean + worse * rng.normal(size=rows)
     arrays = {"prediction.mean": mean, "prediction.sd": sd, "prediction.target": y}
     if inputs <= 2:

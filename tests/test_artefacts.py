@@ -6,9 +6,7 @@ import math
 import os
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,13 +76,11 @@ def test_a_run_reads_back_as_it_was_written(tmp_path):
     assert run.history["rmse"].tolist() == [1 / 3]
     assert run.metrics.test["rmse"] == 1.0
     assert run.metrics.test["coverage_95"] is None
-    assert run.saved is not None
     for name, expected in posterior().arrays.items():
         np.testing.assert_array_equal(run.saved.arrays[name], expected)
         assert run.saved.arrays[name].shape == expected.shape
     for name in ("meanings", "coordinates", "equation", "model", "schema", "encoding"):
         assert getattr(run.saved, name) == getattr(posterior(), name)
-    assert run.predictions is not None
     assert list(run.predictions.columns) == ["site", "target", "mean", "sd", "input.x"]
     assert run.predictions["site"].tolist() == ["NA", "NA", "007", "007"]
     np.testing.assert_array_equal(run.predictions["input.x"], np.tile(inputs[:, 0], 2))
@@ -115,7 +111,6 @@ def test_resume_goes_on_from_the_last_complete_round(tmp_path):
     folder.append_history(row(3, nll=9.0))  # killed before the checkpoint of round 3
     again = RunFolder.open(config(tmp_path, num_server_rounds=5, resume=True))
     checkpoint = again.restore()
-    assert checkpoint is not None
     assert checkpoint.facts == facts
     for name, expected in arrays.items():
         np.testing.assert_array_equal(checkpoint.arrays[name], expected)
@@ -162,7 +157,6 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
             stack.enter_context(pytest.raises(Killed))
         folder.checkpoint(Snapshot({"w": np.array([2.0])}, {"round": 2}))
     found = RunFolder.open(config(tmp_path, resume=True)).restore()
-    assert found is not None
     committed = 2 if step >= 5 else 1  # the rename of checkpoint.json is the fifth step
     assert (found.facts["round"], found.arrays["w"].tolist()) == (committed, [float(committed)])
 
@@ -230,7 +224,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_p
 
 
 def test_ctrl_c_before_the_first_round_gives_the_name_free(tmp_path):
-    def interrupted(_folder: Path) -> None:
+    def interrupted(_folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -245,14 +239,14 @@ ODD = (None, True, -1, 0, 10**30, -0.5, 1e308, np.nan, np.inf, "", "x" * 300, ".
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]:
+def clean(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
     run = run_in_process(FLAT | {"output-dir": str(folder), "name": "run"}, sites=2)
     (folder / "new.csv").write_text("x\n0.5\n-1.0\n")
     return run, asked(run)
 
 
-def asked(run: Path) -> pd.DataFrame:
+def asked(run):
     output = run.parent / "out.csv"
     output.unlink(missing_ok=True)
     words = ["predict", str(run), "--input", str(run.parent / "new.csv"), "--output", str(output)]
@@ -260,8 +254,8 @@ def asked(run: Path) -> pd.DataFrame:
     return pd.read_csv(output)
 
 
-def leaf(content: Any, draw: Callable[[Any], Any], odd: Sequence[Any] = ODD) -> None:
-    """Replace or remove something somewhere in JSON or TOML."""
+def leaf(content, draw, odd=ODD):
+    """JSON or TOML with something somewhere replaced or removed."""
     places = [content]
     for place in places:
         values = place.values() if isinstance(place, dict) else place
@@ -272,9 +266,10 @@ def leaf(content: Any, draw: Callable[[Any], Any], odd: Sequence[Any] = ODD) -> 
         place[key] = draw(st.sampled_from(odd))
     else:
         del place[key]
+    return content
 
 
-def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
+def spoil(path, draw):
     kind = draw(st.sampled_from(["bytes", "cut", "gone", "content", "content", "content"]))
     content = path.read_bytes()
     if kind == "gone":
@@ -285,13 +280,9 @@ def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
         place = draw(st.integers(0, len(content) - 1))
         path.write_bytes(content[:place] + draw(st.binary(max_size=8)) + content[place + draw(st.integers(0, 8)) :])
     elif path.suffix == ".json":
-        found = json.loads(content)
-        leaf(found, draw)
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(leaf(json.loads(content), draw)))
     elif path.suffix == ".toml":
-        found = tomllib.loads(content.decode())
-        leaf(found, draw, tuple(odd for odd in ODD if odd is not None))
-        path.write_text(tomli_w.dumps(found))
+        path.write_text(tomli_w.dumps(leaf(tomllib.loads(content.decode()), draw, ODD[1:])))  # TOML has no null
     elif path.suffix == ".csv":
         cells = content.decode().split(",")
         cells[draw(st.integers(0, len(cells) - 1))] = str(draw(st.sampled_from(ODD)))
@@ -304,8 +295,30 @@ def spoil(path: Path, draw: Callable[[Any], Any]) -> None:
         write_arrays(path, arrays)
 
 
-def trial(clean: tuple[Path, pd.DataFrame], folder: Path, draw: Callable[[Any], Any]) -> None:
-    original, right = clean
+def answer(call):
+    """What a command returns, or its words."""
+    try:
+        with np.errstate(all="ignore"):
+            return call()
+    except FedGPError as error:
+        return error
+
+
+def resume(run):
+    flat = FLAT | {"output-dir": str(run.parent), "name": "run", "resume": True}
+    return RunFolder.open(parse_config(flat)).restore()
+
+
+def test_an_untouched_run_is_resumed(clean, tmp_path):
+    """Else what is asserted of tampered checkpoints would be of none."""
+    shutil.copytree(clean[0], tmp_path / "run")
+    assert resume(tmp_path / "run").facts["round"] == 2
+
+
+@settings(SETTINGS, max_examples=60, derandomize=True)
+@given(data=st.data())
+def test_a_tampered_run_is_refused_with_words(clean, tmp_path, data, capsys):
+    (original, right), folder, draw = clean, tmp_path / "trial", data.draw
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original.parent, folder)
     run = folder / "run"
@@ -330,38 +343,8 @@ def trial(clean: tuple[Path, pd.DataFrame], folder: Path, draw: Callable[[Any], 
         assert isinstance(resumed, FedGPError) or resumed is None or resumed.facts["round"] == 2
 
 
-def answer(call: Callable[[], Any]) -> Any:
-    """What a command returns, or its words."""
-    try:
-        with np.errstate(all="ignore"):
-            return call()
-    except FedGPError as error:
-        return error
-
-
-def resume(run: Path) -> Any:
-    flat = FLAT | {"output-dir": str(run.parent), "name": "run", "resume": True}
-    return RunFolder.open(parse_config(flat)).restore()
-
-
-def test_an_untouched_run_is_resumed(clean: tuple[Path, pd.DataFrame], tmp_path: Path) -> None:
-    """Else what is asserted of tampered checkpoints would be of none."""
-    shutil.copytree(clean[0], tmp_path / "run")
-    assert resume(tmp_path / "run").facts["round"] == 2
-
-
-@settings(SETTINGS, max_examples=60, derandomize=True)
-@given(data=st.data())
-def test_a_tampered_run_is_refused_with_words(
-    clean: tuple[Path, pd.DataFrame], tmp_path: Path, data: Any, capsys: Any
-) -> None:
-    trial(clean, tmp_path / "trial", data.draw)
-
-
 @pytest.mark.parametrize(("name", "value"), [("inducing.mean", np.nan), ("likelihood.noise", 0)])
-def test_a_posterior_that_cannot_be_has_status_2(
-    clean: tuple[Path, pd.DataFrame], tmp_path: Path, name: str, value: float, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_posterior_that_cannot_be_has_status_2(clean, tmp_path, name, value, capsys):
     shutil.copytree(clean[0].parent, tmp_path / "run")
     run = tmp_path / "run" / "run"
     arrays = read_arrays(run / "posterior.safetensors")

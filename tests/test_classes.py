@@ -27,11 +27,8 @@ NONE = torch.zeros(0).double()
 @pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
 def test_of_two_classes_the_difference_is_a_logit(variance):
     """Log Σ e^f = f_0 + log(1 + e^d), d = f_1 − f_0 ~ N(m_1 − m_0, s_0 + s_1): another closed form has that."""
-    mean, spread = (
-        torch.linspace(-6, 6, 14).double().view(2, 7) * torch.tensor([[1.0], [-0.4]]),
-        torch.ones(2, 7).double(),
-    )
-    spread = variance * spread * torch.tensor([[1.0], [0.7]])
+    mean = torch.linspace(-6, 6, 14).double().view(2, 7) * torch.tensor([[1.0], [-0.4]])
+    spread = variance * torch.tensor([[1.0], [0.7]]).double().expand(2, 7)
     value, share, curvature = expected_log_sum_exp(mean, spread)
     softplus, logistic, density = expected_softplus(mean[1] - mean[0], spread.sum(0))
     torch.testing.assert_close(value, mean[0] + softplus, rtol=0, atol=2e-6)
@@ -67,8 +64,7 @@ def test_derivatives_are_those_of_the_value():
     expected = likelihood.expected(y, *leaves, NONE).sum()
     assert float(expected.detach()) == pytest.approx(float(total))
     by_mean, by_spread = torch.autograd.grad(expected, leaves)
-    torch.testing.assert_close(alpha, by_mean)
-    torch.testing.assert_close(beta, -2 * by_spread)
+    torch.testing.assert_close((alpha, beta), (by_mean, -2 * by_spread))
     far, narrow = torch.tensor([[0.0], [30.0]]).double(), torch.full((2, 1), 1e-6).double()
     assert float(likelihood.log_predictive(torch.zeros(1), far, narrow, NONE)) == pytest.approx(-30, abs=1e-3)
 
@@ -88,8 +84,7 @@ def settled(likelihood, data, classes, steps=60, **keys):
     model.constant = torch.nn.Parameter(torch.zeros(*size[:-1], 1).double())
     duals = Duals(torch.zeros(*size, 6).double(), torch.zeros(size).double(), likelihood.relative)
     for _ in range(steps):
-        found = expectations(model, *data, duals.posterior())
-        duals = duals.stepped(found, 0.7)
+        duals = duals.stepped(expectations(model, *data, duals.posterior()), 0.7)
     return model, duals, float(expectations(model, *data, duals.posterior()).fit) - float(duals.divergence())
 
 
@@ -100,8 +95,7 @@ def test_of_two_classes_bound_and_posterior_are_those_of_one_logit():
     logit, one, exact = settled(Logit(), data, 1, outputscale=6.0, lengthscale=0.8)
     assert bound == pytest.approx(exact, abs=1e-5)
     (mean, spread), (centre, width) = model.latent(data[0], duals.posterior()), logit.latent(data[0], one.posterior())
-    torch.testing.assert_close(mean[1] - mean[0], centre, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(spread.sum(0), width, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((mean[1] - mean[0], spread.sum(0)), (centre, width), rtol=1e-05, atol=1e-05)
     share = model.observed.moments(mean, spread, NONE)[0][:, 1]
     torch.testing.assert_close(share, Logit().moments(centre, width, NONE)[0], rtol=0, atol=2e-6)
 
@@ -142,13 +136,8 @@ def flowers(rows=160):
     return pd.DataFrame({"x0": x[:, 0], "x1": x[:, 1], "place": place, "species": species})
 
 
-QUICK = {
-    "model.likelihood": "categorical",
-    "model.num-inducing": 15,
-    "baselines.max-evaluations": 8,
-    "evaluate-every": 0,
-    "sgpr.exchanges": 12,
-}
+QUICK = {"model.likelihood": "categorical", "model.num-inducing": 15, "sgpr.exchanges": 12}
+QUICK |= {"baselines.max-evaluations": 8, "evaluate-every": 0}
 ALONE = {"baselines.local-only": False, "baselines.pooled": False}
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -29,7 +28,7 @@ def _no_data_folder():
 @pytest.fixture
 def fedgp(monkeypatch, capsys):
 
-    def call(*words) -> tuple[int, str, str]:
+    def call(*words):
         monkeypatch.setattr(sys, "argv", ["fedgp", *map(str, words)])
         with pytest.raises(SystemExit) as end:
             cli.main()
@@ -43,19 +42,15 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def in_process(factory: pytest.TempPathFactory, *words: str) -> Path:
-    flat = parse_assignments([*TINY, f"output-dir={factory.mktemp('runs')}", "name=run", "num-server-rounds=1", *words])
-    return run_in_process(flat, 2)
-
-
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    return in_process(tmp_path_factory, "method=fsgp")
+def both(tmp_path_factory):
+    words = [*TINY, f"output-dir={tmp_path_factory.mktemp('runs')}", "num-server-rounds=1"]
+    return [run_in_process(parse_assignments([*words, f"method={m}", f"name={m}"]), 2) for m in ("fsgp", "fgpr")]
 
 
-@pytest.fixture(scope="module")
-def personal(tmp_path_factory):
-    return in_process(tmp_path_factory, "method=fgpr")
+@pytest.fixture
+def shared(both):
+    return both[0]
 
 
 @pytest.fixture
@@ -80,8 +75,7 @@ def test_tables_are_a_site_each(fedgp, tmp_path):
     status, _, err = fedgp("partition", "sine", "--sites", 2, "--output-dir", tmp_path / "sites")
     assert status == 0, err
     files = [tmp_path / "sites" / f"site-0{k}.csv" for k in range(2)]
-    words = TINY[2:]
-    run = ["run", *files, "--output-dir", tmp_path, *words, "target=y", "num-server-rounds=1"]
+    run = ["run", *files, "--output-dir", tmp_path, *TINY[2:], "target=y", "num-server-rounds=1"]
     assert fedgp(*run, "--name", "two")[0] == 0
     metrics = json.loads((tmp_path / "two" / "metrics.json").read_text())
     assert [row["label"] for row in metrics["per_site"]] == ["site-00", "site-01"]
@@ -183,15 +177,15 @@ def test_a_report_is_written_again(fedgp, shared, broken):
     assert fedgp("report", broken / "nowhere")[0] == 2
 
 
-def test_runs_stand_side_by_side(fedgp, shared, personal, broken):
-    code, out, _ = fedgp("compare", shared, personal)
+def test_runs_stand_side_by_side(fedgp, both, broken):
+    code, out, _ = fedgp("compare", *both)
     assert code == 0
     lines = {line.strip().split("  ")[0]: line for line in out.splitlines()}
-    for run in (shared, personal):
+    for run in both:
         figure = json.loads((run / "metrics.json").read_text())["test"]["rmse"]
         assert f"{figure:#.4g}" in lines["RMSE"]
     assert lines["method"].index("fsgp") < lines["method"].index("fgpr")
-    assert fedgp("compare", shared, broken)[0] == 1
+    assert fedgp("compare", both[0], broken)[0] == 1
 
 
 def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, tmp_path):

@@ -117,21 +117,13 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         write_partition(keys, 5, tmp_path / "sites")
 
 
-def visits(patients: int = 12) -> pd.DataFrame:
-    """Visits of patients, in no order of time."""
-    draw = np.random.default_rng(5)
-    rows = 5 * patients
-    days = pd.Timestamp("2024-01-01") + pd.to_timedelta(draw.integers(0, 40, rows), unit="D")
-    frame = pd.DataFrame(
-        {"patient": np.arange(rows) % patients, "day": days.strftime("%Y-%m-%d"), "x": draw.random(rows)}
-    )
-    return frame.assign(y=frame["x"])
-
-
 def test_groups_stay_together_and_the_future_is_held_out(tmp_path):
     """At a site with a table and in one that is dealt, by the same rule; the column is no input."""
+    draw = np.random.default_rng(5)
+    days = pd.Timestamp("2024-01-01") + pd.to_timedelta(draw.integers(0, 40, 60), unit="D")  # in no order of time
+    visits = {"patient": np.arange(60) % 12, "day": days.strftime("%Y-%m-%d"), "x": range(60), "y": range(60)}
     for name in "ab":
-        visits().to_csv(tmp_path / f"{name}.csv", index=False)
+        pd.DataFrame(visits).to_csv(tmp_path / f"{name}.csv", index=False)
     both = f"{tmp_path / 'a.csv'},{tmp_path / 'b.csv'}"
     held_out = []
     for way in ("group:patient", "time:day"):
@@ -176,9 +168,8 @@ N = 240
 
 def rows() -> pd.DataFrame:
     draw = np.random.default_rng(0)
-    return pd.DataFrame(
-        {"a": draw.normal(size=N), "b": 1e3 * draw.normal(size=N), "job": draw.choice(["u", "v"], N), "one": 1.0}
-    )
+    numbers = {"a": draw.normal(size=N), "b": 1e3 * draw.normal(size=N), "one": 1.0}
+    return pd.DataFrame(numbers | {"job": draw.choice(["u", "v"], N)})
 
 
 def by(partitioner: str, sites: int, by_column: pd.Series | None = None, seed: int = 0, **partition) -> Partition:
@@ -340,9 +331,8 @@ def test_convolved_signals_are_eq_19_of_the_fedmgp_paper():
     assert frame.groupby("unit").size().tolist() == [200] * 5
     assert np.unique(frame["x"]) == pytest.approx(np.linspace(-1, 1, 200))
     # a curve smoothed over two steps or more is straight over three points: second differences are noise, sd √6 σ
-    bends = np.concatenate(
-        [np.diff(part["y"], 2) for seed in range(8) for _, part in convolved_signals(seed)[0].groupby("unit")]
-    )
+    units = (part["y"] for seed in range(8) for _, part in convolved_signals(seed)[0].groupby("unit"))
+    bends = np.concatenate([np.diff(y, 2) for y in units])
     assert np.std(bends) == pytest.approx(0.1 * np.sqrt(6), rel=0.06)
     # smoothing a GP of lengthscale ℓ by width λ leaves the variance ℓ/√(ℓ² + 2λ²); E[δ²] = 43/12, the noise adds 0.01
     width = np.linspace(2, 10, 1001)
@@ -364,8 +354,7 @@ def test_a_name_a_path_and_the_environment_reach_the_same_file(folder, monkeypat
     for other in (by_path, by_environment, relative):
         assert other.frame.equals(by_name.frame)
     assert by_name.features == ("a", "b")
-    names = [entry.name for entry in catalogue(str(folder))]
-    assert names == [*BUILTINS, "lab/salt"]
+    assert [entry.name for entry in catalogue(str(folder))] == [*BUILTINS, "lab/salt"]
     entry = catalogue(str(folder))[-1]
     assert (entry.rows, entry.inputs, entry.splits, entry.source) == (12, 2, 2, "salt.csv.gz")
 
@@ -374,8 +363,7 @@ def test_a_process_reads_a_table_once_until_the_file_changes(folder):
     keys = {"data-dir": str(folder)}
     first = table("lab/salt", **keys)
     assert table("lab/salt", name="another run", **keys) is first
-    frame = first.frame.assign(a=1.5).iloc[:12]
-    frame.to_csv(folder / "lab" / "salt.csv.gz", index=False)
+    first.frame.assign(a=1.5).iloc[:12].to_csv(folder / "lab" / "salt.csv.gz", index=False)
     assert table("lab/salt", **keys).frame["a"].eq(1.5).all()
 
 

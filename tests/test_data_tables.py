@@ -1,7 +1,10 @@
-"""A wrong file has an error that names file, column and row, and repeats no cell; so has a column of text or dates."""
+"""Tables of sites: faults by file, column and row, and no cell; text, dates, missing cells; words before a run."""
 
 import gzip
+import itertools
 import json
+import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,18 +12,22 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import waves
-from test_missing_cells import finished
+from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 
+from fedgp_flower import server_app
 from fedgp_flower.agreement import SiteDescription, agree
+from fedgp_flower.cli import main
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import identifier_problems, repeated, suspicions, typed
+from fedgp_flower.data.cells import codes_in, identifier_problems, repeated, suspicions, typed
 from fedgp_flower.data.datasets import checked, load_table
 from fedgp_flower.data.dates import dates_in
-from fedgp_flower.data.sites import RawSite, load_site
-from fedgp_flower.data.standardisation import describe
+from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
+from fedgp_flower.data.standardisation import Preparation, describe
 from fedgp_flower.data.tables import read_table, sites_of, table_stem
 from fedgp_flower.errors import DataError
+from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.check import check
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.terminal import show_result
 
 SECRET = "7.31415"
@@ -140,9 +147,8 @@ def test_cells_are_separated_by_what_cuts_the_header(separator, tmp_path):
     frame.to_csv(tmp_path / "b.csv", index=False)
     found, usual = (load(tmp_path / name) for name in ("a.csv", "b.csv"))
     assert found.features == ("age", "job, or none", "dose")
-    pd.testing.assert_frame_equal(
-        *(pd.concat([site.train, site.test]).sort_values("age", ignore_index=True) for site in (found, usual))
-    )
+    one, other = (pd.concat([own.train, own.test]).sort_values("age", ignore_index=True) for own in (found, usual))
+    pd.testing.assert_frame_equal(one, other)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
@@ -251,25 +257,21 @@ def test_a_folder_is_no_table_and_levels_are_counted_over_all_rows(tmp_path):
         load_site(CoreConfig(), {"data-path": str(tmp_path / "a.csv")})
 
 
-def words(levels: int, rows: int) -> pd.DataFrame:
-    return pd.DataFrame({"word": [f"w{i % levels}" for i in range(rows)]})
-
-
 @pytest.mark.parametrize(
-    ("levels", "rows", "most", "reason"),
+    ("levels", "rows", "reason"),
     [
-        (2, 3, 50, ""),  # two levels are a class at the smallest site
-        (3, 9, 50, ""),
-        (3, 8, 50, "`word` has 3 levels in 8 rows, like an identifier"),
-        (34, 100, 10**9, "`word` has 34 levels in 100 rows, like an identifier; leave it out (`features` = '-word')"),
-        (33, 100, 50, ""),
-        (51, 10_000, 50, "`word` has 51 levels in 10000 rows; at most 50 are allowed: leave it out"),
-        (51, 10_000, 51, ""),
+        (2, 3, ""),  # two levels are a class at the smallest site
+        (3, 9, ""),
+        (3, 8, "`word` has 3 levels in 8 rows, like an identifier"),
+        (34, 100, "`word` has 34 levels in 100 rows, like an identifier; leave it out (`features` = '-word')"),
+        (33, 100, ""),
+        (51, 10_000, "`word` has 51 levels in 10000 rows; at most 50 are allowed: leave it out"),
+        (50, 10_000, ""),
     ],
 )
-def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: str) -> None:
-    frame = words(levels, rows)
-    found = identifier_problems(frame, ["word"], most)
+def test_which_columns_are_refused(levels: int, rows: int, reason: str) -> None:
+    frame = pd.DataFrame({"word": [f"w{i % levels}" for i in range(rows)]})
+    found = identifier_problems(frame, ["word"])
     assert len(found) == bool(reason)
     assert reason in ". ".join(found)
 
@@ -277,15 +279,13 @@ def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: st
 def described(levels: range) -> SiteDescription:
     draw = np.random.default_rng(0)
     word = [f"w{levels[i % len(levels)]}" for i in range(120)]
-    frame = pd.DataFrame({"word": word, "y": draw.normal(size=120)})
-    return describe(frame, ["word"], "y")
+    return describe(pd.DataFrame({"word": word, "y": draw.normal(size=120)}), ["word"], "y")
 
 
 def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -> None:
     apart = {str(k): described(range(40 * k, 40 * k + 40)) for k in range(2)}
     with pytest.raises(DataError, match="`word` has 80 levels over all sites; at most 50 are allowed"):
         agree(apart)
-    assert len(json.loads(agree(apart, max_levels=80).schema)["features"][0]["levels"]) == 80
     found = agree({"a": described(range(40)), "b": described(range(60))})
     assert list(found.refused) == ["b"]
     assert "`word` has 60 levels; at most 50" in found.refused["b"]
@@ -295,29 +295,15 @@ DAYS = pd.date_range("2023-01-05", periods=200, freq="41h")
 """Days of the month up to 31, so that day and month cannot be exchanged."""
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "%Y-%m-%d",
-        "%Y-%m-%d %H:%M:%S",
-        "%Y-%m-%dT%H:%M:%SZ",
-        "%Y/%m/%d",
-        "%d.%m.%Y",
-        "%m/%d/%Y %I:%M %p",
-        "%-m/%-d/%Y",
-        "%d/%m/%Y",
-        "%d-%m-%Y",
-    ],
-)
+FORMS = ["%Y-%m-%d", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ", "%Y/%m/%d", "%d.%m.%Y", "%d/%m/%Y", "%d-%m-%Y"]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "%m/%d/%Y %I:%M %p", "%-m/%-d/%Y"])
 def test_dates_are_recognised(form: str) -> None:
     cells = pd.Series([f" {day.strftime(form)}" for day in DAYS])
-    found = dates_in(cells)
-    assert found is not None
-    assert found.all()
+    assert dates_in(cells).all()
     cells[:15], cells[15:20], cells[20:30] = "unknown", None, ""  # 15 of 185 filled cells
-    found = dates_in(cells)
-    assert found is not None
-    assert (~found).nonzero()[0].tolist() == list(range(30))
+    assert (~dates_in(cells)).nonzero()[0].tolist() == list(range(30))
     cells[30:36] = "unknown"  # 21 of 185
     assert dates_in(cells) is None
 
@@ -327,22 +313,11 @@ def test_columns_that_hold_dates_as_such_are_recognised(day: object) -> None:
     assert dates_in(pd.Series(day)).all()
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        [20230105, 20230106],
-        ["20230105", "20230106"],
-        ["2023", "2024"],
-        ["3.10.12", "3.11.1"],
-        ["12.05", "13.05"],
-        ["2023-13-45", "2023-99-99"],
-        ["31/31/2023", "30/30/2023"],
-        ["555-123-4567", "555-321-7654"],
-        ["10:30", "11:45"],
-        ["a", "b"],
-        ["", None],
-    ],
-)
+NONE = "20230105 20230106,2023 2024,3.10.12 3.11.1,12.05 13.05,2023-13-45 2023-99-99,31/31/2023 30/30/2023"
+NONE += ",555-123-4567 555-321-7654,10:30 11:45,a b"
+
+
+@pytest.mark.parametrize("cells", [[20230105, 20230106], ["", None], *(pair.split() for pair in NONE.split(","))])
 def test_other_columns_are_not(cells: list[object]) -> None:
     assert dates_in(pd.Series(cells * 10)) is None
 
@@ -356,9 +331,8 @@ def test_rows_may_be_dealt_by_a_column_of_dates(tmp_path: Path) -> None:
 def test_many_inputs_and_a_model_no_better_than_the_mean_are_said_first(tmp_path: Path, capsys: Any) -> None:
     """Forty inputs for 96 training rows, and a target that none of them tells anything of."""
     draw = np.random.default_rng(0)
-    frames = {
-        f"{k}": pd.DataFrame(draw.normal(size=(60, 41)), columns=[*map("x{}".format, range(40)), "y"]) for k in range(2)
-    }
+    columns = [*map("x{}".format, range(40)), "y"]
+    frames = {f"{k}": pd.DataFrame(draw.normal(size=(60, 41)), columns=columns) for k in range(2)}
     folder = finished(tmp_path, frames, method="fsgp", baselines__linear=True)
     show_result(folder)
     many, mean = "40 encoded inputs are more than a third of the 96 training rows", " the mean of the target (R²"
@@ -368,3 +342,170 @@ def test_many_inputs_and_a_model_no_better_than_the_mean_are_said_first(tmp_path
     assert terminal.startswith("Typical error of y: ")
     assert terminal.index(mean) < terminal.index(many)
     assert 0 < page.index(mean) < page.index(many)
+
+
+def patients(rows: int = 90, seed: int = 0) -> pd.DataFrame:
+    """Two numbers and a column of text, each with missing cells, and a target that hangs on all of them."""
+    draw = np.random.default_rng(seed)
+    age, ward = draw.normal(60, 10, rows), draw.choice(["a", "b", "c"], rows)
+    y = 0.1 * age + (ward == "b") + 0.1 * draw.normal(size=rows)
+    frame = pd.DataFrame({"age": age, "weight": draw.normal(80, 9, rows), "ward": ward, "y": y})
+    frame.loc[draw.choice(rows, 12, replace=False), "age"] = np.nan
+    frame.loc[draw.choice(rows, 9, replace=False), "ward"] = None
+    frame.loc[[4], "y"] = np.nan
+    return frame
+
+
+def settings(missing: str, **more: Any) -> CoreConfig:
+    return CoreConfig.model_validate({"missing": missing, "test-fraction": 0.0, **more})
+
+
+def encoded(folder: Path, missing: str, cuts: list[int]) -> tuple[np.ndarray, tuple[str, ...]]:
+    frames = {str(k): patients()[a:b] for k, (a, b) in enumerate(itertools.pairwise([0, *cuts, 90]))}
+    sites = [load_site(settings(missing), node) for node in csv_nodes(folder, frames)]
+    agreement = agree({str(k): site.describe() for k, site in enumerate(sites)}, missing=missing)
+    preparation = Preparation.from_wire(agreement.arrays, agreement.schema)
+    assert preparation.names == agreement.names
+    return np.concatenate([site.encode(preparation).x for site in sites]), agreement.names
+
+
+@pytest.mark.parametrize("missing", ["drop", "impute", "indicator"])
+@pytest.mark.parametrize("cuts", [[], [30, 61]])
+def test_inputs_are_those_of_the_whole_table(tmp_path: Path, missing: str, cuts: list[int]) -> None:
+    found, names = encoded(tmp_path, missing, cuts)
+    table = patients().dropna(subset=["y"] if missing != "drop" else None)
+    columns = {"age": table["age"], "weight": table["weight"]}
+    columns |= {f"ward={level}": (table["ward"] == level).where(table["ward"].notna()) for level in "abc"}
+    expected = {}
+    for name, column in columns.items():
+        filled = column.astype(float)
+        value = (filled - filled.mean()) / filled.std(ddof=0)
+        expected[name] = value.fillna(0.0)
+        if missing == "indicator" and name in {"age", "ward=c"}:
+            gone = table[name.partition("=")[0]].isna().astype(float)
+            expected[f"{name.partition('=')[0]} missing"] = (gone - gone.mean()) / gone.std(ddof=0)
+    assert list(names) == list(expected)
+    np.testing.assert_allclose(found, np.column_stack(list(expected.values())), rtol=1e-9, atol=1e-12)
+
+
+def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> None:
+    frame = patients().assign(clinic=["n", "s", "w"] * 30, split=["train", "train", "test"] * 30)
+    frame.to_csv(tmp_path / "all.csv", index=False)
+    keys = {"dataset": str(tmp_path / "all.csv"), "target": "y", "partitioner": "natural", "split": 0}
+    config = settings("drop", **keys, partition={"column": "clinic"})
+    table, whole = load_table(config), frame[frame.notna().all(axis=1)]
+    assert table.dropped == 90 - len(whole)
+    train, test = table.rows(0)
+    np.testing.assert_array_equal(table.frame["age"].iloc[test], whole["age"][whole["split"] == "test"])
+    assert table.column.iloc[train].tolist() == whole["clinic"][whole["split"] == "train"].tolist()
+    assert [site.dropped for site in load_all_sites(config, 2)] == [table.dropped, 0]
+
+
+def finished(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> Path:
+    flat = configured(sites=len(frames), num_server_rounds=1, output_dir=str(folder), name="run", **keys)
+    with no_waiting():
+        return server_app.execute(FaultyGrid(flat, csv_nodes(folder, frames)), flat, lambda row, total: None)
+
+
+def test_a_new_row_with_a_missing_cell_has_no_prediction_where_such_rows_are_dropped(tmp_path: Path) -> None:
+    run_folder = finished(tmp_path, {str(k): patients(seed=k) for k in range(2)}, target="y", missing="drop")
+    posterior, new = Predictor.of_run(run_folder), patients(seed=9)
+    found = posterior.predict(new)
+    whole = new[["age", "weight", "ward"]].notna().all(axis=1)
+    assert found["mean"].notna().tolist() == whole.tolist()
+    np.testing.assert_array_equal(found["mean"][whole], posterior.predict(new[whole])["mean"])
+    assert posterior.predict(new[~whole])["mean"].isna().all()
+    with pytest.raises(DataError, match="missing cells"):
+        posterior.inputs(new)
+
+
+@pytest.mark.parametrize("form", ["%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y %H:%M"])
+def test_dates_become_days_and_season(tmp_path: Path, form: str) -> None:
+    days = DAYS[:60]
+    nodes = csv_nodes(tmp_path, {"a": pd.DataFrame({"day": days.strftime(form), "x": range(60), "y": range(60)})})
+    site = load_site(settings("error", dates="days-and-season"), nodes[0])
+    assert site.features == ("days(day)", "sine(day)", "cosine(day)", "x")
+    since = [(day.date() - pd.Timestamp("2000-01-01").date()).days for day in days]
+    assert site.train["days(day)"].tolist() == since
+    angle = 2 * math.pi * (days[7].timetuple().tm_yday - 1) / 365.2425
+    assert site.train["sine(day)"][7] == pytest.approx(math.sin(angle))
+    assert site.train["cosine(day)"][7] == pytest.approx(math.cos(angle))
+    assert load_site(settings("error", dates="days"), nodes[0]).features == ("days(day)", "x")
+
+
+def test_decimal_commas_are_read(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"dose": ["1,5", "2", "-0,25", "1.234,5"], "y": [1.0, 2, 3, 4]})
+    assert typed(frame, ["dose"], "f")["dose"].tolist() == [1.5, 2.0, -0.25, 1234.5]
+    frame = pd.DataFrame({"dose": ["1,500", "2,250", "3"]})
+    with pytest.raises(DataError, match=r"column `dose`: comma that may separate thousands in row 1 and 1 more row"):
+        typed(frame, ["dose"], "f")
+    assert typed(pd.DataFrame({"dose": ["1,500", "2,25"]}), ["dose"], "f")["dose"].tolist() == [1.5, 2.25]
+    assert typed(pd.DataFrame({"job": ["a,b", "c", "d,5"]}), ["job"], "f")["job"].tolist() == ["a,b", "c", "d,5"]
+
+
+def test_a_number_that_repeats_far_from_all_others_is_suspected_as_a_code() -> None:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({"crp": draw.gamma(2, 20, 60), "age": draw.normal(60, 9, 60), "ward": ["a", "b"] * 30})
+    frame = frame.assign(outlier=frame["age"], dose=frame["age"], yes=[0.0, 1.0] * 30)
+    frame.loc[[3, 9, 20], "crp"] = -999.0
+    frame.loc[[3, 7], "age"], frame.loc[[4, 8], "age"] = -9999.0, 9999.0
+    frame.loc[5, "outlier"] = 1e6  # once: it may be true
+    frame.loc[frame.index < 30, "dose"] = 0.0
+    found = {name: list(np.flatnonzero(mask)) for name, mask in codes_in(frame).items()}
+    assert found == {"crp": [3, 9, 20], "age": [3, 4, 7, 8]}
+
+
+def test_a_suspected_code_is_told_before_training_and_never_itself(tmp_path: Path) -> None:
+    frames = {"north": patients(seed=1), "south": patients(seed=2)}
+    frames["north"].loc[[2, 5, 6], "weight"] = -987.0
+    files = [Path(str(node["data-path"])) for node in csv_nodes(tmp_path, frames)]
+    _, [said], _ = check(files, settings("impute"))
+    assert said.startswith("north.csv: `weight` (3 cells)")
+    assert "987" not in said
+
+
+def hospitals(folder: Path) -> list[Path]:
+    frames = {name: patients(seed=k) for k, name in enumerate(["north", "south", "grams"])}
+    frames["grams"]["weight"] *= 1000
+    csv_nodes(folder, frames)
+    return [folder / f"{name}.csv" for name in frames]
+
+
+def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
+    data, _, problems = check(hospitals(tmp_path), settings("impute"))
+    assert problems == []
+    counted = {key: data[key] for key in ("sites", "rows", "inputs", "dropped")}
+    assert counted == {"sites": 3, "rows": 267, "inputs": 5, "dropped": 3}
+    age, weight, ward = data["columns"]
+    gone = [patients(seed=k).dropna(subset=["y"]).isna().sum() for k in range(3)]
+    assert (age["missing"], ward["missing"]) == (sum(own["age"] for own in gone), sum(own["ward"] for own in gone))
+    assert (age["differs"], weight["differs"]) == ([], ["grams"])
+    assert (ward["kind"], ward["levels"], ward["inputs"]) == ("text", 3, 3)
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    north, south, _ = hospitals(tmp_path)
+    patients().assign(ward=[f"id {k}" for k in range(90)]).to_csv(tmp_path / "ids.csv", index=False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", str(north), str(south), str(tmp_path / "ids.csv"), "missing=impute"])
+    assert stopped.value.code == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "`ward` has" in out
+    assert "like an identifier" in out
+    assert "142 training rows at 2 sites, 2 rows left out for a missing cell; 5 inputs of 3 columns" in out
+    with pytest.raises(SystemExit):
+        main(["check", str(north)])
+    assert "set `missing` to" in capsys.readouterr().out
+
+
+def test_a_run_says_it_before_training_and_in_its_report(tmp_path: Path, caplog: Any) -> None:
+    frames = {str(k): waves(60, k).assign(x1=lambda own, k=k: own["x1"] + 50 * (k == 2)) for k in range(3)}
+    with caplog.at_level(logging.INFO):
+        folder = finished(tmp_path, frames)
+    words = [own.message for own in caplog.records if own.name == "fedgp.data"]
+    assert words[0] == "target `y`: 144 training rows at 3 sites; 2 inputs of 2 columns"
+    assert words[1:] == ["`x1`: mean far from that of the other sites at 2"]
+    page = (folder / "report.html").read_text()
+    assert all(line.replace("`", "") in page for line in words)
+    assert read_run(folder).metrics.data["rows"] == 144
+    assert np.isfinite(read_run(folder).metrics.data["columns"][0]["mean"])

@@ -135,18 +135,14 @@ def test_a_new_certificate_is_trusted_through_the_old_invitation_alone(both: tup
             handshake(server, ssl.create_default_context(cafile=trusted / "ca.crt"), name)
 
 
-def test_status_and_revocation(
-    both: tuple[Coordinator, SiteFolder], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_status_and_revocation(both, monkeypatch, capsys) -> None:
     coordinator, _ = both
     coordinator.save_sites({"north": 7, "south": 8})
     (coordinator.folder / "results" / "first").mkdir(parents=True)
     (coordinator.folder / "results" / "first" / "history.csv").write_text("round,failures\n1,0\n2,1\n")
-    answers: dict[str, dict[str, Any]] = {
-        "supernode ls": {"nodes": [{"node-id": "7", "status": "online", "online-at": "noon"}]},
-        "supernode unregister": {},
-        "ls": {"runs": [{"run-id": "5", "status": "running"}]},
-    }
+    node = {"node-id": "7", "status": "online", "online-at": "noon"}
+    answers = {"supernode ls": {"nodes": [node]}, "supernode unregister": {}}
+    answers["ls"] = {"runs": [{"run-id": "5", "status": "running"}]}
     asked: list[str] = []
 
     def answer(self: Flower, *words: str) -> dict[str, Any]:
@@ -157,12 +153,8 @@ def test_status_and_revocation(
     capsys.readouterr()
     cli.app(["deploy", "status"], standalone_mode=False)
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert said == [
-        "north online since noon",
-        "south not registered any more since never",
-        "run 5: running",
-        "first: round 2, 1 failures",
-    ]
+    sites = ["north online since noon", "south not registered any more since never"]
+    assert said == [*sites, "run 5: running", "first: round 2, 1 failures"]
     cli.app(["deploy", "revoke", "south"], standalone_mode=False)
     assert asked[-1] == "supernode unregister 8 deployment"
     with pytest.raises(ConfigError, match="'south' is not registered; registered are north"):

@@ -14,11 +14,6 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import read_config
 
-pytestmark = [
-    pytest.mark.deployment,
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
-]
-
 
 def table_of_patients(path: Path, seed: int) -> Path:
     """Dates, gaps and decimal commas; one patient has a ward of which there is no other, at either site."""
@@ -32,6 +27,8 @@ def table_of_patients(path: Path, seed: int) -> Path:
     return path
 
 
+@pytest.mark.deployment
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc")
 def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     files = [table_of_patients(tmp_path / f"{name}.csv", place) for place, name in enumerate(("north", "south"))]
     table_of_patients(tmp_path / "south.test.csv", 2)  # the other site holds out rows by itself

@@ -1,10 +1,11 @@
-"""The documents say what the program does: keys, defaults, commands, options and links are those of the code.
+"""The documents say what the program does: keys, commands, options and links; every study can be asked for.
 
 ``python tests/test_docs.py`` writes the table of ``docs/configuration.md`` anew.
 """
 
 import inspect
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
 from fedgp_flower.run.registry import BUILT_IN, METHODS, default_config, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config, reference, table_of
+from simulations import common, run
 from simulations.common import markdown
 from simulations.studies.leaves import study
 
@@ -183,6 +185,73 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
     np.testing.assert_allclose(names["exported"].transforms.original(names["standardised"]).mean, expected, rtol=1e-9)
     np.testing.assert_allclose(names["f"].mean, expected, rtol=1e-9)
     assert names["run"].metrics.test["rmse"] < 10
+
+
+@pytest.mark.parametrize("name", run.names())
+def test_a_study_has_a_title_arguments_and_a_text(name):
+    module = run.load(name)
+    assert run.title(module)
+    assert vars(run.parser_of(name, module).parse_args([])).keys() >= inspect.signature(module.study).parameters.keys()
+    assert inspect.isgeneratorfunction(module.study)
+
+
+def test_pages_say_which_study_made_them():
+    for page in (ROOT / "simulations" / "results").glob("*.md"):
+        head = page.read_text(encoding="utf-8")[:600]
+        commands = [line for line in head.splitlines() if "python " in line]
+        assert commands, page.name
+        named = commands[0].partition("python -m simulations.run ")[2].split()
+        assert "examples/" in commands[0] or named[0].strip("`.,") in run.names(), page.name
+
+
+@pytest.fixture
+def _scratch(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RUNS", tmp_path)
+    monkeypatch.setattr(common, "version", lambda: "here")
+
+
+@pytest.mark.usefixtures("_scratch")
+def test_a_study_makes_its_runs_once(monkeypatch):
+    first = run.run("defaults", {"sets": ("diabetes",), "methods": ("local-only",)})
+    assert first[0]["NLL"] == first[0]["local_only"] > first[0]["linear"]
+    assert first[0]["above"] == "mean, linear"
+
+    def twice(*arguments):
+        raise AssertionError("a run that is there was made again")
+
+    monkeypatch.setattr("fedgp_flower.run.in_process.run_in_process", twice)
+    assert run.run("defaults", {"sets": ("diabetes",), "methods": ("local-only",)}) == first
+
+
+@pytest.mark.usefixtures("_scratch")
+def test_results_are_remembered_and_means_are_over_runs():
+    found = [common.remembered("study", [1], lambda v=value: {"a": v}) for value in (1.0, 2.0)]
+    assert [row["a"] for row in found] == [1.0, 1.0]
+    rows = [{"set": "s", "a": 1.0}, {"set": "s", "a": 3.0}, {"set": "t", "a": None}]
+    assert common.averaged(rows, ("set",), worst=("a",))[0] == {"set": "s", "runs": 2, "a": 2.0, "a, worst": 3.0}
+
+
+MEASURING = {"cells", "evaluation", "faults", "footprint", "heartbeats", "load", "masks", "memory", "overhead"}
+MEASURING |= {"leaves", "policy", "scale", "trip"}
+"""Studies that do not go through ``fit``."""
+FEW = {"private": {"splits": (0,), "epsilons": (1.0,)}}
+"""Arguments that leave the kinds of runs and make fewer of them."""
+
+
+@pytest.mark.data
+@pytest.mark.skipif("FEDGP_DATA" not in os.environ, reason="no data sets")
+@pytest.mark.usefixtures("_scratch")
+@pytest.mark.parametrize("name", sorted(set(run.names()) - MEASURING))
+def test_the_keys_of_every_run_are_known(name, monkeypatch):
+    module = run.load(name)
+    monkeypatch.setattr(common, "CHECKING", True)
+    monkeypatch.setattr(module, "attacked", common.fit, raising=False)
+    if name == "amortised":
+        monkeypatch.setattr(module, "scores", lambda *of: {"bound": 1.0})
+    rows = list(module.study(**FEW.get(name, {})))
+    assert rows
+    refused = [row["refused"] for row in rows if "refused" in row]
+    assert len(refused) == 3 * (name == "defaults"), refused  # three methods take no classes
 
 
 if __name__ == "__main__":

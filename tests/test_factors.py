@@ -15,17 +15,9 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, warped
+from fedgp_flower.methods.pvi import model as mathematics
 from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals
-from fedgp_flower.methods.pvi.model import (
-    Data,
-    Draws,
-    GaussianFactor,
-    PseudoObservations,
-    SparseModel,
-    WhitenedGaussian,
-    local_free_energy,
-    predict,
-)
+from fedgp_flower.methods.pvi.model import Draws, GaussianFactor, PseudoObservations, SparseModel, predict
 from fedgp_flower.methods.pvi.updates import first_factor
 from fedgp_flower.options import ModelSection
 
@@ -46,19 +38,16 @@ def make_draws(seed: int = 0, kernel: str = "rbf", likelihood: str = "gaussian")
 
 
 def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
-    return PseudoObservations(
-        rand(size, 2, seed=seed), rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp(), tied
-    )
+    targets, root = rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp()
+    return PseudoObservations(rand(size, 2, seed=seed), targets, root, tied)
 
 
 @pytest.mark.parametrize("smooth", ["rbf", "matern52"])
 def test_a_linear_part_adds_to_a_singular_matrix_without_a_root_of_it(smooth):
     """200 points on a line: GPyTorch's low-rank part of a sum asks for a factor of the other, and repairs or fails."""
     points = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]
-    both, alone = (
-        build_kernel(ModelSection(kernel=name, lengthscale=3.0), 1)(points).to_dense().detach()
-        for name in (f"{smooth} + linear", smooth)
-    )
+    kernels = (build_kernel(ModelSection(kernel=name, lengthscale=3.0), 1) for name in (f"{smooth} + linear", smooth))
+    both, alone = (kernel(points).to_dense().detach() for kernel in kernels)
     torch.testing.assert_close(both - alone, points @ points.mT, rtol=0.0, atol=1e-14)
 
 
@@ -171,7 +160,7 @@ def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypat
     def rounded(_, projection, prior_variance):
         return torch.zeros_like(prior_variance), torch.full_like(prior_variance, variance)
 
-    monkeypatch.setattr(WhitenedGaussian, "predict", rounded)
+    monkeypatch.setattr(mathematics.WhitenedGaussian, "predict", rounded)
     if broken:
         with pytest.raises(NumericsError, match="3 of 3"):
             predict(draws, [dpo(1)], x)
@@ -186,22 +175,21 @@ def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     hyper = LatentFactor(value=model.initial_hyper().numpy())
     q = Marginals(LatentFactor(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)  # Z and β as points
     draws = model.at_means(q)
-    data, other = (Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
+    data, other = (mathematics.Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
     own, cavity = (first_factor(draws.model, d, q, "cpo") for d in (data, other))
     eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))
-    value = local_free_energy(draws, [cavity], GaussianFactor(Gaussian(eta1, eta2)), data).sum()
+    value = mathematics.local_free_energy(draws, [cavity], GaussianFactor(Gaussian(eta1, eta2)), data).sum()
     slopes = torch.autograd.grad(value, (eta1, eta2))
     assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
     moved = GaussianFactor(Gaussian(1.1 * own.natural.eta1, own.natural.eta2))
-    assert float(local_free_energy(draws, [cavity], moved, data)) < value.item()
+    assert float(mathematics.local_free_energy(draws, [cavity], moved, data)) < value.item()
 
 
 def test_mixture_prediction_is_the_average_density():
     draws, x, y = make_draws(), rand(ROWS, 2, seed=40), rand(ROWS, seed=41)
     mixture = predict(draws, [dpo(1)], x, y)
-    singles = [
-        predict(Draws(draws.model, draws.inducing[s : s + 1], draws.hyper[s : s + 1]), [dpo(1)], x, y) for s in range(3)
-    ]
+    apart = (Draws(draws.model, draws.inducing[s : s + 1], draws.hyper[s : s + 1]) for s in range(3))
+    singles = [predict(one, [dpo(1)], x, y) for one in apart]
     densities = torch.stack([m.log_density().exp() for m in singles]).mean(0)
     torch.testing.assert_close(mixture.log_density(), densities.log(), **EXACT)
     second = torch.stack([m.variance() + m.mean().square() for m in singles]).mean(0)
@@ -255,8 +243,7 @@ def test_factor_algebra(seed, size, rho, make):
         ((a * b) ** rho, a**rho * b**rho),
         (a * a**0.0, a),
     ]:
-        torch.testing.assert_close(left.eta1, right.eta1, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(left.eta2, right.eta2, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close((left.eta1, left.eta2), (right.eta1, right.eta2), rtol=1e-09, atol=1e-09)
     assert (a * b).is_proper()
     assert float((a * b).kl(a)) >= 0.0
 

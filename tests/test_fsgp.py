@@ -1,69 +1,56 @@
 """FSGP as a federation does it: equal to one analyst with all rows, whatever the partition."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, configured, csv_nodes, numbers, parameters, rows_of, run, waves
+from faults import Fault, FaultyGrid, Recorder, configured, csv_nodes, each, numbers, parameters, rows_of, run, waves
 from scipy.stats import kstest
 
 from fedgp_flower.gp.models import SparseGP
-from fedgp_flower.gp.sparse import pooled_sums
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import INPUT_EDGES, exact_posterior, input_shape
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Described, Shape
+from strategies.server.questions import Total
 from strategies.server.session import Contract
 from strategies.server.shapes import points_like_inputs
 
 SGD = {"method": "fsgp", "optimizer__name": "sgd", "optimizer__steps": 1}
 
 
-def test_one_site_and_one_step_is_a_plain_gradient_step() -> None:
-    """w + η dF/dw with F Titsias' bound per row, differentiated here by autograd of the textbook formula."""
+def test_one_site_and_one_step_is_a_plain_gradient_step():
+    """w + η dF/dw with F Titsias' bound per row, differentiated here by autograd."""
     flat = configured(**SGD, optimizer__learning_rate=0.03, num_server_rounds=1, min_sites=1)
     grid = FaultyGrid(flat, 1)
     before, strategy = parameters(run(FaultyGrid(flat | {"num-server-rounds": 0}, 1))), run(grid)
     x, y = rows_of(grid, strategy, "0")
-    w = {name: torch.tensor(array, requires_grad=True) for name, array in before.items()}
-    scale, noise = w["kernel.log_lengthscale"].exp(), w["likelihood.log_noise"].exp()
-    variance = w["kernel.log_outputscale"].exp()
-
-    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return variance * (-0.5 * (((a[:, None] - b) / scale.view(-1)) ** 2).sum(-1)).exp()
-
-    z = w["inducing.locations"]
-    kzz = kernel(z, z) + 1e-8 * variance * torch.eye(len(z), dtype=torch.float64)
-    q = kernel(x, z) @ torch.linalg.solve(kzz, kernel(z, x))
-    evidence = torch.distributions.MultivariateNormal(torch.zeros_like(y), q + noise * torch.eye(len(x))).log_prob(y)
-    bound = evidence - (variance * len(x) - q.trace()) / (2 * noise)
-    (bound / len(x)).backward()
-    for name, leaf in w.items():
-        assert leaf.grad is not None
-        expected = leaf.detach() + 0.03 * leaf.grad
-        assert parameters(strategy)[name] == pytest.approx(expected.numpy(), rel=1e-6, abs=1e-8), name
+    model = SparseGP.from_arrays(strategy.config.model, before)
+    (pooled_bound(model, x, y) / len(x)).backward()
+    for name, leaf in model.wire_parameters().items():
+        expected = before[name] + 0.03 * leaf.grad.numpy()
+        assert parameters(strategy)[name] == pytest.approx(expected, rel=1e-6, abs=1e-8), name
 
 
-def test_the_average_weighs_sites_by_their_rows(tmp_path: Path) -> None:
+def test_the_average_weighs_sites_by_their_rows(tmp_path):
     """Replies written by hand: with 48 and 16 training rows, 3/4 of one and 1/4 of the other."""
     nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(20, 1)})
     flat = configured(method="fsgp", num_server_rounds=1, optimizer__steps=50)  # that could go so far
-    fill = lambda value: arrays(lambda own: {n: np.full_like(a, value) for n, a in own.items()})  # noqa: E731
-    faults = [Fault("a", fill(-1.0), ("train",)), Fault("b", fill(1.0), ("train",))]
-    said = [Fault(site, numbers(objective=value), ("train",)) for site, value in (("a", 4.0), ("b", 8.0))]
-    recorder = Recorder()
-    strategy = run(FaultyGrid(flat, nodes, *faults, *said), recorder)
+    recorder, faults = Recorder(), []
+    for site, value, objective in (("a", -1.0, 4.0), ("b", 1.0, 8.0)):
+        fill = each(lambda array, value=value: np.full_like(array, value))
+        faults += [Fault(site, change, ("train",)) for change in (fill, numbers(objective=objective))]
+    strategy = run(FaultyGrid(flat, nodes, *faults), recorder)
     for array in parameters(strategy).values():
         assert array == pytest.approx(np.full_like(array, -0.5), rel=1e-15)
     assert recorder.rows[0]["objective"] == pytest.approx(5.0)
 
 
-def sampled(seed: int, fraction: float, sites: int = 5) -> list[list[str]]:
+def sampled(seed, fraction, sites=5):
     flat = configured(method="fsgp", averaging__fraction=fraction, seed=seed, optimizer__steps=1)
     grid = FaultyGrid(flat, sites)
     run(grid)
@@ -71,7 +58,7 @@ def sampled(seed: int, fraction: float, sites: int = 5) -> list[list[str]]:
     return [[site for number, site in visits if number == wanted] for wanted in range(1, 5)]
 
 
-def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
+def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed():
     first = sampled(0, 0.41)
     assert [len(set(sites)) for sites in first] == [3, 3, 3, 3]  # ⌈0.41 · 5⌉
     assert sampled(0, 0.41) == first
@@ -80,7 +67,7 @@ def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
     assert [len(sites) for sites in sampled(0, 0.01)] == [1, 1, 1, 1]
 
 
-def test_sums_of_honest_rows_are_never_refused() -> None:
+def test_sums_of_honest_rows_are_never_refused():
     draw = np.random.default_rng(0)
     for size in (1, 2, 30):
         x, y = torch.from_numpy(draw.standard_normal((size, 1))), torch.from_numpy(draw.standard_normal(size))
@@ -92,12 +79,12 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
             assert statistics.refusal(Described(size + 1, added=added)) is not None
 
 
-def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> SparseStatistics:
+def stated(gram, projection=0.0, square=1.0):
     size = len(gram)
     return SparseStatistics(gram, np.zeros(size) + projection, np.array(square), np.array(float(size)), np.array(10.0))
 
 
-def test_gross_lies_show_at_a_glance() -> None:
+def test_gross_lies_show_at_a_glance():
     draw, size = np.random.default_rng(0), 40
     half = draw.standard_normal((size, 10))
     gram = half @ half.T / np.square(half).sum() * size
@@ -118,7 +105,7 @@ def test_gross_lies_show_at_a_glance() -> None:
         assert words in str(lie.refusal(Described(10)))
 
 
-def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() -> None:
+def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total():
     """Where some have, the mean is that of rows: ‖B⁻¹b/σ²‖ ≤ √s / 2σ."""
     draw, size = np.random.default_rng(1), 40
     direction = draw.standard_normal(size)
@@ -128,12 +115,13 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     assert lie.refusal(Described(10, added=True)) is None
     assert lie.refusal(Described(10)) is not None
 
-    def refused(answers: dict[str, SparseStatistics]) -> dict[str, str]:
-        contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(answers, Described(10)), {}, added=True)
-        replies: list[Any] = [SimpleNamespace(site=site) for site in answers]
+    def refused(answers):
+        question, described = Total(SparseStatistics, None), dict.fromkeys(answers, Described(10))
+        contract = Contract(question, {"M": size}, described, {}, [], added=True)
+        replies = [SimpleNamespace(site=site) for site in answers]
         contract.seen.update({id(reply): (reply, answers[reply.site]) for reply in replies})
-        found: dict[str, str] = {}
-        with mock.patch("strategies.server.session.claimed_site", lambda reply: reply.site):
+        found = {}
+        with mock.patch("strategies.server.network.claimed_site", lambda reply: reply.site):
             contract.settled(replies, found.__setitem__)
         return found
 
@@ -148,7 +136,7 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
 
-def correlated(rows: int) -> np.ndarray:
+def correlated(rows):
     """Three columns: one skewed, one of two values, one normal and correlated with the first."""
     draw = np.random.default_rng(1)
     first = draw.exponential(size=rows)
@@ -157,7 +145,7 @@ def correlated(rows: int) -> np.ndarray:
     return (columns - columns.mean(axis=0)) / columns.std(axis=0)
 
 
-def test_points_like_inputs_follow_marginals_and_correlations() -> None:
+def test_points_like_inputs_follow_marginals_and_correlations():
     x = correlated(4000)
     shape = input_shape(x)
     sums = Shape(shape["input.histogram"], shape["input.products"], np.array(0.0), np.array(0.0), {})

@@ -1,28 +1,31 @@
 """The hierarchical GP as a federation runs it, and in closed form against dense algebra."""
 
+import itertools
 import math
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, run, waves
+from scipy.special import logsumexp
+from scipy.stats import multivariate_normal
 from structured_problems import gp_sites, shaped_gp
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
-from fedgp_flower.methods.hierarchical_gp import smooth
-from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
-from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, transported
+from fedgp_flower.methods.hierarchical_gp import rough, smooth
+from fedgp_flower.methods.hierarchical_gp.messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, linear_terms
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from strategies.hierarchical_gp import USUAL_SITES, first_state, one_round, widened
@@ -33,12 +36,12 @@ ALIKE = (1e-9, 1e-9, 1e-9)
 """Widths with which all sites have one shape."""
 
 
-def tiny(**changes: Any) -> dict[str, Any]:
+def tiny(**changes):
     return configured(**{"method": "hierarchical-gp", "num_server_rounds": 30, "model__num_inducing": 4, **changes})
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def three(tmp_path_factory):
     tables = {site: waves(20, seed) for seed, site in enumerate("abc")}
     return csv_nodes(tmp_path_factory.mktemp("three"), tables)
 
@@ -46,31 +49,31 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 class Units:
     """A site with several units, each with a deviation and a noise of its own; it sends their sum."""
 
-    def __init__(self, model: Any, units: list[SmoothDeviation]) -> None:
+    def __init__(self, model, units):
         self.model, self.units = model, units
 
-    def expansion(self, request: Any) -> ExpansionShare:
+    def expansion(self, request):
         """As the client does it."""
         self.model.load_theta(request.values)
         q_global = GlobalPosterior.of(request.values)
         return add([unit.derivatives(q_global) for unit in self.units])
 
 
-def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, list[Any], list[SmoothDeviation]]:
+def trajectory(sizes, rounds, **keys):
     """The model, the states of some rounds, and four units dealt to sites of so many."""
     model = shaped_gp(inputs=POINTS, **keys)
     rows = gp_sites(model, torch.Generator().manual_seed(5), sizes=(9, 12, 7, 10))
     units = [SmoothDeviation(model, own.features, own.targets) for own in rows]
     starts = np.cumsum([0, *sizes])
     sites = {str(k): Units(model, units[a:b]) for k, (a, b) in enumerate(pairwise(starts))}
-    states: list[Any] = [first_state(on_the_wire(model.theta()), POINTS.numpy(), 7)]
+    states = [first_state(on_the_wire(model.theta()), POINTS.numpy(), 7)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
         states.append(drive(one_round(states[-1], roster, partial(inducing_factor, start)), sites)[0])
     return model, states, units
 
 
-def test_any_partition_of_units_takes_the_same_steps() -> None:
+def test_any_partition_of_units_takes_the_same_steps():
     _, one, _ = trajectory((4,), 4)
     _, other, _ = trajectory((1, 3), 3)
     for before, after in zip(one, other, strict=False):
@@ -78,7 +81,7 @@ def test_any_partition_of_units_takes_the_same_steps() -> None:
     assert one[-1].value > one[1].value + 1
 
 
-def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
+def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum():
     """Without noise offsets nothing lags behind; L-BFGS of the dense bound from there finds no more."""
     model, states, units = trajectory((2, 2), 12, widths=ALIKE)
     state = states[-1]
@@ -96,7 +99,7 @@ def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     assert state.rise < 1e-6
 
 
-def test_widths_rest_where_those_of_em_do() -> None:
+def test_widths_rest_where_those_of_em_do():
     """At (K + n₀) w² = Σ E(w zₖ)² + n₀ w₀²; if sites differ by more, they grow, and F is another one."""
     _, states, _ = trajectory((4,), 1)
     [(name, now)], squares = states[-1].widths.items(), np.array([6.0, 0.4, 1.0])
@@ -112,7 +115,7 @@ def test_widths_rest_where_those_of_em_do() -> None:
     assert widened(late) is late
 
 
-def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
+def test_a_run_converges_and_says_so(three):
     recorder = Recorder()
     strategy = run(FaultyGrid(tiny(), three), recorder)
     assert strategy.round < 20
@@ -133,35 +136,30 @@ def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
     ],
     ids=["indefinite", "other rows", "huge"],
 )
-def test_sums_that_no_rows_have_are_refused(change: Any, reason: str, three: list[dict[str, Any]]) -> None:
+def test_sums_that_no_rows_have_are_refused(change, reason, three):
     strategy = run(FaultyGrid(tiny(num_server_rounds=1), three, Fault("c", arrays(change), ("train.expansion",))))
     assert any(reason in said for said in blamed(strategy)["c"])
     assert strategy.current.sites == ("a", "b")
 
 
-def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: torch.Tensor) -> tuple[Any, Any]:
+def dense_prediction(unit, others, new):
     """Mean and variance of y at new rows of a unit, from the joint covariance of all rows; noise without offset."""
     model = unit.model
-    units = [*others, unit]
-    every = torch.cat([*(own.features for own in units), new])
-    size = len(every) - len(new)
+    parts = [*(own.features for own in (*others, unit)), new]
+    every, size, last = torch.cat(parts), sum(map(len, parts)) - len(new), len(others)
+    owner = torch.cat([torch.full((len(part),), min(k, last)) for k, part in enumerate(parts)])
     shared, left_over = model.shared(every)
-    covariance, alike = shared.mT @ shared, torch.ones(3).double()
-    start = 0
-    for own in units:
-        here = [*range(start, start + len(own.features)), *(range(size, len(every)) if own is unit else ())]
-        covariance[np.ix_(here, here)] += unit._covariance(every[here], every[here], alike)
-        start += len(own.features)
-    noise = model.log_noise.exp()
+    deviation = unit._covariance(every, every, torch.ones(3).double())
+    covariance, noise = shared.mT @ shared + deviation * (owner[:, None] == owner), model.log_noise.exp()
     prior = covariance[:size, :size] + noise * torch.eye(size, dtype=torch.float64)
     gain = torch.linalg.solve(prior, covariance[:size, size:]).mT
     left = covariance[size:, size:] - gain @ covariance[:size, size:]
-    targets = torch.cat([own.targets for own in units])
+    targets = torch.cat([own.targets for own in (*others, unit)])
     return gain @ targets, left.diagonal() + left_over[size:] + noise
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
-def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
+def test_a_site_predicts_as_a_dense_pooled_gp(dense):
     model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
     model.load_theta(states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
@@ -170,19 +168,17 @@ def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
     with torch.no_grad():
         found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
         mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
-    torch.testing.assert_close(found, mean, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(spread, variance, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close((found, spread), (mean, variance), rtol=1e-07, atol=1e-07)
 
 
-def test_a_prediction_is_the_mixture_over_shapes() -> None:
+def test_a_prediction_is_the_mixture_over_shapes():
     """By hand: predictions at each node with its shape in the model itself."""
     model, states, units = trajectory((4,), 2)
     model.load_theta(states[-1].parameters)
     q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
     found, variance = units[0].predict(new, q_global)
     offsets, shares = units[0].mixture(q_global)
-    means, variances = [], []
-    plain = shaped_gp(inputs=POINTS, widths=ALIKE)
+    plain, parts = shaped_gp(inputs=POINTS, widths=ALIKE), []
     for offset in offsets:
         root, size, stretch = model.log_width.detach().exp() * offset
         theta = {name: own.detach().clone() for name, own in model.theta().items() if name != WIDTHS}
@@ -190,23 +186,19 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
         theta["theta.deviation.log_outputscale"] += 2 * size
         theta["theta.deviation.log_lengthscale"] += stretch
         plain.load_theta({**theta, WIDTHS: plain.log_width.detach()})
-        own = SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global)
-        means.append(own[0])
-        variances.append(own[1])
-    mean = shares @ torch.stack(means)
-    torch.testing.assert_close(found, mean, rtol=1e-9, atol=1e-9)
-    spread = shares @ (torch.stack(means) - mean).square()
-    torch.testing.assert_close(variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
+        parts.append(SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global))
+    means, variances = map(torch.stack, zip(*parts, strict=True))
+    torch.testing.assert_close(found, shares @ means, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(variance, shares @ (variances + (means - found).square()), rtol=1e-9, atol=1e-9)
 
 
-def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:
+def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path):
     own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 3}
     folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
     frame = told.rename(columns={"input.x": "x"})[["x"]]
     own, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of_run(folder)
-    for name in ("mean", "sd"):
-        assert own[name].to_numpy() == pytest.approx(told[name].to_numpy(), rel=1e-9)
+    np.testing.assert_allclose(own[["mean", "sd"]], told[["mean", "sd"]], rtol=1e-9)
     assert told["trend"].to_numpy() == pytest.approx(new.predict(frame)["mean"].to_numpy(), rel=1e-9)
     assert (told["trend"] + told["deviation"]).to_numpy() == pytest.approx(told["mean"].to_numpy())
     assert np.abs(own["mean"] - new.predict(frame)["mean"]).max() > 1e-3
@@ -228,9 +220,7 @@ def problem():
 
 
 def total(parts):
-    return Sums(
-        sum(own.precision for own in parts), sum(own.shift for own in parts), sum(own.constant for own in parts)
-    )
+    return Sums(*(sum(getattr(own, name) for own in parts) for name in ("precision", "shift", "constant")))
 
 
 def bound(sums):
@@ -355,18 +345,14 @@ def test_a_mixture_is_that_of_a_fine_grid(problem):
     """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
     _, sites = problem
     q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
-    line = torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)
-    grid = torch.cartesian_prod(line, line, line)
-    for site in sites[:1]:
-        offsets, shares = site.mixture(q_global)
-        assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
-        assert float(shares.min()) > 0
-        with torch.no_grad():
-            exact = torch.stack([site.sums(z).expected(q_global) for z in grid]).softmax(0)
-        mean = exact @ grid
-        torch.testing.assert_close(shares @ offsets, mean, rtol=0, atol=0.1)
-        second, moment = shares @ offsets.square(), exact @ grid.square()
-        torch.testing.assert_close(second, moment, rtol=0.15, atol=0.0)
+    grid = torch.cartesian_prod(*[torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)] * 3)
+    offsets, shares = sites[0].mixture(q_global)
+    assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
+    assert float(shares.min()) > 0
+    with torch.no_grad():
+        exact = torch.stack([sites[0].sums(z).expected(q_global) for z in grid]).softmax(0)
+    torch.testing.assert_close(shares @ offsets, exact @ grid, rtol=0, atol=0.1)
+    torch.testing.assert_close(shares @ offsets.square(), exact @ grid.square(), rtol=0.15, atol=0.0)
 
 
 def test_a_newton_step_ends_at_the_top_of_a_quadratic_unless_the_radius_is_smaller():
@@ -385,13 +371,9 @@ def test_what_rows_say_of_inducing_values_is_transported_exactly():
     generator = torch.Generator().manual_seed(1)
     rows, y = torch.randn(4, 9, generator=generator).double(), torch.randn(9, generator=generator).double()
     factors = [torch.linalg.cholesky(torch.eye(3).double() + torch.full((3, 3), own)) for own in (0.2, 1.7)]
-    found = []
-    for factor in factors:
-        weights = torch.cat([factor.mT @ rows[:3], rows[3:]])
-        found.append((weights @ weights.mT, weights @ y))
-    moved = transported(*found[0], *factors)
-    for one, other in zip(moved, found[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    weights = (torch.cat([factor.mT @ rows[:3], rows[3:]]) for factor in factors)
+    found = [(own @ own.mT, own @ y) for own in weights]
+    torch.testing.assert_close(transported(*found[0], *factors), found[1], rtol=1e-12, atol=1e-12)
 
 
 def test_matern_kernels_have_second_derivatives_between_few_rows():
@@ -412,3 +394,223 @@ def test_matern_kernels_have_second_derivatives_between_few_rows():
     h, curvature = 1e-3, torch.tensor(site.derivatives(q_global).curvature)
     second = (value(h) - 2 * value(0.0) + value(-h)) / h**2
     assert float(along @ curvature @ along) == pytest.approx(second, rel=1e-4)
+
+
+INDUCING = torch.linspace(0, 1, 6, dtype=torch.float64)
+SURE = 500.0
+"""A logit that leaves no other choice."""
+
+
+def theta(*, sure=3):
+    """Hyperparameters of no particular kind; ``sure``: the one roughness."""
+    draw = torch.Generator().manual_seed(1)
+    first = rough.first_theta().items()
+    own = {name: at + 0.3 * torch.randn(at.shape, generator=draw, dtype=torch.float64) for name, at in first}
+    own["noise"] = torch.tensor([math.log(0.1)], dtype=torch.float64)
+    if sure is not None:
+        own["roughness"] = torch.zeros(len(rough.ROUGHNESS), dtype=torch.float64)
+        own["roughness"][sure] = SURE
+    return own
+
+
+def units():
+    draw, found = np.random.default_rng(4), []
+    for rows, gain in ((7, 1.0), (5, 1.3), (6, 0.8)):
+        x = np.sort(draw.uniform(0.02, 0.98, rows))
+        y = gain * np.sin(4 * x) + 0.1 * draw.standard_normal(rows)
+        found.append(rough.RoughDeviation(torch.from_numpy(x), torch.from_numpy(y), INDUCING, {}))
+    return found
+
+
+def at_rest(every, own, sweeps=60):
+    """The fixed point of q(u) and the weights of roughness at a θ."""
+    q = initial_global(len(INDUCING), scale=1.0, triangular=True)
+    for _ in range(sweeps):
+        sums = total([replace(unit, theta=own).roughness_sums().sums(q) for unit in every])
+        q = posterior(sums.precision, sums.shift)[0]
+    return sums, q
+
+
+def matern(a, b, lengthscale):
+    r = np.sqrt(3) * np.abs(a[:, None] - b) / lengthscale
+    return (1 + r) * np.exp(-r)
+
+
+def dense(every, own, chosen, more=None):
+    """Covariance of all rows, and of more rows of the first unit, without one line of the code under test."""
+    h = {name: np.exp(float(value[0])) for name, value in own.items() if name != "roughness"}
+    xs = [unit.x.numpy() for unit in every] + ([] if more is None else [more])
+    owner = np.repeat([*range(len(every)), 0][: len(xs)], [len(x) for x in xs])
+    x, z = np.concatenate(xs), INDUCING.numpy()
+    across = h["amplitude"] * matern(x, z, h["lengthscale"])
+    trend = across @ np.linalg.solve(matern(z, z, h["lengthscale"]) + 1e-8 * np.eye(len(z)), across.T)
+    walk = np.array([rough.ROUGHNESS[k] for k in chosen])[owner] ** 2
+    smooth = h["spread"] ** 2 * matern(x, x, h["spread_lengthscale"])
+    deviation = smooth + h["level"] ** 2 + h["slope"] ** 2 * np.outer(x, x) + walk * np.minimum(x[:, None], x)
+    return trend + deviation * (owner[:, None] == owner) + h["noise"] ** 2 * np.eye(len(x))
+
+
+def test_with_one_roughness_the_bound_is_the_dense_evidence():
+    every, own = units(), theta()
+    total, _ = at_rest(every, own, sweeps=2)
+    y = np.concatenate([unit.y.numpy() for unit in every])
+    evidence = multivariate_normal(cov=dense(every, own, (3, 3, 3))).logpdf(y)
+    assert float(bound(total)) == pytest.approx(evidence, abs=1e-8)
+
+
+def test_with_several_the_bound_is_below_the_evidence_and_near_it():
+    """The evidence sums over all choices of all units; q(u) ∏ q(h_m) leaves out how they depend on one another."""
+    every, own = units(), theta(sure=None)
+    total, _ = at_rest(every, own)
+    y, log_prior = np.concatenate([unit.y.numpy() for unit in every]), own["roughness"].log_softmax(0).numpy()
+    choices = itertools.product(range(len(rough.ROUGHNESS)), repeat=len(every))
+    terms = [multivariate_normal(cov=dense(every, own, k)).logpdf(y) + log_prior[list(k)].sum() for k in choices]
+    evidence = logsumexp(terms)
+    assert evidence - 0.1 < float(bound(total)) < evidence
+
+
+def test_derivatives_for_one_factorisation_are_those_through_the_factor():
+    unit, own, q = units()[0], theta(sure=None), initial_global(len(INDUCING), scale=1.0, triangular=True)
+    names = sorted(own)
+    at = torch.cat([own[name] for name in names])
+
+    def by_roughness(flat):
+        parts = flat.split([len(own[name]) for name in names])
+        return replace(unit, theta=dict(zip(names, parts, strict=True))).roughness_sums()
+
+    found = replace(unit, theta=own).derivatives(q)
+    slopes = torch.autograd.functional.jacobian(lambda flat: by_roughness(flat).sums(q).flat(), at)
+    curvature = torch.autograd.functional.hessian(lambda flat: by_roughness(flat).evidence(q).logsumexp(0), at)
+    sums = by_roughness(at).sums(q)
+    for name in ("precision", "shift", "constant"):
+        np.testing.assert_allclose(getattr(found, name), getattr(sums, name), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(found.slopes, slopes.mT, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.curvature, curvature, rtol=1e-9, atol=1e-9)
+
+
+def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question():
+    start = initial_global(len(INDUCING), scale=1.0, triangular=True)
+    sure = replace(units()[0], theta=theta()).derivatives(start)
+    impossible = {**theta(), "roughness": torch.tensor([0.0, 0, 0, 0, -2000], dtype=torch.float64)}
+    found = replace(units()[0], theta=impossible).derivatives(start)
+    assert all(np.isfinite(own.slopes).all() for own in (sure, found))
+
+
+def test_prediction_is_the_conditional_of_the_joint():
+    every, own, new = units(), theta(), np.array([0.3, 0.7, 0.99])
+    mean, variance = replace(every[0], theta=own).predict(torch.from_numpy(new), at_rest(every, own, sweeps=2)[1])
+    joint, y = dense(every, own, (3, 3, 3), new), np.concatenate([unit.y.numpy() for unit in every])
+    gain = np.linalg.solve(joint[: len(y), : len(y)], joint[: len(y), len(y) :]).T
+    np.testing.assert_allclose(mean, gain @ y, rtol=1e-7)
+    expected = np.diag(joint)[len(y) :] - np.sum(gain * joint[len(y) :, : len(y)], axis=1)
+    np.testing.assert_allclose(variance, expected, rtol=1e-7)
+
+
+def test_a_unit_is_judged_by_its_first_rows_and_the_others_alone():
+    """At each cut the histogram is that of the dense conditional on the other units and the rows before the cut."""
+    every, own = units(), theta()
+    total, q = at_rest(every, own, sweeps=2)
+    found = rough.calibration(replace(every[0], theta=own), q, total.precision, total.shift)
+    y, x = np.concatenate([unit.y.numpy() for unit in every]), every[0].x.numpy()
+    joint = dense(every, own, (3, 3, 3))
+    for c, cut in enumerate(rough.CUTS):
+        hidden = np.flatnonzero(x > cut)
+        if len(hidden) == 0 or len(x) - len(hidden) < 3:
+            assert not found.shares[c].any()
+            continue
+        seen = np.setdiff1d(np.arange(len(y)), hidden)
+        gain = np.linalg.solve(joint[np.ix_(seen, seen)], joint[np.ix_(seen, hidden)]).T
+        sd = np.sqrt(np.diag(joint)[hidden] - np.sum(gain * joint[np.ix_(hidden, seen)], axis=1))
+        z = np.abs(y[hidden] - gain @ y[seen]) / sd
+        expected = np.histogram(z, [-1.0, *rough.EDGES, np.inf])[0] / len(hidden)
+        np.testing.assert_allclose(found.shares[c], expected, atol=1e-12)
+
+
+def test_bands_are_widened_by_the_quantile_of_units():
+    """Ten thousand units of which .95 are within 3 sd: three over 1.96. Few units: Student's t, and nobody: 1."""
+    shares = np.zeros((len(rough.CUTS), len(rough.EDGES) + 1))
+    shares[0, np.searchsorted(rough.EDGES, [1.0, 3.0, 9.0])] = 5000, 4600, 400
+    shares[1, 0] = 4.0
+    by = rough.factors(Calibration(shares, np.ones(len(rough.CUTS))))
+    assert by[0] == pytest.approx(3 / 1.96, rel=0.03)
+    assert by[1] == pytest.approx(2.776 / 1.96, rel=1e-3)
+    assert (by[2:] == 1).all()
+    x = np.array([0.1, 0.19, 0.21, 0.9])
+    np.testing.assert_allclose(rough.widened(np.ones(4), x, 0.2, by) ** 0.5, [1, 1, by[1], by[1]])
+
+
+def series(seed=0):
+    """Six units, one curve, a random walk and a level of their own; the first is masked beyond the middle."""
+    draw, t = np.random.default_rng(seed), np.linspace(0, 10, 25)[1:]
+    frames = []
+    for unit in "abcdef":
+        own = 0.1 * draw.standard_normal() + np.cumsum(0.04 * draw.standard_normal(len(t)))
+        y = 1 + np.sin(0.4 * t) + own + 0.02 * draw.standard_normal(len(t))
+        split = np.where((unit == "a") & (t > 5), "test", "train")
+        frames.append(pd.DataFrame({"t": t, "unit": unit, "y": y, "split": split}))
+    return pd.concat(frames)
+
+
+ROUGH = {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "round_timeout": 60.0}
+ROUGH |= {"model__num_inducing": 6, "num_server_rounds": 5}
+
+
+def finished(folder, frame, name):
+    frame.to_csv(folder / f"{name}.csv", index=False)
+    own = {"dataset": str(folder / f"{name}.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
+    kept = {"keep_predictions": True, "output_dir": str(folder), "name": name}
+    return run_in_process(configured(**ROUGH, **own, **kept, target="y"))
+
+
+def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
+    frame = series()
+    folder = finished(tmp_path, frame, "run")
+    told = pd.read_csv(folder / "predictions.csv")
+    assert (np.abs(told["mean"] - told["target"]) < 1.96 * told["sd"]).mean() > 0.8
+    assert np.sqrt(np.mean((told["mean"] - told["target"]) ** 2)) < 0.3
+    details = pd.read_json(folder / "metrics.json", typ="series")["method_details"]
+    assert max(details["widened"].values()) > 1
+    again = Predictor.at_site(folder, "a").predict(told.rename(columns={"input.t": "t"}))
+    np.testing.assert_allclose(again["sd"], told["sd"], rtol=1e-9)
+    (new := frame[frame["unit"] == "c"].iloc[:9][["t", "y"]]).to_csv(tmp_path / "new.csv", index=False)
+    joined = Predictor.joined(folder, "new", tmp_path / "new.csv").predict(frame[frame["unit"] == "c"])
+    assert len(new) == 9
+    assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
+
+
+def test_what_rough_deviations_cannot_do_is_refused(tmp_path):
+    with pytest.raises(RunError, match="needs one input, but there are 2"):
+        finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")
+
+
+ROWS = (1, 2, 3, 5, 30, 30, 15, 40)
+
+
+def table(folder):
+    draw, x = np.random.default_rng(0), np.linspace(0, 1, 40)
+    frames = []
+    for number, rows in enumerate(ROWS):
+        y = (1 + 0.1 * number) * np.sin(4 * x) + 0.05 * draw.standard_normal(len(x))
+        split = np.where(np.arange(len(x)) < rows, "train", "test")
+        frames.append(pd.DataFrame({"t": x, "unit": f"u{number}", "y": y, "split": split}))
+    pd.concat(frames).to_csv(folder / "units.csv", index=False)
+    return str(folder / "units.csv")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "hierarchical-gp", "hierarchical__deviation": "rough"},
+        {"method": "fedmgp-exact"},
+        {"method": "fedmgp", "num_server_rounds": 4},
+    ],
+    ids=lambda keys: str(keys["method"]),
+)
+def test_units_of_any_size_take_part(keys, tmp_path):
+    """Noise that a unit fits to one row is none: its held-out rows then had a negative log density of 80 000."""
+    natural = {"dataset": table(tmp_path), "target": "y", "partitioner": "natural", "partition__column": "unit"}
+    common = {"split": 0, "model__num_inducing": 8, "num_server_rounds": 8, "output_dir": str(tmp_path), "name": "run"}
+    found = read_run(run_in_process(configured(**{**natural, **common, **keys}), 0)).metrics
+    assert len(found.per_site) == sum(rows < 40 for rows in ROWS)
+    assert found.data["sites"] == len(ROWS)
+    assert max(site["nll"] for site in found.per_site) < 4.0

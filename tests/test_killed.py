@@ -5,9 +5,6 @@ test-long` all of them.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +24,12 @@ ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
 
 
 class DyingGrid(FaultyGrid):
-    def __init__(self, flat: Mapping[str, Any], sites: int, folder: Path, at: int, *, answered: bool) -> None:
-        super().__init__(flat, sites)
+    def __init__(self, method, folder, at=-1, answered=False, **more):
+        super().__init__(keys(method) | more, 3 if "masked" in method else 2)
         self.keep_states(folder)
         self.at, self.answered = at, answered
 
-    def arrival(self, message: Message) -> Message | None:
+    def arrival(self, message):
         if len(self.visits) == self.at and not self.answered:
             raise Killed
         reply = super().arrival(message)
@@ -44,7 +41,7 @@ class DyingGrid(FaultyGrid):
 class LosingGrid(DyingGrid):
     """A Grid whose site dies at message ``at``, before or after it has answered, and comes back with its disk alone."""
 
-    def arrival(self, message: Message) -> Message | None:
+    def arrival(self, message):
         try:
             return super().arrival(message)
         except Killed:
@@ -53,32 +50,23 @@ class LosingGrid(DyingGrid):
             return None
 
 
-def keys(method: str, rounds: int = 2) -> dict[str, Any]:
+def keys(method, rounds=2):
     return keys_of(method, num_server_rounds=rounds, evaluate_every=2)
 
 
-def sites(method: str) -> int:
-    return 3 if "masked" in method else 2
-
-
-def calm(method: str, folder: Path) -> tuple[Any, int]:
-    grid = DyingGrid(keys(method), sites(method), folder, -1, answered=False)
-    return run(grid), len(grid.visits)
-
-
-def resumed(method: str, folder: Path, at: int, *, answered: bool) -> Any:
+def resumed(method, folder, at, answered):
     recorder = Recorder()
     with pytest.raises(Killed):
-        run(DyingGrid(keys(method), sites(method), folder, at, answered=answered), recorder)
+        run(DyingGrid(method, folder, at, answered), recorder)
     snapshot = recorder.snapshots[-1] if recorder.snapshots else None
-    return run(DyingGrid(keys(method), sites(method), folder, -1, answered=False), Recorder(), copy.deepcopy(snapshot))
+    return run(DyingGrid(method, folder), Recorder(), copy.deepcopy(snapshot))
 
 
-def repeated(method: str, folder: Path, at: int, *, answered: bool) -> Any:
-    return run(LosingGrid(keys(method) | REPEAT, sites(method), folder, at, answered=answered))
+def repeated(method, folder, at, answered):
+    return run(LosingGrid(method, folder, at, answered, **REPEAT))
 
 
-def require_same(found: Any, expected: Any) -> None:
+def require_same(found, expected):
     mine, others = encode(found.current), encode(expected.current)
     assert mine.keys() == others.keys()
     for name, array in others.items():
@@ -88,17 +76,13 @@ def require_same(found: Any, expected: Any) -> None:
     assert found.outcome.metrics["sites"] == expected.outcome.metrics["sites"]
 
 
-def boundaries(method: str, messages: int, chosen: int) -> list[tuple[int, bool]]:
-    draw = np.random.default_rng([*method.encode()])
+def sweep(method, folder, chosen, after=resumed):
+    calm, draw = DyingGrid(method, folder / "calm"), np.random.default_rng([*method.encode()])
+    expected, messages = run(calm), len(calm.visits)
     first = messages // 2 if chosen == 1 else 0  # one alone is after a checkpoint
     sides = [(at, answered) for at in range(first, messages) for answered in (False, True)]
-    return [sides[i] for i in sorted(draw.choice(len(sides), size=min(chosen, len(sides)), replace=False))]
-
-
-def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = resumed) -> None:
-    expected, messages = calm(method, folder / "calm")
-    for at, answered in boundaries(method, messages, chosen):
-        found = after(method, folder / f"{at} {answered}", at, answered=answered)
+    for side in draw.choice(len(sides), size=min(chosen, len(sides)), replace=False):
+        found = after(method, folder / f"{side}", *sides[side])
         if method not in ASYNCHRONOUS:
             require_same(found, expected)
 
@@ -108,31 +92,31 @@ SOME += ("sfvi after averages",)
 
 
 @pytest.mark.parametrize("method", SOME)
-def test_a_kill(method: str, tmp_path: Path) -> None:
+def test_a_kill(method, tmp_path):
     sweep(method, tmp_path, 1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("after", [resumed, repeated])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_kill(method, after, tmp_path):
     sweep(method, tmp_path, 10**6, after)
 
 
 class OutageGrid(FaultyGrid):
     """The way to a site is cut for ``seconds``: it is not listed, and what it is asked fails at once."""
 
-    def __init__(self, flat: Mapping[str, Any], seconds: float) -> None:
+    def __init__(self, flat, seconds):
         super().__init__(flat, 2)
         self.cut, self.seconds, self.over = self.node_of("1"), seconds, -1.0
 
-    def away(self) -> bool:
+    def away(self):
         return enrolment.time.monotonic() < self.over
 
-    def get_node_ids(self) -> Iterable[int]:
+    def get_node_ids(self):
         return [node for node in super().get_node_ids() if node != self.cut or not self.away()]
 
-    def arrival(self, message: Message) -> Message | None:
+    def arrival(self, message):
         reply = super().arrival(message)
         visit = self.visits[-1]
         if self.over < 0 and (visit.site, visit.round) == ("1", 2):
@@ -140,13 +124,13 @@ class OutageGrid(FaultyGrid):
         return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
 
 
-def test_a_round_is_repeated_when_the_site_is_there_again() -> None:
+def test_a_round_is_repeated_when_the_site_is_there_again():
     rough = run(OutageGrid(keys("fedmgp") | REPEAT, seconds=4.0))
     assert [failure.site for failure in rough.network.failures] == ["1"]
     require_same(rough, run(FaultyGrid(keys("fedmgp"), 2)))
 
 
-def test_a_site_that_stays_away_ends_the_repetition() -> None:
+def test_a_site_that_stays_away_ends_the_repetition():
     flat = keys("fgpr", rounds=3) | REPEAT
     strategy = run(FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(2, 9))))
     assert [failure.round for failure in strategy.network.failures] == [2, 2, 2]  # then it is left out
@@ -160,7 +144,7 @@ NUMBERS = [own for own in NUMBERS if own.values[0] != "sgpr-private"]
 """Noise of real sites is drawn anew in every run: tests/test_private_sums.py."""
 
 
-def real_sites(folder: Path, disk: Path, method: str) -> list[dict[str, str]]:
+def real_sites(folder, disk, method):
     """Three sites with logs, states and keys; the second one has them on a disk of its own."""
     nodes = csv_nodes(folder, {site: waves(60, number) for number, site in enumerate("abc")})
     for node in nodes:
@@ -171,16 +155,15 @@ def real_sites(folder: Path, disk: Path, method: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("method", NUMBERS)
-def test_a_disk_that_is_full_for_a_while_loses_nothing(method: str, tmp_path: Path, disk: Path) -> None:
+def test_a_disk_that_is_full_for_a_while_loses_nothing(method, tmp_path, disk):
     """The site refuses with words, and where there is room again, it has what is on the disk, and nothing else."""
-    flat: dict[str, Any] = keys_of(method, num_server_rounds=2, sites=3, features="x1") | REPEAT
+    flat = keys_of(method, num_server_rounds=2, sites=3, features="x1") | REPEAT
     del flat["dataset"]
     calm = run(FaultyGrid(flat, real_sites(tmp_path, tmp_path, method)))
-    said: list[str] = []
+    said = []
 
-    def make_room(reply: Message) -> Message:
-        error = reply.content.config_records["config"].get("error")
-        if error:
+    def make_room(reply):
+        if error := reply.content.config_records["config"].get("error"):
             said.append(str(error))
             (disk / "filler").unlink(missing_ok=True)
             grid.contexts[grid.node_of("b")].state = RecordDict()
@@ -194,18 +177,17 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(method: str, tmp_path: Pa
         require_same(rough, calm)
     lines, problems, _ = audit.read(disk / "b" / "audit.jsonl")
     assert problems == []
-    answers = sum(visit.site == "b" for visit in grid.visits) - len(said)
-    assert len(lines) == answers
+    assert len(lines) == sum(visit.site == "b" for visit in grid.visits) - len(said)
 
 
 class LateGrid(FaultyGrid):
     """Each third answer of a site comes when nobody waits for it any more, among those to later questions."""
 
-    def __init__(self, flat: Mapping[str, Any], sites: int) -> None:
+    def __init__(self, flat, sites):
         super().__init__(flat, sites)
         self.asked, self.came, self.late = 0, 0, list[Message]()
 
-    def arrival(self, message: Message) -> Message | None:
+    def arrival(self, message):
         reply = super().arrival(message)
         visit = self.visits[-1]
         if reply is None or visit.site != "1" or visit.round < 1 or visit.phase == "evaluate":
@@ -216,7 +198,7 @@ class LateGrid(FaultyGrid):
         self.late.append(reply)
         return None
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids):
         waiting = list(message_ids)
         late = [reply for reply in self.late if reply.metadata.reply_to_message_id not in waiting]
         self.late = [reply for reply in self.late if reply not in late]
@@ -225,7 +207,7 @@ class LateGrid(FaultyGrid):
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_a_reply_that_comes_too_late_is_not_counted_twice(method: str) -> None:
+def test_a_reply_that_comes_too_late_is_not_counted_twice(method):
     """The round is repeated; a total under masks is asked for again at once."""
     flat = keys_of(method, num_server_rounds=2, evaluate_every=2) | REPEAT
     grid = LateGrid(flat, 3)
@@ -243,7 +225,7 @@ LATE = ("sfvi glmm", "sfvi vae", "sfvi-avg prodlda")
 """Forms that the first seeds do not reach: units with random effects, and networks that read latents off rows."""
 
 
-def test_there_is_a_form_of_every_strategy() -> None:
+def test_there_is_a_form_of_every_strategy():
     forms = {strategy_class(parse_config(keys_of(method))).__name__ for method in METHODS}
     assert forms == set(dir(strategies)) - REFERENCES
 
@@ -252,6 +234,6 @@ def test_there_is_a_form_of_every_strategy() -> None:
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(list(METHODS).index(form), marks=pytest.mark.long) for form in LATE)]
 )
-def test_a_schedule_of_faults(seed: int) -> None:
+def test_a_schedule_of_faults(seed):
     """`python -m simulations.run faults` goes through five hundred."""
     drawn(seed)

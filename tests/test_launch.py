@@ -6,12 +6,10 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import psutil
 import pytest
 
 from fedgp_flower.deploy import machines
@@ -23,7 +21,7 @@ from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.run.user_config import complete_config, run_folder
 
 
-def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "table.csv").write_text("x,y\n1,2\n")
     monkeypatch.setenv("FEDGP_DATA", str(tmp_path / "elsewhere"))
     config = complete_config({"dataset": "table.csv", "output-dir": "out"}, tmp_path)
@@ -36,65 +34,58 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
 
 
-def test_the_profiles_in_code_are_those_that_people_read() -> None:
+def test_the_profiles_in_code_are_those_that_people_read():
     assert tomllib.loads((Path(__file__).parents[1] / "pyproject.flwr.toml").read_text()) == PROFILES
 
 
-def test_profiles_are_installed_and_connections_added_by_hand_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     assert installed_home() == tmp_path
     target = tmp_path / "config.toml"
-    by_hand = '[superlink.hospital]\naddress = "example.org:8000"\n'
-    target.write_text(target.read_text() + by_hand)
+    target.write_text(target.read_text() + '[superlink.hospital]\naddress = "example.org:8000"\n')
     installed_home()
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
 
 
-def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
+def test_flower_reports_a_superlink_that_does_not_answer(tmp_path):
     with Processes({}, tmp_path) as processes, pytest.raises(RunError, match="did not answer"):
         Flower(processes, tmp_path, "gone").wait_until_ready(f"http://127.0.0.1:{free_ports(1)[0]}", seconds=0.5)
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+def coordinator(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "app_fingerprint", lambda: "ab" * 32)
     return Coordinator.create(tmp_path / "coordinator", "localhost", 8000, 8001)
 
 
-def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path: Path, coordinator: Coordinator) -> None:
+def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path, coordinator):
     files = [tmp_path / "north.csv", tmp_path / "south.csv"]
     with pytest.raises(DataError, match=r"no such file: .*south\.csv"):
         join_sites(coordinator, tmp_path / "sites", files)
     for file in (*files, tmp_path / "north.test.csv"):
         file.write_text("x,y\n1,2\n")
     north, south = join_sites(coordinator, tmp_path / "sites", files)
-    assert north.node_config == {
-        "site": "north",
-        "data-path": str(tmp_path / "north.csv"),
-        "test-path": str(tmp_path / "north.test.csv"),
-        "state-dir": str(tmp_path / "sites" / "north" / "state"),
-    }
+    tables = {"data-path": str(files[0]), "test-path": str(tmp_path / "north.test.csv")}
+    assert north.node_config == {"site": "north", **tables, "state-dir": str(tmp_path / "sites" / "north" / "state")}
     assert south.node_config.keys() == {"site", "data-path", "state-dir"}
     same = join_sites(coordinator, tmp_path / "twice", [files[0], files[0]])
     assert [site.name for site in same] == ["site1", "site2"]
 
 
-def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path):
     class Interrupted(Flower):
         ended: ClassVar[list[str]] = []
 
-        def submit(self, *_: object) -> str:
+        def submit(self, *_):
             return "7"
 
-        def stop(self, run: str) -> None:
+        def stop(self, run):
             self.ended.append(run)
 
     with pytest.raises(SystemExit):
-        Interrupted(SimpleNamespace(follow=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})  # type: ignore[arg-type]
+        Interrupted(SimpleNamespace(follow=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})
     assert Interrupted.ended == ["7"]
 
 
@@ -112,14 +103,14 @@ subprocess.run([sys.executable, "-c", "{SLEEP}"], start_new_session=True, env={{
 
 
 @pytest.fixture
-def stranger() -> Iterator[subprocess.Popen[bytes]]:
+def stranger():
     process = subprocess.Popen([sys.executable, "-c", SLEEP], env=os.environ | {MARK: "0" * 32})
     yield process
     process.kill()
     process.wait()
 
 
-def wait_for(token: str, count: int) -> set[psutil.Process]:
+def wait_for(token, count):
     deadline = time.monotonic() + 20
     while len(found := family(token)) != count:
         assert time.monotonic() < deadline
@@ -127,7 +118,7 @@ def wait_for(token: str, count: int) -> set[psutil.Process]:
     return found
 
 
-def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
+def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path, stranger):
     with Processes({}, tmp_path, grace=1.0) as processes:
         processes.start("sleeper", [sys.executable, "-c", NAMELESS], tmp_path)
         assert processes.call([sys.executable, "-c", ORPHAN], tmp_path).returncode == 0
@@ -136,23 +127,18 @@ def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path: Path, strang
     assert stranger.poll() is None
 
 
-def watch(processes: Processes) -> None:
-    for _ in range(400):
-        processes.require_alive()
-        time.sleep(0.05)
-
-
-def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path):
     show = "import os, sys; print('no such', os.environ['COLOUR'], os.environ['SHAPE']); sys.exit(3)"
     with Processes({"COLOUR": "red", "SHAPE": "round"}, tmp_path) as processes:
         assert processes.call([sys.executable, "-c", show], tmp_path).stdout == "no such red round\n"
         processes.start("server", [sys.executable, "-c", show], tmp_path, {"SHAPE": "square"})
+        wait_for(processes.token, 0)
         with pytest.raises(RunError, match=r"server ended with status 3.*\nno such red square"):
-            watch(processes)
+            processes.require_alive()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_everything_and_shows_in_the_status(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_everything_and_shows_in_the_status(tmp_path, number):
     script = f"""
 import signal, sys
 from pathlib import Path
@@ -164,7 +150,6 @@ with interruptible(), Processes({{}}, Path({str(tmp_path)!r})) as processes:
     processes.call([sys.executable, "-c", "{SLEEP}"], Path("/"))
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
         token = launcher.stdout.readline().decode().strip()
         wait_for(token, 2)
         launcher.send_signal(number)

@@ -28,35 +28,21 @@ def modules_of(*folders: str) -> list[str]:
 
 
 HELP = "sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\ntry: main()\nexcept SystemExit: pass"
-PARSED = (
-    "from fedgp_flower.run.registry import parse_config, strategy_class; parse_config({'sgpr.exchanges': 9, 'seed': 3})"
-)
+PARSED = "from fedgp_flower.run.registry import parse_config, strategy_class; parse_config({'sgpr.exchanges': 9})"
 FSGP = "strategy_class(parse_config({'method': 'fsgp', 'dataset': 'diabetes'}))"
 OPTIONS = sorted({method.options.partition(":")[0] for method in BUILT_IN.values()})
+SERVER = ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2")
+SITE = ("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies")
+UNUSED = ("run.report", "clients.baselines", "gp.optimisers", "data.partitioning")
 STEPS = {
     "a server": [
         (HELP, (*HEAVY, "numpy", "pydantic")),
         (PARSED, (*HEAVY, "numpy", *(name for name in OPTIONS if ".methods." in name and ".sgpr." not in name))),
         (f"import {', '.join(OPTIONS)}", (*HEAVY, "numpy")),
-        (
-            "import fedgp_flower.server_app",
-            ("gpytorch", "matplotlib", "pandas", "sklearn", "scipy.stats", "flwr.simulation", "ray", "jinja2"),
-        ),
-        (
-            f"{FSGP}; import {', '.join(modules_of('strategies'))}",
-            ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2"),
-        ),
+        ("import fedgp_flower.server_app", (*SERVER, "gpytorch", "sklearn", "scipy.stats")),
+        (f"{FSGP}; import {', '.join(modules_of('strategies'))}", SERVER),
     ],
-    "a site": [
-        (
-            "import fedgp_flower.client_app",
-            (
-                *("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies"),
-                *("fedgp_flower.run.report", "fedgp_flower.clients.baselines", "fedgp_flower.gp.optimisers"),
-                "fedgp_flower.data.partitioning",
-            ),
-        )
-    ],
+    "a site": [("import fedgp_flower.client_app", (*SITE, *(f"fedgp_flower.{name}" for name in UNUSED)))],
     "a ClientApp of one's own": [("from fedgp_flower import make_client_app", ())],
     "a ServerApp of one's own": [("import strategies; strategies.SGPR", ())],
 }
@@ -177,8 +163,7 @@ FORBIDDEN = {
 def test_imports_point_downwards(layer):
     edges = [(module, name) for module, names in graph().items() if layer_of(module) == layer for name in names]
     assert edges
-    wrong = {module: name for module, name in edges if layer_of(name) in FORBIDDEN[layer]}
-    assert wrong == {}
+    assert {module: name for module, name in edges if layer_of(name) in FORBIDDEN[layer]} == {}
 
 
 BUILT_ON = {("pvi", "sgpr"), ("pvi_weights", "pvi"), ("hierarchical_gp", "sfvi")}

@@ -1,59 +1,64 @@
-"""The mean and the linear model from sums: equal to the fit of all rows in one place, by formulas written otherwise."""
+"""Scores, and what a run is compared with: the mean, the linear model from sums, what sees all rows in one place."""
 
 import math
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from faults import FaultyGrid, configured, run
-from scipy import linalg, optimize, stats
+from scipy import integrate, linalg, optimize, stats
 
+import fedgp_flower as fg
+from fedgp_flower import scores as measures
+from fedgp_flower.clients import baselines
+from fedgp_flower.clients.boosting import LOSSES, boosted
 from fedgp_flower.clients.numpy_client import logistic, moments
-from fedgp_flower.count_scores import count_scores
-from fedgp_flower.data.sites import load_all_sites
+from fedgp_flower.count_scores import count_quantiles, count_scores, log_rate_of
+from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores
-from fedgp_flower.shared_messages import LinearPredictor, Moments, ScoreSums, with_ones
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.models import ExactGP
+from fedgp_flower.options import MULTICLASS, ModelSection
+from fedgp_flower.run.predict import QUANTILES
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.summary import verdict
+from fedgp_flower.scores import TargetUnits, bernoulli_scores, gaussian_scores
+from fedgp_flower.shared_messages import Moments, ScoreSums, with_ones
 from strategies.server.questions import drive
 from strategies.server.scoring import PENALTIES, combine, constant, linear_fit, ridge
 
 ROWS, INPUTS = 57, 4
 
 
-def regression_rows(inputs: int = INPUTS) -> tuple[np.ndarray, np.ndarray]:
+def regression_rows(inputs=INPUTS):
     draw = np.random.default_rng(3)
     x = draw.normal(size=(ROWS, inputs)) + 0.7
     return x, 0.4 + x[:, 0] - 0.5 * x[:, 1] + 0.6 * draw.normal(size=ROWS)
 
 
-def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]) -> LinearPredictor:
+def fitted(rows, likelihood, cuts):
     parts = zip(*(np.split(entry, cuts) for entry in rows), strict=True)
     clients = [SimpleNamespace(rows=SimpleNamespace(x=x, y=y)) for x, y in parts]
     answers = [{"moments": partial(moments, client), "logistic": partial(logistic, client)} for client in clients]
     sites = {str(k): SimpleNamespace(**found) for k, found in enumerate(answers)}
-    found = drive(linear_fit(tuple(sites), likelihood, rows[0].shape[1]), sites)
-    assert found is not None
-    return found
+    return drive(linear_fit(tuple(sites), likelihood, rows[0].shape[1]), sites)
 
 
-def restricted_evidence(x: np.ndarray, y: np.ndarray, penalty: float, variance: float) -> float:
-    """log p of N − 1 orthonormal contrasts of y, which do not see the intercept, under N(0, σ² (X_c X_cᵀ/λ + I))."""
-    contrasts = np.linalg.qr(np.column_stack([np.ones(ROWS), np.eye(ROWS)[:, 1:]]))[0][:, 1:]
-    inner = contrasts.T @ x
-    covariance = variance * (inner @ inner.T / penalty + np.eye(ROWS - 1))
-    return float(stats.multivariate_normal.logpdf(contrasts.T @ y, np.zeros(ROWS - 1), covariance))
-
-
-def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
+def test_ridge_is_the_bayesian_regression_of_all_rows():
+    """Evidence of N − 1 orthonormal contrasts of y, which do not see the intercept: N(0, σ² (X_c X_cᵀ/λ + I))."""
     x, y = regression_rows()
     found = fitted((x, y), "gaussian", [9, 30])
-    best = [
-        optimize.minimize_scalar(lambda s, p=p: -restricted_evidence(x, y, p, math.exp(s)), bounds=(-4, 2)).fun
-        for p in PENALTIES
-    ]
-    penalty = float(PENALTIES[int(np.argmin(best))])
+    contrasts = np.linalg.qr(np.column_stack([np.ones(ROWS), np.eye(ROWS)[:, 1:]]))[0][:, 1:].T
+
+    def highest(p):
+        shape = contrasts @ x @ x.T @ contrasts.T / p + np.eye(ROWS - 1)
+        density = lambda s: stats.multivariate_normal(cov=math.exp(s) * shape).logpdf(contrasts @ y)  # noqa: E731
+        return optimize.minimize_scalar(lambda s: -density(s), bounds=(-4, 2))
+
+    penalty = float(min(PENALTIES, key=lambda p: highest(p).fun))
     centred, goal = x - x.mean(axis=0), y - y.mean()
     root = linalg.cho_factor(centred.T @ centred + penalty * np.eye(INPUTS))
     weights = linalg.cho_solve(root, centred.T @ goal)
@@ -62,20 +67,17 @@ def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
     np.testing.assert_allclose(found.centre, x.mean(axis=0), rtol=1e-12)
     assert found.intercept == pytest.approx(y.mean(), rel=1e-12)
     assert found.variance == pytest.approx(variance * (1 + 1 / ROWS), rel=1e-10)
-    np.testing.assert_allclose(
-        found.spread.T @ found.spread, variance * linalg.cho_solve(root, np.eye(INPUTS)), rtol=1e-9
-    )
-    assert optimize.minimize_scalar(
-        lambda s: -restricted_evidence(x, y, penalty, math.exp(s)), bounds=(-4, 2)
-    ).x == pytest.approx(math.log(variance), abs=1e-5)
+    covariance = variance * linalg.cho_solve(root, np.eye(INPUTS))
+    np.testing.assert_allclose(found.spread.T @ found.spread, covariance, rtol=1e-9)
+    assert highest(penalty).x == pytest.approx(math.log(variance), abs=1e-5)
 
 
-def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
+def test_logistic_regression_is_at_the_mode_of_all_rows():
     x, goal = regression_rows()
     y = (goal > 0.9).astype(float)
     found, design = fitted((x, y), "bernoulli", [9, 30]), with_ones(x)
 
-    def loss(w: np.ndarray) -> float:
+    def loss(w):
         return float(np.sum(np.logaddexp(0, (1 - 2 * y) * (design @ w))) + 0.5 * w[1:] @ w[1:])
 
     best = optimize.minimize(loss, np.zeros(1 + INPUTS), tol=1e-12).x
@@ -86,7 +88,7 @@ def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
     assert found.spread is None
 
 
-def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit() -> None:
+def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit():
     x, y = regression_rows(90)
     many = fitted((x, y), "gaussian", [9])
     assert np.isfinite(many.weights).all()
@@ -95,7 +97,7 @@ def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit() -> None:
     np.testing.assert_allclose(exact.weights, [1, 2, 3], rtol=1e-5)
 
 
-def test_the_mean_predicts_by_the_spread_of_a_new_row() -> None:
+def test_the_mean_predicts_by_the_spread_of_a_new_row():
     y = np.array([1.0, 2.0, 6.0])
     found = constant({"mean": 3.0, "sd": float(y.std())}, 3, 2, "gaussian", (1.0, 2.0))
     assert found.intercept == pytest.approx(1.0)
@@ -104,7 +106,7 @@ def test_the_mean_predicts_by_the_spread_of_a_new_row() -> None:
     assert constant({"share": 0.2}, 3, 2, "bernoulli", (0.0, 1.0)).intercept == pytest.approx(math.log(0.25))
 
 
-def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
+def test_the_mean_of_counts_has_their_mean_and_variance():
     found = constant({"mean": 3.0, "sd": 2.5}, 100, 1, "poisson", (0.0, 1.0))
     m, v = found.intercept, found.variance
     rate = math.exp(m + v / 2)
@@ -115,23 +117,19 @@ def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
     assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
 
 
-def log_odds_and_labels(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(1)
-    middles = (np.arange(RANK_BINS) + 0.5) * 2 * RANK_REACH / RANK_BINS - RANK_REACH
-    odds = middles[draw.integers(25, 55, rows)]
-    return odds, (draw.random(rows) < 1 / (1 + np.exp(-0.6 * odds - 0.3))).astype(float)
-
-
-def test_figures_of_ranks_from_summed_histograms() -> None:
+def test_figures_of_ranks_from_summed_histograms():
     """Log odds in the middles of bins: the histograms lose nothing."""
-    odds, y = log_odds_and_labels(500)
+    draw = np.random.default_rng(1)
+    middles = (np.arange(measures.RANK_BINS) + 0.5) * 2 * measures.RANK_REACH / measures.RANK_BINS - measures.RANK_REACH
+    odds = middles[draw.integers(25, 55, 500)]
+    y = (draw.random(500) < 1 / (1 + np.exp(-0.6 * odds - 0.3))).astype(float)
     scores = {str(k): bernoulli_scores(1 / (1 + np.exp(-odds[k::3])), y[k::3]) for k in range(3)}
     test = combine({k: ScoreSums.of(v) for k, v in scores.items()}, 1.0)["test"]
     pairs = np.sign(odds[y == 1][:, None] - odds[y == 0])
     assert test["auc"] == pytest.approx((1 + pairs.mean()) / 2, abs=1e-12)
     assert test["base_rate"] == pytest.approx(y.mean())
 
-    def loss(w: np.ndarray) -> float:
+    def loss(w):
         return float(np.logaddexp(0, (1 - 2 * y) * (w[0] + w[1] * odds)).sum())
 
     best = optimize.minimize(loss, [0.0, 1.0]).x
@@ -139,16 +137,14 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
     assert test["calibration_slope"] < 0.9  # predictions are more extreme than the classes
     design = with_ones(odds[:, None])
     p = 1 / (1 + np.exp(-design @ best))
-    information = design.T * (p * (1 - p)) @ design
-    assert test["calibration_slope_se"] == pytest.approx(
-        math.sqrt(np.linalg.solve(information, [0.0, 1.0])[1]), rel=1e-3
-    )
+    error = math.sqrt(np.linalg.solve(design.T * (p * (1 - p)) @ design, [0.0, 1.0])[1])
+    assert test["calibration_slope_se"] == pytest.approx(error, rel=1e-3)
 
 
 LINEAR = {"baselines__linear": True, "num_server_rounds": 1}
 
 
-def rows_of_all(strategy: Any, sites: int) -> list[np.ndarray]:
+def rows_of_all(strategy, sites):
     prepared = strategy.preparation
     agreed = Preparation.from_wire(prepared.arrays, prepared.schema)
     data = [site.encode(agreed) for site in load_all_sites(strategy.config, sites)]
@@ -156,7 +152,7 @@ def rows_of_all(strategy: Any, sites: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(masked: bool) -> None:
+def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(masked):
     strategy = run(FaultyGrid(configured(**LINEAR, dataset="diabetes", privacy__secure_aggregation=masked), 4))
     x, y, x_test, y_test = rows_of_all(strategy, 4)
     metrics, scale = strategy.outcome.metrics, strategy.preparation.target_scale
@@ -174,7 +170,7 @@ def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(mas
     assert [len(metrics[name]["per_site"]) for name in ("mean", "linear")] == [0 if masked else 4] * 2
 
 
-def test_classes_are_compared_with_their_shares_and_logistic_regression() -> None:
+def test_classes_are_compared_with_their_shares_and_logistic_regression():
     keys = {"method": "sfvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     strategy = run(FaultyGrid(configured(**LINEAR, **keys), 3))
     x, y, x_test, y_test = rows_of_all(strategy, 3)
@@ -186,3 +182,251 @@ def test_classes_are_compared_with_their_shares_and_logistic_regression() -> Non
     assert metrics["linear"]["brier"] == pytest.approx(np.mean((y_test - p) ** 2), rel=1e-6)
     assert metrics["test"]["brier_skill"] == pytest.approx(1 - metrics["test"]["brier"] / metrics["mean"]["brier"])
     assert 0.9 < metrics["linear"]["auc"] <= 1
+
+
+UNITS = TargetUnits(0.0, 1.0)
+
+
+def steps(likelihood, rows=400, seed=0):
+    """Inputs, targets, and what the best prediction knows: a mean, a rate or a probability with steps."""
+    draw = np.random.default_rng(seed)
+    x = draw.uniform(-1, 1, (rows, 2))
+    high = (x[:, 0] > 0.3) ^ (x[:, 1] > -0.2)
+    if likelihood in MULTICLASS:
+        shares = np.where(high[:, None], [0.8, 0.15, 0.05], [0.1, 0.2, 0.7])
+        return x, (draw.random(rows)[:, None] > shares.cumsum(axis=1)).sum(axis=1).astype(float), shares
+    if likelihood == "bernoulli":
+        share = np.where(high, 0.9, 0.2)
+        return x, (draw.random(rows) < share).astype(float), share
+    if likelihood == "poisson":
+        rate = np.where(high, 9.0, 2.0)
+        return x, draw.poisson(rate).astype(float), rate
+    return x, high + 0.1 * draw.standard_normal(rows), high.astype(float)
+
+
+@pytest.mark.parametrize("likelihood", sorted(LOSSES))
+def test_boosting_comes_near_the_best_score(likelihood):
+    """Never below the score of the truth by more than chance, and near it: noise is neither missed nor invented."""
+    x, y, _ = steps(likelihood)
+    x_test, y_test, known = steps(likelihood, seed=1)
+    rows = SiteData(x, y, x_test, y_test, 0)
+    found = boosted(x, y, likelihood).scores(rows, likelihood, UNITS).sums
+    if likelihood in MULTICLASS:
+        best = -np.log(known[np.arange(len(y_test)), y_test.astype(int)]).mean()
+    elif likelihood == "bernoulli":
+        best = -np.log(np.where(y_test == 1, known, 1 - known)).mean()
+    elif likelihood == "poisson":
+        best = (known - y_test * np.log(known) + [math.lgamma(count + 1) for count in y_test]).mean()
+    else:
+        best = -math.log(1 / 0.1) + 0.5 * math.log(2 * math.pi) + 0.5 * (((y_test - known) / 0.1) ** 2).mean()
+    slack = 0.6 if LOSSES[likelihood] == "squared_error" else 0.12
+    assert best - 0.03 < found["nll"] / found["count"] < best + slack
+
+
+def test_the_slope_of_the_evidence_is_that_of_its_definition():
+    """½ (ααᵀ − C⁻¹) against autograd through log N(y | 0, C)."""
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randn(30, 2, generator=draw).double(), torch.randn(30, generator=draw).double()
+    model = ExactGP(ModelSection(kernel="rbf + linear"), x, y)
+    plain = torch.distributions.MultivariateNormal(torch.zeros(30).double(), model.covariance()).log_prob(y) / 30
+    torch.testing.assert_close(model.log_evidence(), plain)
+    found, wanted = (torch.autograd.grad(v, [*model.parameters()]) for v in (model.log_evidence(), plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):
+    """Where points are rows, bound and prediction are those of the exact GP, whose hyperparameters fit as well."""
+    draw = np.random.default_rng(0)
+    x, x_test = draw.uniform(-2, 2, (70, 1)), draw.uniform(-2, 2, (200, 1))
+    rows = SiteData(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(70), x_test, np.sin(3 * x_test[:, 0]), 0)
+    config = parse_config({"dataset": "sine", "method": "sgpr", "model.num-inducing": 20})
+    exact = baselines.scores(rows, config, UNITS, 70).sums
+    monkeypatch.setattr(baselines, "POOLED_ROWS", 50)
+    sparse = baselines.scores(rows, config, UNITS, 70).sums
+    assert sparse["nll"] / 200 == pytest.approx(exact["nll"] / 200, abs=0.02)
+    assert sparse["squared-error"] == pytest.approx(exact["squared-error"], rel=0.1)
+    assert exact["squared-error"] / 200 < 0.05**2
+
+
+def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path):
+    x, y, _ = steps("gaussian", rows=300)
+    frame = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
+    options = {"method": "local-only", "output-dir": str(tmp_path), "baselines.max-evaluations": 30}
+    metrics = fg.run(frame, target="y", sites=3, options=options).metrics
+    assert metrics.boosting["nll"] < metrics.pooled["nll"] < metrics.test["nll"]
+    assert metrics.boosting["rmse"] == pytest.approx(0.1, abs=0.1)
+    assert verdict(metrics).startswith("With a higher NLL than gradient boosting of all rows in one place (")
+
+
+def test_noise_that_varies_does_not_explain_what_the_mean_can():
+    """A fit that starts with all of q at the prior takes the function for noise and has R² near 0."""
+    draw = np.random.default_rng(1)
+    x = draw.uniform(-1.7, 1.7, 300)
+    bump, width = np.exp(-np.square((x + 0.4) / 0.35)), np.exp(-np.square(x / 0.7))
+    y = 1 - 3 * bump + (0.05 + 0.6 * width) * draw.standard_normal(300)
+    rows = SiteData(x[:240, None], y[:240], x[240:, None], y[240:], 0)
+    section = {"model.likelihood": "heteroscedastic", "model.num-inducing": 20, "baselines.max-evaluations": 50}
+    found = baselines.scores(rows, parse_config({"dataset": "sine", "method": "svgp", **section}), UNITS, 20).sums
+    assert found["squared-error"] < 0.5 * np.square(y[240:] - y[:240].mean()).sum()
+
+
+MANY = ([-1.0, 0.5, 3.0, 3.1], [0.3, 1.0, 0.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("means", "sds", "y"),
+    [([0.3], [0.7], 1.1), ([-2.0], [3.0], 4.0), ([5.0], [0.05], 5.2), (*MANY, -3.0), (*MANY, 0.4), (*MANY, 2.5)],
+)
+def test_scores_of_one_row_meet_the_definitions(means, sds, y):
+    """Of a Gaussian and of mixtures, against scipy and integrals."""
+    m, s = np.array(means), np.array(sds)
+    score = gaussian_scores(m, s, [y]) if len(m) == 1 else measures.mixture_scores(m[:, None], s[:, None], [y])
+
+    def cdf(t):
+        return float(np.mean(stats.norm.cdf(t, m, s)))
+
+    assert score.sums["count"] == 1
+    assert score.sums["squared-error"] == pytest.approx((m.mean() - y) ** 2)
+    assert score.sums["absolute-error"] == pytest.approx(abs(m.mean() - y))
+    assert score.sums["nll"] == pytest.approx(-math.log(np.mean(stats.norm.pdf(y, m, s))), rel=1e-12)
+    low, high = (m - 12 * s).min(), max((m + 12 * s).max(), y + s[0])
+    below, _ = integrate.quad(lambda t: cdf(t) ** 2, low, y, epsabs=1e-12, limit=200)
+    above, _ = integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, high, epsabs=1e-12, limit=200)
+    assert score.sums["crps"] == pytest.approx(below + above, rel=1e-8)  # ∫ (F(t) − 1[t ≥ y])² dt
+    assert np.flatnonzero(score.arrays["evaluation.pit"]) == [min(int(cdf(y) * 20), 19)]
+    for level in (50, 90, 95):
+        assert score.sums[f"inside-{level}"] == float(abs(cdf(y) - 0.5) <= level / 200)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "mixture", "bernoulli"])
+def test_scores_of_pieces_add_to_the_scores_of_the_whole(kind):
+    rng = np.random.default_rng(2)
+    m, s, y = rng.normal(size=(3, 50)), rng.uniform(0.5, 2, (3, 50)), rng.normal(size=50)
+
+    def score(rows):
+        if kind == "gaussian":
+            return gaussian_scores(m[0, rows], s[0, rows], y[rows])
+        if kind == "mixture":
+            return measures.mixture_scores(m[:, rows], s[:, rows], y[rows])
+        return bernoulli_scores(1 / (1 + np.exp(-m[0, rows])), y[rows] > 0)
+
+    whole, pieces = score(slice(None)), [score(slice(*ends)) for ends in ((0, 1), (1, 30), (30, 30), (30, 50))]
+    sums = {name: sum(piece.sums[name] for piece in pieces) for name in whole.sums}
+    assert sums == pytest.approx(whole.sums, rel=1e-12)
+    for name, expected in whole.arrays.items():
+        np.testing.assert_allclose(sum(piece.arrays[name] for piece in pieces), expected, rtol=1e-12)
+
+
+def test_bernoulli_scores_by_hand():
+    scores = bernoulli_scores([0.9, 0.2, 0.6, 1.0], [1, 0, 0, 1])
+    assert (scores.sums["count"], scores.sums["correct"]) == (4, 3)
+    assert scores.sums["nll"] == pytest.approx(-(math.log(0.9) + math.log(0.8) + math.log(0.4)))
+    assert scores.sums["brier"] == pytest.approx(0.01 + 0.04 + 0.36)
+    reliability = scores.arrays["evaluation.reliability"]
+    assert bernoulli_scores([0.0], [1]).sums["nll"] == math.inf  # a wrong certainty
+    np.testing.assert_allclose(reliability[9], [2, 1.9, 2])
+    np.testing.assert_allclose(reliability.sum(axis=0), [4, 2.7, 2])
+
+
+def test_class_scores_by_hand():
+    """Three rows of three classes; the second one is wrong."""
+    p = np.array([[0.5, 0.3, 0.2], [0.1, 0.15, 0.75], [0.0, 1.0, 0.0]])
+    scores = measures.class_scores(p, [0, 1, 1])
+    assert (scores.sums["count"], scores.sums["correct"]) == (3, 2)
+    assert scores.sums["nll"] == pytest.approx(-math.log(0.5) - math.log(0.15))
+    assert scores.sums["brier"] == pytest.approx(0.25 + 0.09 + 0.04 + 0.01 + 0.7225 + 0.5625)
+    reliability = scores.arrays["evaluation.reliability"]
+    filled = {i: tuple(row) for i, row in enumerate(reliability) if row.any()}
+    assert filled == {5: (1, 0.5, 1), 7: (1, 0.75, 0), 9: (1, 1.0, 1)}  # bin 5 is [0.5, 0.6)
+
+
+CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
+
+
+def exact(mean, variance):
+    """P(y = k) of the mixture for k = 0 … 2999, by adaptive quadrature over f."""
+    k = np.arange(3000)
+    if variance == 0:
+        return stats.poisson.pmf(k, np.exp(mean))
+    sd = np.sqrt(variance)
+
+    def part(f):
+        return stats.poisson.pmf(k, np.exp(f)) * stats.norm.pdf(f, mean, sd)
+
+    found, _ = integrate.quad_vec(part, mean - 9 * sd, mean + 9 * sd, epsabs=1e-12)
+    return found
+
+
+@pytest.mark.parametrize(("mean", "variance", "count"), CASES)
+def test_scores_of_a_count(mean, variance, count):
+    pmf = exact(mean, variance)
+    below = np.cumsum(pmf)
+    found = count_scores(np.array([mean]), np.array([variance]), np.array([float(count)]))
+    assert found.sums["nll"] == pytest.approx(-np.log(pmf[count]), rel=1e-6)
+    crps = np.sum((below - (np.arange(3000) >= count)) ** 2)
+    assert found.sums["crps"] == pytest.approx(crps, rel=5e-3)  # F between the integers that are looked at
+    rate = pmf @ np.arange(3000)
+    assert found.sums["squared-error"] == pytest.approx((rate - count) ** 2, rel=1e-6)
+    assert found.sums["absolute-error"] == pytest.approx(abs(rate - count), rel=1e-6)
+    before = below[count - 1] if count else 0.0
+    for level in (50, 90, 95):
+        tail = (1 - level / 100) / 2
+        inside = min(below[count], 1 - tail) - max(before, tail)
+        assert found.sums[f"inside-{level}"] == pytest.approx(max(inside, 0.0) / (below[count] - before), abs=1e-6)
+    bins = found.arrays["evaluation.pit"]
+    assert bins.sum() == pytest.approx(1.0)
+    edges = np.linspace(0, 1, 21)
+    overlap = np.clip(np.minimum(edges[1:], below[count]) - np.maximum(edges[:-1], before), 0, None)
+    assert bins == pytest.approx(overlap / (below[count] - before), abs=1e-6)
+
+
+def test_quantiles_of_counts():
+    """From the two moments of a count alone; they are whole numbers, and none is negative."""
+    mean, variance = (np.array(column, dtype=float) for column in zip(*(case[:2] for case in CASES), strict=True))
+    rate = np.exp(mean + variance / 2)
+    found = count_quantiles(*log_rate_of(rate, np.sqrt(rate + rate**2 * np.expm1(variance))), QUANTILES)
+    for column, case in zip(found.T, CASES, strict=True):
+        below = np.cumsum(exact(*case[:2]))
+        assert column.tolist() == [float(np.searchsorted(below, level)) for level in QUANTILES]
+
+
+@pytest.mark.parametrize(("variance", "target"), [(-0.1, 1.0), (0.1, 1.5), (0.1, -1.0)])
+def test_what_are_no_counts(variance, target):
+    with pytest.raises(NumericsError):
+        count_scores(np.zeros(1), np.array([variance]), np.array([target]))
+
+
+def test_figures_by_hand_with_sites_of_unequal_size():
+    one, three = gaussian_scores([0.0], [1.0], [3.0]), gaussian_scores([0.0, 1.0, 2.0], [1.0] * 3, [0.0, 0.0, 2.0])
+    result = combine({"b": ScoreSums.of(one), "a": ScoreSums.of(three)}, 2.0)
+    test = result["test"]
+    assert test["rmse"] == pytest.approx(math.sqrt((9 + 0 + 1 + 0) / 4))
+    assert test["mae"] == pytest.approx(1.0)
+    assert test["nll"] == pytest.approx(0.5 * math.log(2 * math.pi) + 0.5 * (9 + 1) / 4)
+    assert (test["coverage_50"], test["coverage_90"], test["coverage_95"]) == (0.5, 0.75, 0.75)
+    assert [row["site"] for row in result["per_site"]] == ["a", "b"]
+    assert [row["num_examples"] for row in result["per_site"]] == [3, 1]
+    assert result["per_site"][1]["rmse"] == pytest.approx(3.0)
+    assert result["calibration"] == {"pit": (one.arrays["evaluation.pit"] + three.arrays["evaluation.pit"]).tolist()}
+
+
+def test_standardised_figures_are_those_of_standardised_predictions():
+    rng = np.random.default_rng(0)
+    m, s, y = rng.normal(size=40), rng.uniform(0.5, 2, 40), rng.normal(size=40)
+    location, scale = 12.0, 5.0
+    original = gaussian_scores(location + scale * m, scale * s, location + scale * y)
+    expected = combine({"0": ScoreSums.of(gaussian_scores(m, s, y))}, 1.0)["test"]
+    found = combine({"0": ScoreSums.of(original)}, scale)
+    assert found["test_standardised"] == pytest.approx(expected, rel=1e-10)
+    assert found["test"]["nll"] == pytest.approx(expected["nll"] + math.log(5.0))
+    assert found["test"]["crps"] == pytest.approx(expected["crps"] * 5.0)
+
+
+def test_classification_figures_have_no_units():
+    sites = {"x": bernoulli_scores([0.8, 0.4], [1, 1]), "y": bernoulli_scores([0.1], [0])}
+    result = combine({site: ScoreSums.of(score) for site, score in sites.items()}, 1.0)
+    nll = -(math.log(0.8) + math.log(0.4) + math.log(0.9)) / 3
+    expected = {"accuracy": 2 / 3, "nll": nll, "brier": (0.04 + 0.36 + 0.01) / 3}
+    assert {name: result["test"][name] for name in expected} == pytest.approx(expected)
+    assert result["test_standardised"] == result["test"]
+    assert result["per_site"][0]["accuracy"] == 0.5

@@ -14,6 +14,7 @@ from numpy import ndarray
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, to_parts
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 
 
@@ -23,6 +24,11 @@ class Part:
     name: str = leaves("what it is of")
 
 
+@message("query.stacks", summand=True)
+class Stacks:
+    grams: Float[ndarray, "J C M M"] = leaves("A", symmetric=True)
+
+
 @message("query.sums", summand=True)
 class Sums:
     gram: Float[ndarray, "M M"] = leaves("A", symmetric=True)
@@ -30,11 +36,6 @@ class Sums:
     total: Float[ndarray, ""] = leaves("Σ y")
     values: Mapping[str, AnyShape] = leaves("any")
     fresh: int = leaves("how many", default=1)
-
-
-@message()
-class Sent:
-    values: Mapping[str, AnyShape] = leaves("parameters")
 
 
 @message("train")
@@ -60,11 +61,6 @@ def sums(seed: int = 0) -> Sums:
     rng = np.random.default_rng(seed)
     gram = rng.standard_normal((3, 3))
     return Sums(gram + gram.T, rng.integers(0, 5, 4), np.array(rng.standard_normal()), {"a.b": rng.standard_normal(2)})
-
-
-@message("query.stacks", summand=True)
-class Stacks:
-    grams: Float[ndarray, "J C M M"] = leaves("A", symmetric=True)
 
 
 def test_symmetric_matrices_travel_packed_and_come_back_bit_by_bit():
@@ -127,7 +123,7 @@ def test_numbers_travel_apart_from_arrays_and_truths_as_numbers_that_metrics_tak
 
 
 def test_named_arrays_that_come_back_have_the_names_and_shapes_that_were_sent():
-    sent = Sent({"a": np.zeros(2), "b": np.zeros(())})
+    sent = Parameters({"a": np.zeros(2), "b": np.zeros(())})
     assert misfit(sent, Back({"a": np.ones(2), "b": np.ones(())})) is None
     for back, words in (({"a": np.ones(2)}, "`values.b`"), ({"a": np.ones(3), "b": np.ones(())}, r"expected \(2,\)")):
         assert re.search(words, misfit(sent, Back(back)) or "")
@@ -157,19 +153,12 @@ def test_small_neighbours_travel_as_one_and_come_back_as_they_were():
         np.testing.assert_array_equal(back[name], array)
 
 
+WRONG = ["0:2:a\n0:1:a", "0:2:a\n1:1:", "0:-1,-3:a", "0:x:a", "a", "0:99999999999,99999999999:a"]
+"""Layouts of three numbers that are none."""
+
+
 @pytest.mark.parametrize(
-    ("layout", "numbers"),
-    [
-        ("0:2:a\n0:1:b", 2),
-        ("0:2:a\n0:1:b", 4),
-        ("0:2:a\n0:1:a", 3),
-        ("0:2:a\n1:1:", 3),
-        ("0:-1,-3:a", 3),
-        ("0:x:a", 3),
-        ("a", 3),
-        ("", 0),
-        ("0:99999999999,99999999999:a", 3),
-    ],
+    ("layout", "numbers"), [("0:2:a\n0:1:b", 2), ("0:2:a\n0:1:b", 4), ("", 0), *((own, 3) for own in WRONG)]
 )
 def test_a_layout_that_is_none_of_the_numbers_is_refused(layout, numbers):
     record = array_record({})

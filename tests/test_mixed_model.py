@@ -3,7 +3,6 @@
 import json
 import math
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -21,18 +20,9 @@ from fedgp_flower.formula import parse
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.methods.mixed_model import effects
 from fedgp_flower.methods.mixed_model.design import Columns
-from fedgp_flower.methods.mixed_model.effects import (
-    FAMILIES,
-    GAUSSIAN,
-    LOG_2PI,
-    Crossed,
-    Factor,
-    Marginal,
-    Terms,
-    derivatives,
-    restricted_sums,
-)
+from fedgp_flower.methods.mixed_model.effects import FAMILIES, Crossed, Factor, Terms, derivatives
 from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expanded, of_restricted
 from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
@@ -46,18 +36,15 @@ from strategies.server.questions import Roster, Summed
 DRAW = np.random.default_rng(5)
 
 
-def numbers(values: object) -> torch.Tensor:
+def numbers(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def crossed_rows(y: np.ndarray | None = None, count: int = 24) -> tuple[Crossed, torch.Tensor]:
+def crossed_rows(y=None, count=24):
     """Slopes of six groups, correlated, and an intercept of three levels across them; and their dense Z Λ."""
     x = np.column_stack([np.ones(count), DRAW.normal(size=count)])
-    levels = np.arange(count) % 6, np.arange(count) // 8
-    z = torch.tensor(x), torch.ones(count, 1).double()
-    factors = [
-        Factor(torch.tensor(level), n, e, (k,)) for k, (level, n, e) in enumerate(zip(levels, (6, 3), z, strict=True))
-    ]
+    groups = (np.arange(count) % 6, 6, x), (np.arange(count) // 8, 3, np.ones((count, 1)))
+    factors = [Factor(torch.tensor(level), n, torch.tensor(e), (k,)) for k, (level, n, e) in enumerate(groups)]
     y = DRAW.normal(size=count) if y is None else y
     rows = Crossed(Terms((2, 1)), torch.tensor(x), torch.zeros(count).double(), torch.tensor(y), factors)
     hot = [torch.nn.functional.one_hot(f.level, f.count).double() for f in factors]
@@ -68,13 +55,13 @@ def crossed_rows(y: np.ndarray | None = None, count: int = 24) -> tuple[Crossed,
 THETA = numbers([1.3, -0.4, 0.7, 0.9])
 
 
-def spread(theta: torch.Tensor) -> torch.Tensor:
+def spread(theta):
     """Λ of all levels."""
     slopes = numbers([[theta[0], 0.0], [theta[1], theta[2]]])
     return torch.block_diag(*[slopes] * 6, *[theta[3].reshape(1, 1)] * 3).double()
 
 
-def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
+def normal_contrasts(rows, root, sd):
     """The density of contrasts Aᵀy that have no fixed effects, A orthonormal, less ½ log|XᵀX| (Harville 1974).
 
     y has covariance sd² (I + root rootᵀ).
@@ -86,8 +73,8 @@ def normal_contrasts(rows: Crossed, root: torch.Tensor, sd: float) -> float:
     return float(value - 0.5 * np.linalg.slogdet(x.T @ x)[1])
 
 
-def totals(rows: Crossed, theta: torch.Tensor) -> Totals:
-    values, slopes, curvature = (part.numpy() for part in restricted_sums(rows, theta))
+def totals(rows, theta):
+    values, slopes, curvature = (part.numpy() for part in effects.restricted_sums(rows, theta))
     return Totals(values, slopes, curvature[np.tril_indices(len(theta))], float(len(rows.y)))
 
 
@@ -107,9 +94,9 @@ AGES = torch.tensor(DRAW.uniform(-2, 2, (24, 1)))
 LENGTH, AMPLITUDE, NOISE = 0.7, 1.2, 0.4
 
 
-def smoothed(rows: Crossed, theta: torch.Tensor) -> Totals:
+def smoothed(rows, theta):
     """With a smooth term, at (Λ, log ℓ, a)."""
-    found = restricted_sums(rows, theta[:-1], partial(Smooths((SMOOTH,)).features, [AGES]))
+    found = effects.restricted_sums(rows, theta[:-1], partial(Smooths((SMOOTH,)).features, [AGES]))
     values, slopes, curvature = (part.numpy() for part in found)
     lower = np.tril_indices(len(slopes))
     return Totals(values, slopes, curvature[lower], float(len(rows.y)), theta[-1:].numpy(), (len(SMOOTH.points),))
@@ -133,22 +120,21 @@ def test_smooth_terms_beside_groups_are_one_normal():
     gp = SparseGP(ModelSection(noise=NOISE**2, lengthscale=LENGTH), torch.tensor(SMOOTH.points))
     gp.kernel.outputscale = (AMPLITUDE * NOISE) ** 2
     sums = pooled_sums(gp, AGES, rows.y)
-    totals = smoothed(alone, point[4:])
-    bound = totals.restricted(torch.zeros(2).double(), numbers(math.log(NOISE)))
+    bound = smoothed(alone, point[4:]).restricted(torch.zeros(2).double(), numbers(math.log(NOISE)))
     assert float(bound) == pytest.approx(collapsed_bound(sums, NOISE**2), abs=1e-7)
 
 
 COARSE = Smooth(("age",), np.zeros(1), np.ones(1), np.linspace(-2, 2, 6)[:, None])
-Parts: TypeAlias = list[tuple[Crossed, torch.Tensor]]
+Parts = list[tuple[Crossed, torch.Tensor]]
 
 
-def fitting(rows: Crossed, family: str) -> Fitting:
+def fitting(rows, family):
     names = tuple(("effect",) * q for q in rows.terms.widths)
     columns = Columns(rows.fixed.numpy(), ("x",) * rows.fixed.shape[1], np.zeros(len(rows.y)), (), names)
     return Fitting(parse("y ~ s(age)"), family, columns, Smooths((COARSE,)))
 
 
-def told(problem: Fitting, parts: Parts, points: np.ndarray, turns: np.ndarray) -> MarginalSums:
+def told(problem, parts, points, turns):
     """What sites tell, added."""
     at, ways = torch.tensor(points), torch.tensor(turns)
     found = [derivatives(rows, FAMILIES[problem.family], at, problem.smooth, [x], ways) for rows, x in parts]
@@ -156,7 +142,7 @@ def told(problem: Fitting, parts: Parts, points: np.ndarray, turns: np.ndarray) 
     return MarginalSums(*sums, np.array(float(sum(len(rows.y) for rows, _ in parts))), np.zeros(0))
 
 
-def searched(problem: Fitting, parts: Parts, point: np.ndarray) -> MixedState:
+def searched(problem, parts, point):
     """As the server finds the maximum."""
     width = len(point)
     nothing = np.zeros(width), 0.0, np.zeros(width), -np.eye(width), {}, 0.3, 0.0, np.zeros(0), (), 0
@@ -175,11 +161,11 @@ def test_smooth_terms_beside_a_likelihood_are_the_same_where_it_is_gaussian():
     """Beside groups, at σ = 1: the likelihood and its slopes by θ, log ℓ and a, as restricted sums have them."""
     rows, _ = crossed_rows()
     theta = torch.cat([THETA, numbers([math.log(LENGTH), AMPLITUDE])])
-    found = restricted_sums(rows, theta[:-1], partial(Smooths((COARSE,)).features, [AGES]))
+    found = effects.restricted_sums(rows, theta[:-1], partial(Smooths((COARSE,)).features, [AGES]))
     values, slopes, curvature = (part.numpy() for part in found)
     sums = Totals(values, slopes, curvature[np.tril_indices(5)], 24.0, theta[-1:].numpy(), (6,))
     deviance = sums.deviance(theta.numpy(), None)
-    exact = expanded(lambda at: 12 * LOG_2PI - 0.5 * deviance(torch.cat([at, at.new_zeros(1)])), theta)
+    exact = expanded(lambda at: 12 * effects.LOG_2PI - 0.5 * deviance(torch.cat([at, at.new_zeros(1)])), theta)
     problem, point, turns = fitting(rows, "gaussian"), np.append(np.zeros(8), theta.numpy()), np.empty((0, 14))
     for _ in range(2):
         near = around(problem, told(problem, [(rows, AGES)], point[None], turns), 0, point)
@@ -199,7 +185,7 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
     draws = {"bernoulli": (1, odds / (1 + odds)), "negative-binomial": (3, 3 / (3 + odds))}[family]
     y = torch.tensor((DRAW.binomial if family == "bernoulli" else DRAW.negative_binomial)(*draws)).double()
 
-    def part(k: int, end: int) -> tuple[Crossed, torch.Tensor]:
+    def part(k, end):
         return Crossed(Terms(()), fixed[k:end], none[k:end], y[k:end], ()), x[k:end]
 
     problem = fitting(part(0, 90)[0], family)
@@ -210,10 +196,10 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
     one, three = (told(problem, parts, *asked) for parts in ([part(0, 90)], [part(0, 30), part(30, 90)]))
     np.testing.assert_allclose(*(around(problem, sums, 0, best).gradient for sums in (one, three)), atol=1e-8)
 
-    def lost(psi: np.ndarray) -> float:
+    def lost(psi):
         phi, a, here = COARSE.features(x, numbers([psi[1]])), psi[2], FAMILIES[family](numbers(psi[3:]))
 
-        def fit(v: torch.Tensor) -> torch.Tensor:
+        def fit(v):
             at = psi[0] + a * phi @ v
             left = 0.5 * a**2 * (1 - phi.square().sum(1)) * here.weight(y, at)
             return 0.5 * v.square().sum() - (here.log_density(y, at) - left).sum()
@@ -235,28 +221,23 @@ def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
     rows, dense = crossed_rows()
     x = numbers([[1.0, 0.3], [1.0, -2.0], [1.0, 0.5]])
     at = [torch.tensor([2, -1, 4]), torch.tensor([1, 2, -1])]
-    effects = x, torch.ones(3, 1).double()
-    asked = [
-        Factor(level, f.count, e, f.terms) for level, f, e in zip(at, [rows.inner, *rows.others], effects, strict=True)
-    ]
+    parts = zip(at, [rows.inner, *rows.others], [x, torch.ones(3, 1).double()], strict=True)
+    asked = [Factor(level, factor.count, effect, factor.terms) for level, factor, effect in parts]
     known = of_restricted(totals(rows, THETA), THETA.numpy(), np.zeros(4))
     noise = math.exp(2 * known.log_noise)
     covariance = torch.tensor(known.covariance)
-    factors = [asked[rows.order.index(k)] for k in range(2)]
-    mean, spread_of, slopes = Marginal(rows, GAUSSIAN).conditional(torch.tensor(known.beta), THETA, x, factors)
+    factors, beta = [asked[rows.order.index(k)] for k in range(2)], torch.tensor(known.beta)
+    mean, spread_of, slopes = effects.Marginal(rows, effects.GAUSSIAN).conditional(beta, THETA, x, factors)
     variance = noise * spread_of + torch.einsum("ne,ef,nf->n", slopes, covariance, slopes)
     wide = torch.zeros(3, 18).double()  # levels of the new ones are columns of zeros beside those with rows
     wide[0, 4:6], wide[0, 13], wide[1, 14], wide[2, 8:10] = x[0], 1.0, 1.0, x[2]
     root, there = dense @ spread(THETA), wide[:, :15] @ spread(THETA)
     flat = 1e8
-    prior = [
-        flat * a @ b.T + noise * c @ d.T
-        for a, b, c, d in ((rows.fixed, rows.fixed, root, root), (x, rows.fixed, there, root))
-    ]
-    gain = torch.linalg.solve(prior[0] + noise * torch.eye(len(root)), prior[1].T).T
+    prior, cross = (flat * a @ rows.fixed.T + noise * c @ root.T for a, c in ((rows.fixed, root), (x, there)))
+    gain = torch.linalg.solve(prior + noise * torch.eye(len(root)), cross.T).T
     torch.testing.assert_close(mean, gain @ rows.y, atol=1e-5, rtol=1e-5)
     fresh = torch.stack([torch.zeros(()), (x[1] @ spread(THETA)[:2, :2]).square().sum(), THETA[3] ** 2]).double()
-    whole = flat * (x**2).sum(1) + noise * (there.square().sum(1) + fresh) - (gain * prior[1]).sum(1)
+    whole = flat * (x**2).sum(1) + noise * (there.square().sum(1) + fresh) - (gain * cross).sum(1)
     torch.testing.assert_close(variance, whole, atol=1e-5, rtol=1e-4)
 
 
@@ -268,15 +249,13 @@ def test_quadrature_is_the_integral_of_each_group(name):
     point = np.array([0.4, 0.8, -0.7])[: 3 if name != "poisson" else 2]
     value, gradient, hessian, _ = (part[0] for part in derivatives(rows, FAMILIES[name], torch.tensor(point[None])))
 
-    def mass(count: np.ndarray, rate: float, shape: np.ndarray) -> np.ndarray:
+    def mass(count, rate, shape):
         r = np.exp(-shape)
         return nbinom.pmf(count, r, r / (r + rate)) if len(shape) else poisson.pmf(count, rate)
 
-    def whole(at: np.ndarray) -> float:
-        density = (
-            lambda u, p=p: norm.pdf(u) * mass(p, math.exp(at[0] + at[1] * u), at[2:]).prod() for p in (y[:3], y[3:])
-        )
-        return sum(math.log(quad(one, -9, 9, epsabs=1e-14)[0]) for one in density)
+    def whole(at):
+        each = lambda u, part: norm.pdf(u) * mass(part, math.exp(at[0] + at[1] * u), at[2:]).prod()  # noqa: E731
+        return sum(math.log(quad(each, -9, 9, part, epsabs=1e-14)[0]) for part in ((y[:3],), (y[3:],)))
 
     assert float(value) == pytest.approx(whole(point), abs=1e-8)
     for k, step in enumerate(1e-4 * np.eye(len(point))):
@@ -301,7 +280,7 @@ KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
 ALONE = {"baselines.linear": False, "baselines.local-only": False, "baselines.pooled": False}
 
 
-def fitted(name: str, folder: object, **more: object) -> fg.Run:
+def fitted(name, folder, **more):
     make, *_, sites = mixed_models.SETS[name]
     keys = mixed_models.keys(name) | ALONE | {"output-dir": str(folder), **more}
     return fg.run(make(), sites=sites, options=keys)
@@ -315,7 +294,7 @@ def test_estimates_are_those_of_lme4(name, tmp_path):
     as_lme4(name, fitted(name, tmp_path))
 
 
-def as_lme4(name: str, run: fg.Run) -> None:
+def as_lme4(name, run):
     details = run.metrics.method_details
     found = mixed_models.apart(details, KNOWN[name])
     assert details["exchanges"] <= 12
@@ -396,7 +375,7 @@ def test_a_smooth_term_under_masks_predicts_as_the_exact_process_of_all_rows(tmp
     between, within, amplitude, length = run.summary()["estimate"].iloc[2:]
     new = pd.DataFrame({"dose": [0, 1, 1], "age": [25.0, 55.0, 80.0]})
 
-    def smooth(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def smooth(a, b):
         return amplitude**2 * np.exp(-0.5 * ((a[:, None] - b) / length) ** 2)
 
     x, there = (np.column_stack([np.ones(len(d)), d]) for d in (dose, new["dose"]))
@@ -440,7 +419,7 @@ def test_the_site_is_an_effect(tmp_path):
 def test_formulas_are_taken_apart_and_call_little():
     found = parse("y ~ x * C(`a b`, Treatment('n')) + offset(log(t)) + (1 + x || s / r) + s(age, bmi)")
     assert found.inputs == ("x", "a b", "t", "age", "bmi")
-    terms = [(effects, group) for group in (("s",), ("s", "r")) for effects in ("1", "0 + x")]
+    terms = [(part, group) for group in (("s",), ("s", "r")) for part in ("1", "0 + x")]
     assert [(term.effects, term.group) for term in found.random] == terms
     assert (found.categories, found.groups, found.offset) == (("a b",), ("s", "r"), "(log(t))")
     for right in ("~ eval(x)", "~ x.real", "~ x | g", "~ (1 | g", "", "~ [x]", "~ `a`.b", "~ __import__('os')"):

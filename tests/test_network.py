@@ -4,54 +4,50 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, configured, crashed, each, lost, no_waiting, numbers, texts
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.shared_messages import ScoreSums
-from strategies.server.network import Network, answers, finite_arrays
+from strategies.server.network import Network, by_site, finite_arrays
 from strategies.server.scoring import Scoring
 
 DESCRIBE = "query.describe"
 
 
-def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
+def met(count=3, **keys):
     grid = FaultyGrid(configured(), count)
     net = Network(grid, "run", 5.0, **keys)
     net.ask_new_nodes(DESCRIBE)
     return grid, net
 
 
-def asked(net: Network, *, retries: int = 0) -> list[str]:
+def asked(net, *, retries=0):
     messages = [net.message(site, DESCRIBE, ArrayRecord(), {}) for site in net.sites()]
     with no_waiting():
-        return list(answers(net.exchange(messages, finite_arrays, retries=retries)))
+        return list(by_site(net.exchange(messages, finite_arrays, retries=retries)))
 
 
-def ask(net: Network, *, retries: int = 0) -> list[str]:
+def ask(net, *, retries=0):
     net.end_round()
     return asked(net, retries=retries)
 
 
-def spoil(reply: Message) -> Message:
-    reply.content.array_records["arrays"]["target.sum"] = Array(
-        "float64", (), "numpy.ndarray", b"\x93NUMPY but no more"
-    )
-    return reply
+def record(name, content):
+    """A reply with another record in the place of one."""
+    return lambda reply: reply.content.update({name: content}) or reply
 
 
-def arrays_as_metrics(reply: Message) -> Message:
-    reply.content["arrays"] = MetricRecord({"target.sum": 1.0})
-    return reply
+def crashed_at_length(reply):
+    broken = crashed(reply)
+    broken.error.__dict__["_reason"] = "no\x1b[2J room" * 500_000
+    return broken
 
 
-def without_config(reply: Message) -> Message:
-    reply.content["config"] = ConfigRecord({})
-    return reply
+TORN = ArrayRecord({"target.sum": Array("float64", (), "numpy.ndarray", b"\x93NUMPY but no more")})
 
 
 @pytest.mark.parametrize(
@@ -67,50 +63,31 @@ def without_config(reply: Message) -> Message:
         (numbers(num_examples=12.5), "num-examples"),
         (numbers(num_examples=[3, 4]), "num-examples"),
         (numbers(seconds=float("inf")), "not finite: seconds"),
-        (spoil, "cannot be decoded"),
-        (arrays_as_metrics, "lacks the records"),
-        (without_config, "lacks the records"),
+        (record("arrays", TORN), "cannot be decoded"),
+        (record("arrays", MetricRecord({"target.sum": 1.0})), "lacks the records"),
+        (record("config", ConfigRecord({})), "lacks the records"),
+        (texts(warnings="x" * 5_000_000), ""),
+        (texts(error="x" * 5_000_000), ""),
+        (texts(error="no\nround 9: site 2 failed: \x1b[2J"), ""),
+        (texts(x=b"x" * 5_000), ""),
+        (texts(error=""), ""),
+        (numbers(**{f"n{number}": 1.0 for number in range(200_000)}), ""),
+        (crashed_at_length, ""),
     ],
 )
-def test_a_bad_reply_is_its_sites_failure_and_nobody_elses(change: Any, words: str) -> None:
+def test_a_bad_reply_is_its_sites_failure_in_few_printable_words_and_nobody_elses(change, words):
     grid, net = met()
     grid.faults = [Fault("1", change)]
     assert ask(net) == ["0", "2"]
     [failure] = net.failures
     assert (failure.site, failure.round) == ("1", 0)
     assert words in failure.reason
+    assert len(failure.reason) <= 4096
+    assert failure.reason.isprintable()
     assert net.traffic.communications == 2
 
 
-def crashed_at_length(reply: Message) -> Message:
-    broken = crashed(reply)
-    broken.error.__dict__["_reason"] = "no\x1b[2J room" * 500_000
-    return broken
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        texts(warnings="x" * 5_000_000),
-        texts(error="x" * 5_000_000),
-        texts(error="no\nround 9: site 2 failed: \x1b[2J"),
-        texts(x=b"x" * 5_000),
-        texts(error=""),
-        numbers(**{f"n{number}": 1.0 for number in range(200_000)}),
-        crashed_at_length,
-    ],
-)
-def test_an_endless_or_unprintable_reply_is_its_sites_failure_in_few_words(change: Any) -> None:
-    grid, net = met()
-    grid.faults = [Fault("1", change)]
-    assert ask(net) == ["0", "2"]
-    [failure] = net.failures
-    assert failure.site == "1"
-    assert len(failure.reason) <= 4096
-    assert failure.reason.isprintable()
-
-
-def test_one_lost_reply_is_asked_for_again_and_fails_once() -> None:
+def test_one_lost_reply_is_asked_for_again_and_fails_once():
     grid, net = met()
     grid.faults = [Fault("1", lost, times=1)]
     assert ask(net, retries=1) == ["0", "1", "2"]
@@ -122,7 +99,7 @@ def test_one_lost_reply_is_asked_for_again_and_fails_once() -> None:
     assert (len(net.failures), net.streak["1"]) == (2, 1)  # once in an exchange, however often it is asked
 
 
-def test_max_failures_leave_a_site_out_until_it_answers_for_a_round() -> None:
+def test_max_failures_leave_a_site_out_until_it_answers_for_a_round():
     grid, net = met(max_failures=3)
     grid.faults = [Fault("1", lost, times=3)]
     healthy = []
@@ -136,7 +113,7 @@ def test_max_failures_leave_a_site_out_until_it_answers_for_a_round() -> None:
 
 
 @pytest.mark.parametrize("first", ["answer", "failure"])
-def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first: str) -> None:
+def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first):
     grid, net = met(max_failures=3)
     for expected in (1, 2, 3):
         net.end_round()
@@ -149,7 +126,7 @@ def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first: str) -> Non
     assert net.healthy() == ["0", "2"]
 
 
-def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> None:
+def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays():
     grid, net = met(max_failures=1)
     first = net.nodes["1"]
     grid.join({"partition-id": 1, "num-partitions": 3})
@@ -159,7 +136,7 @@ def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> 
     assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first
 
 
-def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
+def test_bytes_are_those_that_crossed_the_wire_lost_ones_included():
     grid, net = met()
     grid.faults = [Fault("1", lost), Fault("2", numbers(num_examples=-1))]
     ask(net, retries=1)
@@ -167,9 +144,8 @@ def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
     assert net.traffic.bytes_up == sum(visit.up for visit in grid.visits)
 
 
-SCORES = dict.fromkeys(
-    ("squared-error", "absolute-error", "nll", "crps", "inside-50", "inside-90", "inside-95", "count"), 2.0
-)
+SUMMED = ("squared-error", "absolute-error", "nll", "crps", "inside-50", "inside-90", "inside-95", "count")
+SCORES = dict.fromkeys(SUMMED, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +160,12 @@ SCORES = dict.fromkeys(
         ({"nll": -5.0}, None),
     ],
 )
-def test_scores_that_cannot_be_are_refused(change: dict[str, Any], words: str | None) -> None:
+def test_scores_that_cannot_be_are_refused(change, words):
     with contextlib.nullcontext() if words is None else pytest.raises(ProtocolError, match=words):
         ScoreSums.from_metrics(SCORES | change)
 
 
-def test_scores_of_another_task_are_their_sites_failure() -> None:
+def test_scores_of_another_task_are_their_sites_failure():
     _, net = met()
     other = dict.fromkeys(("count", "correct", "nll", "brier"), 1.0)
     none = dict.fromkeys(SCORES, 0.0)

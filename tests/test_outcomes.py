@@ -1,23 +1,33 @@
-"""Expectations of likelihoods against quadrature; counts with exposure and trials, times to an event: limits, runs."""
+"""Counts with exposure and trials, times to an event, grades: expectations, limits, what is summed, whole runs."""
 
 import itertools
 import math
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 from scipy.special import expit, gammaln
 
 import fedgp_flower as fg
+from fedgp_flower.agreement import agree
+from fedgp_flower.clients import numpy_client
 from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, count_quantiles, count_scores
+from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.follow_up import FollowUp
+from fedgp_flower.follow_up import FollowUp, counted, edges_around, life_table
 from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.likelihoods.grades import edges_of
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
+from fedgp_flower.messages import add
 from fedgp_flower.scores import time_scores
+from fedgp_flower.shared_messages import Coefficients, Described, TimeCounts
+from strategies.server.questions import drive
+from strategies.server.scoring import time_regression
 
 ALPHA = 0.4
 
@@ -38,12 +48,9 @@ TAILS = {
 """Log density and log survival of ε."""
 
 
-def of_time(name):
-    def log_density(t, seen, f):
-        z, (density, tail) = (math.log(t) - f) / SIGMA, TAILS[name]
-        return density(z) - math.log(SIGMA * t) if seen else tail(z)
-
-    return log_density
+def of_time(name, t, seen, f):
+    z, (density, tail) = (math.log(t) - f) / SIGMA, TAILS[name]
+    return density(z) - math.log(SIGMA * t) if seen else tail(z)
 
 
 CASES = {
@@ -77,12 +84,8 @@ CASES |= {
     for y in (0.0, 4.0)
 }
 CASES |= {"gaussian": (1.3, None, [-0.7], lambda y, _, f: stats.norm.logpdf(y, f, math.exp(-0.7)))}
-CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
-CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], of_time(name)) for name in TAILS}
-
-
-def targets_of(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
+CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], partial(of_time, name)) for name in TAILS}
+CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], partial(of_time, name)) for name in TAILS}
 
 
 @pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
@@ -103,7 +106,7 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
 
     likelihood = build_point_likelihood(name.partition(",")[0])
     at = [torch.tensor(part, dtype=torch.float64) for part in ([mean], [variance], hyper)]
-    target = torch.tensor([y], dtype=torch.float64) if beside is None else targets_of([y, beside])
+    target = torch.tensor([y] if beside is None else [[y, beside]], dtype=torch.float64)
     value, alpha, beta, by_hyper = likelihood.slopes(target, *at)
     mixed = name == "log-normal, censored"  # E log Φ is a mixture that is as wrong as for labels
     assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=3e-6 if mixed else 1e-6)
@@ -139,16 +142,6 @@ def test_laws_of_counts_are_those_of_scipy(law, frozen):
     assert (count_quantiles(np.array([0.6]), certain, levels, law)[:, 0] == frozen(0.6).ppf(levels)).all()
 
 
-def test_right_intervals_of_counts_hold_what_they_say():
-    """Of counts that are drawn from the law itself; an interval of whole numbers alone would hold more."""
-    draw = np.random.default_rng(0)
-    counts = draw.poisson(0.7, 8_000).astype(float)
-    sums = count_scores(np.full(8_000, math.log(0.7)), np.full(8_000, 1e-12), counts).sums
-    for level in (50, 90, 95):  # four standard errors
-        share = level / 100
-        assert sums[f"inside-{level}"] / 8_000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 8_000))
-
-
 def counts_of(rows=400):
     draw = np.random.default_rng(1)
     x, years = draw.uniform(-2, 2, rows), draw.uniform(20, 2000, rows)
@@ -159,13 +152,8 @@ def counts_of(rows=400):
     return pd.DataFrame({"x": x, "cases": cases, "years": years, "cured": cured, "treated": treated}), rate
 
 
-QUICK = {
-    "model.num-inducing": 12,
-    "sgpr.exchanges": 20,
-    "baselines.pooled": False,
-    "baselines.max-evaluations": 20,
-    "evaluate-every": 0,
-}
+QUICK = {"model.num-inducing": 12, "sgpr.exchanges": 20, "evaluate-every": 0}
+QUICK |= {"baselines.pooled": False, "baselines.max-evaluations": 20}
 
 
 def test_a_rate_is_learned_from_counts_with_exposure(tmp_path):
@@ -217,7 +205,7 @@ def test_times_are_those_of_scipy_and_of_what_is_exported(name, law):
     for t in (0.3, 2.0, 9.0):
         tail = likelihood.survival(torch.tensor([t]).double(), *moments, hyper)
         assert float(tail) == pytest.approx(law(f).sf(t), rel=1e-6)
-        density = likelihood.log_predictive(targets_of([t, 1.0]), *moments, hyper)
+        density = likelihood.log_predictive(torch.tensor([[t, 1.0]]).double(), *moments, hyper)
         assert float(density) == pytest.approx(law(f).logpdf(t), rel=1e-6)
     levels = (0.025, 0.5, 0.9)
     found = likelihood.quantiles(np.array([f]), np.array([1e-14]), hyper, levels)[:, 0]
@@ -280,3 +268,171 @@ def test_times_to_an_event_are_learned_though_many_are_censored(tmp_path, masks)
         fg.run(wrong, target="days,died", sites=3, options=options | {"name": ""})
     with pytest.raises(DataError, match="times above zero"):
         fg.run(frame.assign(days=frame["days"] - 30), target="days,died", options=options | {"name": ""})
+
+
+def rows(count=300, seed=0):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(count, 2))
+    time = np.exp(1 + x @ [0.5, -0.3] + 0.6 * np.log(draw.exponential(size=count)))
+    ends = 1.5 * time.mean() * draw.exponential(size=count)
+    return x, np.minimum(time, ends), (time <= ends).astype(float)
+
+
+def kaplan_meier(time, seen, at):
+    """The product over events until then, of events first among ties."""
+    share = 1.0
+    for t in np.unique(time[(seen == 1) & (time <= at)]):
+        share *= 1 - ((time == t) & (seen == 1)).sum() / (time >= t).sum()
+    return share
+
+
+def test_where_no_bin_mixes_events_and_censoring_the_life_table_is_that_of_kaplan_and_meier():
+    _, time, seen = rows()
+    edges = np.sort(np.concatenate([time, time * (1 - 1e-12)]))[:-1]
+    found = life_table(counted(time, seen, edges), edges)
+    exact = [kaplan_meier(time, seen, t) for t in found.times]
+    np.testing.assert_allclose(found.survival, exact, rtol=1e-9)
+    assert 20 <= len(found.times) <= 41
+
+
+def test_counts_of_sites_add_up_to_the_curve_of_all_rows():
+    _, time, seen = rows(3000)
+    edges = edges_around(time.mean())
+    parts = [counted(time[k::7], seen[k::7], edges) for k in range(7)]
+    whole = life_table(counted(time, seen, edges), edges)
+    np.testing.assert_array_equal(life_table(sum(parts), edges).survival, whole.survival)
+    exact = np.array([kaplan_meier(time, seen, t) for t in whole.times])
+    assert np.abs(whole.survival - exact).max() < 0.004  # of bins in which rows are censored, too
+    censored = np.array([kaplan_meier(time, 1 - seen, t) for t in whole.times])
+    assert np.abs(whole.censoring - censored)[whole.survival > 0.02].max() < 0.02
+    assert np.quantile(time[seen == 1], 0.25) == pytest.approx(whole.quartiles[0], rel=0.05)
+    small = TimeCounts(parts[0]).coarse(5)
+    assert small.counts.sum(axis=0).tolist() == parts[0].sum(axis=0).tolist()
+    assert small.counts[small.counts[:, 0] > 0, 0].min() >= 5
+    assert small.refusal(Described(len(time[::7]))) is None
+    assert "events among them" in small.refusal(Described(3))
+    with pytest.raises(DataError, match="no event was observed"):
+        life_table(counted(time, 0 * seen, edges), edges)
+
+
+def test_the_density_of_a_life_table_is_the_slope_of_its_curve():
+    known = FollowUp(np.array([1.0, 2.5, 4.0]), np.array([0.8, 0.5, 0.3]), np.ones(3))
+    ends = [0.0, 1.0, 2.5, 4.0, 9.0]
+    for low, high in pairwise(ends):
+        lost = integrate.quad(lambda t: float(known.hazard(np.array(t)) * known.survived(np.array(t))), low, high)[0]
+        first, last = known.survived(np.array([low, high]))
+        assert lost == pytest.approx(float(first - last), rel=1e-8)
+    assert FollowUp.from_arrays(known.to_arrays()).times.tolist() == [1.0, 2.5, 4.0]
+    assert FollowUp.from_arrays({"target.mean": np.zeros(())}) is None
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_a_regression_of_times_from_sums_is_that_of_all_rows(name):
+    x, time, seen = rows()
+    density, tail = TAILS[name]
+
+    def value(at):
+        z = at[-1] * np.log(time) - at[0] - x @ at[1:3]
+        return np.where(seen == 1, density(z) + math.log(at[-1]) - np.log(time), tail(z)).sum()
+
+    class Site:
+        config = SimpleNamespace(model=SimpleNamespace(likelihood=name))
+
+        def __init__(self, k):
+            self.rows = SimpleNamespace(x=x[k::3], y=np.column_stack([time, seen])[k::3])
+
+        def time_regression(self, request):
+            return numpy_client.time_regression(self, request)
+
+    sites = {str(k): Site(k) for k in range(3)}
+    at = np.array([0.9, 0.4, -0.1, 1.4])
+    told = add(site.time_regression(Coefficients(at)) for site in sites.values())
+    close = 1e-4 if name == "log-normal" else 1e-6  # E log Φ is a mixture of normal distributions
+    assert float(told.likelihood) == pytest.approx(value(at), rel=close)
+    slope = optimize.approx_fprime(at, value, 1e-6)
+    np.testing.assert_allclose(told.gradient, slope, rtol=2e-3, atol=2e-3)
+    near = [Coefficients(at + step) for step in 1e-5 * np.eye(4)]
+    steps = [add(site.time_regression(asked) for site in sites.values()).gradient for asked in near]
+    np.testing.assert_allclose(told.information, (told.gradient - np.array(steps)) / 1e-5, rtol=2e-3, atol=0.2)
+    found = drive(time_regression(tuple(sites), 2, float(time.mean())), sites)
+    best = optimize.minimize(lambda at: -value(at) + 0.5 * at[1:3] @ at[1:3], [1.0, 0, 0, 1.0], method="BFGS").x
+    assert found.variance == pytest.approx(best[-1] ** -2, rel=1e-3)
+    np.testing.assert_allclose([found.intercept, *found.weights], best[:3] / best[-1], atol=1e-3)
+
+
+HYPER = torch.tensor(GAPS, dtype=torch.float64).log()
+GRADES = build_point_likelihood("ordinal")
+
+
+def test_two_grades_are_two_classes():
+    probit, none = build_point_likelihood("bernoulli"), torch.zeros(0).double()
+    labels = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    at = *(torch.tensor(part).double() for part in ([0.4, -2.0, 1.0], [0.1, 3.0, 25.0])), none
+    torch.testing.assert_close(GRADES.log_predictive(labels, *at), probit.log_predictive(labels, *at))
+    torch.testing.assert_close(GRADES.moments(*at)[0][:, 1], probit.moments(*at)[0])
+    assert GRADES.start({"share": 0.3}, 1.0) == pytest.approx(probit.start({"share": 0.3}, 1.0))
+    assert GRADES.start_parameters({"share": 0.3}).numel() == 0
+
+
+def test_without_inputs_grades_have_the_shares_that_they_start_from():
+    known = {f"share of {level}": share for level, share in zip("abcd", (0.1, 0.4, 0.3, 0.2), strict=True)}
+    f, hyper = torch.tensor([GRADES.start(known, 1.0)]).double(), GRADES.start_parameters(known)
+    for shares in (GRADES.moments(f, torch.zeros(1), hyper)[0], GRADES.to_gpytorch(hyper)(f).probs):
+        assert shares[0].tolist() == pytest.approx(list(known.values()))
+    samples = torch.stack([HYPER, HYPER + 0.1])
+    assert edges_of(samples).shape == (2, 6)
+    at = torch.arange(5.0), torch.zeros(2, 5).double(), torch.ones(2, 5).double()
+    assert GRADES.expected(*at, samples).shape == (2, 5)
+
+
+def test_far_from_its_grade_a_density_is_small_but_not_zero():
+    grades, f = [0.0, 2.0, 4.0], [60.0, -70.0, -90.0]
+    found = GRADES.log_density(torch.tensor(grades), torch.tensor(f).double(), HYPER)
+    assert found.tolist() == pytest.approx([log_mass(g, None, at) for g, at in zip(grades, f, strict=True)], rel=1e-9)
+
+
+def test_grades_are_agreed_in_their_order():
+    frames = [pd.DataFrame({"x": [0.0, 1.0, 2.0], "y": grades}) for grades in (["2", "10", "2"], ["10", "9", "9"])]
+    told = {str(site): describe(frame, ["x"], "y") for site, frame in enumerate(frames)}
+    found = agree(told, likelihood="ordinal")
+    assert list(found.training_target) == ["share of 2", "share of 9", "share of 10"]
+    assert not found.refused
+    np.testing.assert_allclose(found.sums["0"][-1], [2.0, 0.0, 4.0 - 4.0 / 3])  # of numbers 0, 2, 0
+    turned = agree(told, likelihood="ordinal", order=("9", "10", "2"))
+    assert list(turned.training_target) == ["share of 9", "share of 10", "share of 2"]
+
+
+def graded(rows=300):
+    draw = np.random.default_rng(3)
+    x = draw.uniform(-2, 2, rows)
+    f = 2 * np.sin(2 * x) + draw.normal(size=rows)
+    return pd.DataFrame({"x": x, "grade": 3 + np.digitize(f, [-1.5, 0.0, 1.2])})
+
+
+def test_grades_are_learned_under_masks(tmp_path):
+    frame = graded()
+    options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "ordinal", "privacy.secure-aggregation": True}
+    found = fg.run(frame, target="grade", sites=3, options=options | {"sgpr.exchanges": 25})
+    table = found.posterior.predict(frame)
+    assert list(table)[:4] == [f"probability of {grade}" for grade in (3, 4, 5, 6)]
+    np.testing.assert_allclose(table.iloc[:, :4].sum(axis=1), 1)
+    latent = 2 * np.sin(2 * frame["x"])
+    right = np.diff(stats.norm.cdf(np.array([-np.inf, -1.5, 0, 1.2, np.inf]) - latent.to_numpy()[:, None]), axis=1)
+    assert np.abs(table.iloc[:, :4].to_numpy() - right).mean() < 0.05
+    np.testing.assert_allclose(table["mean"], table.iloc[:, :4] @ [3, 4, 5, 6])
+    assert set(table["median"]) <= {3.0, 4.0, 5.0, 6.0}
+
+
+def test_grades_that_are_words_need_their_order(tmp_path):
+    frame = graded().assign(grade=lambda f: f["grade"].map({3: "none", 4: "mild", 5: "severe", 6: "worst"}))
+    options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "ordinal", "sgpr.exchanges": 12}
+    with pytest.raises(DataError, match=r"whole numbers.*`target` = 'grade,low<middle<high'"):
+        fg.run(frame, target="grade", sites=3, options=options)
+    with pytest.raises(DataError, match="another grade in row"):
+        fg.run(frame, target="grade,none<mild<severe", sites=3, options=options)
+    found = fg.run(frame, target="grade,none<mild<severe<worst", sites=3, options=options)
+    table = found.posterior.predict(frame)
+    assert list(table) == [f"probability of {grade}" for grade in ("none", "mild", "severe", "worst")] + ["median"]
+    assert found.metrics.test["accuracy"] > 0.4
+    assert found.metrics.local_only["nll"] > found.metrics.test["nll"]
+    assert (found.path / "report.html").exists() or found.report().exists()

@@ -1,16 +1,13 @@
 """What a site refuses, coarsens or warns of, by its policy; the log of what it sent, and changes of it by line."""
 
-import dataclasses
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import schedules
-from faults import FaultyGrid, configured, csv_nodes, run, waves
+from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, refusal, require_others, violated
 
@@ -39,7 +36,7 @@ from fedgp_flower.shared_messages import ScoreSums, Shape
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.long if name == "sfvi-avg" else ()) for name in METHODS],
 )
-def violations(request, tmp_path_factory) -> Any:
+def violations(request, tmp_path_factory):
     return request.param, *violated(request.param, tmp_path_factory.mktemp("sites"))
 
 
@@ -61,7 +58,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
     nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("abc")}, "")
     keys = {"method": "fsgp", "num_server_rounds": 1, "sites": 3}
 
-    def warned(points: int, **more: Any) -> list[str]:
+    def warned(points, **more):
         flat = configured(model__num_inducing=points, **keys, **more)
         sites = [{**node, "partition-id": place} for place, node in enumerate(nodes)] if more else nodes
         return run(FaultyGrid(flat, sites)).outcome.metrics["warnings"]
@@ -75,7 +72,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
 SECRETS = ("person-no-", "2021-03-", "11 March 2021", "kuru-kuru")
 
 
-def hospital(seed: int, **columns: Any) -> pd.DataFrame:
+def hospital(seed, **columns):
     """120 rows of a hospital: two cases of a rare disease, and columns to add."""
     frame = waves(120, seed)
     disease = ["flu", "measles", "mumps", "flu"] * 30
@@ -83,7 +80,7 @@ def hospital(seed: int, **columns: Any) -> pd.DataFrame:
     return frame[["x1", "x2"]].assign(disease=disease, **columns, y=frame["y"])
 
 
-def left_behind(folder: Path, grid: Any) -> str:
+def left_behind(folder, grid):
     files = [path.read_bytes() for path in folder.rglob("*") if path.is_file() and "sites" not in path.parts]
     for record in (record for _, _, reply in grid.replies for record in reply.content.values()):
         files += [value.data if hasattr(value, "data") else repr(value).encode() for value in record.values()]
@@ -106,45 +103,38 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
     nodes = csv_nodes(tmp_path, {str(seed): hospital(seed, **columns) for seed in range(2)}, "")
     for node in nodes:
         node["state-dir"] = str(tmp_path / "state" / node["site"])
-    grids: list[FaultyGrid] = []
-
-    def kept(app, flat, entry):
-        grids.append(FaultyGrid(flat, entry))
-        return grids[-1]
-
-    monkeypatch.setattr("fedgp_flower.run.in_process.InProcessGrid", kept)
     flat = configured(sites=2, num_server_rounds=2, min_sites=2, wait_seconds=0.2)
-    flat |= {"output-dir": str(tmp_path / "results"), "name": "run", "target": "y"}
+    flat |= {"output-dir": str(tmp_path / "results"), "name": "run", "target": "y", "method": "sfvi"}
+    grid = FaultyGrid(flat, nodes)
+    monkeypatch.setattr("fedgp_flower.run.in_process.InProcessGrid", lambda app, keys, entry: grid)
     if columns:
         with pytest.raises(Exception, match="usable site"):
             run_in_process(flat, nodes=nodes)
     else:
-        run_in_process(flat | {"method": "sfvi"}, nodes=nodes)
+        run_in_process(flat, nodes=nodes)
         table = {"data": tmp_path / "0.csv", "state_dir": tmp_path / "state" / "0"}
         alone = Predictor.at_site(tmp_path / "results" / "run", "0", **table)  # whose rows are those of the run
         assert alone.predict(hospital(0)).notna().all(axis=None)
         schema = json.loads((tmp_path / "results" / "run" / "posterior.json").read_text())
         assert OTHER in json.dumps(schema)
-        assert "measles" in left_behind(tmp_path / "results" / "run", grids[0])  # the search would find what leaves
-    text = left_behind(tmp_path / "results" / "run", grids[0])
+        assert "measles" in left_behind(tmp_path / "results" / "run", grid)  # the search would find what leaves
+    text = left_behind(tmp_path / "results" / "run", grid)
     assert len(text) > 100
     assert [secret for secret in SECRETS if secret in text] == []
 
 
-def rules(policy: Policy, **more: Any) -> Rules:
+def rules(policy, **more):
     return Rules("train", policy=policy, file="site.toml", **more)
 
 
-def site_of(frame: pd.DataFrame, shared_table: bool = False) -> RawSite:
-    parts = frame, frame.iloc[:2], tuple(frame.columns[:-1]), frame.columns[-1]
+def site_of(frame, shared_table=False, test=None):
+    parts = frame, frame.iloc[:2] if test is None else test, tuple(frame.columns[:-1]), frame.columns[-1]
     return RawSite("a", "a", 3 * shared_table, *parts, shared_table=shared_table)
 
 
 def test_rare_levels_become_other_in_rows_held_out_too():
-    frame = hospital(0)
     held_out = pd.DataFrame({"x1": [0.0] * 4, "x2": 0.0, "disease": ["kuru-kuru", "gout", "flu", "mumps"], "y": 0.0})
-    raw = dataclasses.replace(site_of(frame), test=held_out)
-    entry = rules(Policy())
+    raw, entry = site_of(hospital(0), test=held_out), rules(Policy())
     found = entry.site(raw)
     counts = found.train["disease"].value_counts()
     assert counts.to_dict() == {"flu": 60, "mumps": 29, OTHER: 31}  # kuru's two rows alone would be too few
@@ -235,10 +225,8 @@ def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refus
     [node] = csv_nodes(tmp_path, {"a": waves(60, 0)}, "")
     (tmp_path / "a.toml").write_text('kinds = ["query.describe"]')
     node |= {"policy": str(tmp_path / "a.toml"), "audit": str(tmp_path / "audit.jsonl")}
-    settings = {"run": "r", "round": 1, "phase": "query.moments", "kind": "query.moments"}
-    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
     grid = InProcessGrid(client_app.app, configured(sites=1), [node])
-    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+    reply = grid.answer(asking(kind, run="r", round=1, phase="query.moments", kind="query.moments"))
     said = reply.content.config_records["config"]
     if refused:
         assert refused in said["error"]
@@ -260,8 +248,7 @@ def test_no_handler_answers_past_the_policy(name, tmp_path):
     grid = InProcessGrid(client_app.app, config, [node])
     kinds = [KEYS, DESCRIBE, *handlers(client_class(parse_config(config)))]
     for kind in kinds:
-        content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord({"run": "r", "round": 0})})
-        reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+        reply = grid.answer(asking(kind, run="r", round=0))
         assert "`kinds`" in reply.content.config_records["config"]["error"]
         assert reply.content.keys() == {"config"}
     lines, _, _ = audit.read(log)
@@ -273,19 +260,21 @@ def test_no_handler_answers_past_the_policy(name, tmp_path):
 def test_a_message_of_no_run_or_round_is_refused_and_written_down(settings, tmp_path):
     node = {"site": "a", "data-path": "no file", "audit": str(tmp_path / "audit.jsonl")}
     grid = InProcessGrid(client_app.app, configured(sites=1), [node])
-    content = RecordDict({"config": ConfigRecord(settings)})
-    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type="query.describe"))
+    reply = grid.answer(asking("query.describe", **settings))
     assert "names no run, or no round" in reply.content.config_records["config"]["error"]
     [line], _, _ = audit.read(tmp_path / "audit.jsonl")
     assert "names no run" in line["refused"]
 
 
+def asking(named, /, **settings):
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
+    return Message(content, dst_node_id=NODE_OFFSET, message_type=named)
+
+
 @pytest.mark.parametrize("settings", [{}, {"masked": "{}"}])
 def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
     """The guard looks at the answer itself: nothing is in the clear under masks, or before a message is admitted."""
-    content = RecordDict({"config": ConfigRecord({"run": "r", "round": 0, **settings})})
-    message = Message(content, dst_node_id=1, message_type="query.moments")
-    guard = Guard(message, Context(1, 1, {}, RecordDict(), {}))
+    guard = Guard(asking("query.moments", run="r", round=0, **settings), Context(1, 1, {}, RecordDict(), {}))
     with pytest.raises(ProtocolError, match=r"`query\.moments` may not be answered in the clear"):
         guard.released(Outgoing({"gram": np.eye(2)}))
     if settings:
@@ -294,8 +283,7 @@ def test_what_a_handler_returns_leaves_as_the_guard_admitted_it(settings):
 
 def test_shares_of_one_table_have_no_policy_unless_one_is_named():
     frame = hospital(0).iloc[:5]
-    default = Rules("train")
-    assert default.site(site_of(frame, shared_table=True)).train is frame
+    assert Rules("train").site(site_of(frame, shared_table=True)).train is frame
     real = Rules("train")
     with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy") as caught:
         real.site(site_of(frame))
@@ -330,7 +318,7 @@ def test_keys_that_a_site_does_not_read_are_free(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
     nodes[0] |= {"state-dir": str(folder / "state"), "audit-copy": str(folder / "copy.jsonl")}
@@ -339,7 +327,7 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def log(written, tmp_path) -> Path:
+def log(written, tmp_path):
     for suffix in ("", ".head"):
         (tmp_path / f"audit.jsonl{suffix}").write_bytes(written.with_name(f"audit.jsonl{suffix}").read_bytes())
     return tmp_path / "audit.jsonl"
@@ -381,7 +369,7 @@ def test_a_changed_log_is_named_by_line(log, change, problem):
     assert any(problem in found for found in audit.read(log)[1])
 
 
-def again(line: str, other: str) -> str:
+def again(line, other):
     entry = json.loads(line) | {"before": json.loads(other)["hash"]}
     del entry["hash"]
     text = json.dumps(entry)
@@ -391,8 +379,7 @@ def again(line: str, other: str) -> str:
 def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys, monkeypatch):
     _, _, head = audit.read(log)
     assert audit.read(log, head[:8])[1] == []
-    lines = log.read_text().splitlines()[:-1]
-    log.write_text("\n".join(lines) + "\n")
+    log.write_text("\n".join(log.read_text().splitlines()[:-1]) + "\n")
     log.with_name("audit.jsonl.head").unlink()
     assert audit.read(log)[1] == []
     assert "no line has the hash" in audit.read(log, head)[1][0]
@@ -407,9 +394,7 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path, key):
     nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
     nodes[2] |= {"audit": str(tmp_path / "log.jsonl"), key: str(tmp_path)}
     strategy = run(FaultyGrid(configured(method="fsgp", sites=3, num_server_rounds=1), nodes))
-    assert {entry.reason for entry in strategy.network.failures if entry.site == "c"} == {
-        "the audit log of this site cannot be written (Is a directory)"
-    }
+    assert set(blamed(strategy)["c"]) == {"the audit log of this site cannot be written (Is a directory)"}
 
 
 def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):

@@ -1,4 +1,4 @@
-"""Prediction from a run's folder alone is what the sites themselves predicted, and what the written equation says."""
+"""Prediction from a run's folder is what sites predicted and what the written equation says; transformed targets."""
 
 import json
 from dataclasses import replace
@@ -7,15 +7,23 @@ import numpy as np
 import pandas as pd
 import pytest
 from safetensors.numpy import load_file
+from scipy import stats
+from scipy.integrate import quad
 from scipy.stats import norm
 
+import fedgp_flower as fg
 from fedgp_flower.data.sites import load_all_sites
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.messages import add
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import QUANTILES, Predictor, predict_file
 from fedgp_flower.run.registry import METHODS, parse_config
 from fedgp_flower.run.user_config import read_config
+from fedgp_flower.scores import transformed_moments, transformed_quantiles, transformed_scores
+from fedgp_flower.shared_messages import TargetMoments
+from fedgp_flower.transforms import Transform
+from strategies.server.enrolment import chosen
 
 BASE = {"baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0, "model.num-inducing": 7}
 SITES = 3
@@ -53,8 +61,7 @@ def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
     for site in sites:
         own, again = told[told["site"] == site.site], predictor.predict(site.test)
         np.testing.assert_allclose(own["target"], site.test["outcome"], rtol=1e-12)
-        np.testing.assert_allclose(again["mean"], own["mean"], rtol=1e-10)
-        np.testing.assert_allclose(again["sd"], own["sd"], rtol=1e-10)
+        np.testing.assert_allclose(again[["mean", "sd"]], own[["mean", "sd"]], rtol=1e-10)
 
 
 def test_a_kernel_whose_package_is_missing_is_named(line):
@@ -110,22 +117,16 @@ def by_hand(run, inputs):
     return mean * a["target.scale"] + a["target.mean"], np.sqrt(variance) * a["target.scale"]
 
 
-def encoded(frame):
-    """Inputs in the order of the schema: two levels are one indicator, three are three."""
-    columns = [frame["age"], frame["dose"], frame["sex"] == "m"]
-    columns += [frame["clinic"] == level for level in ("north", "south", "west")]
-    return np.stack(columns, axis=1).astype(float)
-
-
 def test_the_equation_beside_the_posterior_is_the_prediction_whatever_the_order_and_the_levels(mixed, tmp_path):
     new = table(20)
     new.loc[[3, 7], "clinic"] = "east"
     new[["clinic", "sex", "dose", "age"]].to_csv(tmp_path / "new.csv", index=False)
     assert predict_file({"": Predictor.of_run(mixed)}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (20, 2)
-    mean, sd = by_hand(mixed, encoded(new))
+    columns = [new["age"], new["dose"], new["sex"] == "m"]  # as in the schema: two levels are one indicator
+    columns += [new["clinic"] == level for level in ("north", "south", "west")]
+    mean, sd = by_hand(mixed, np.stack(columns, axis=1).astype(float))
     found = pd.read_csv(tmp_path / "out.csv")
-    np.testing.assert_allclose(found["mean"], mean, rtol=1e-8)
-    np.testing.assert_allclose(found["sd"], sd, rtol=1e-8)
+    np.testing.assert_allclose(found[["mean", "sd"]].T, [mean, sd], rtol=1e-8)
     assert np.corrcoef(mean, new["outcome"])[0, 1] > 0.8  # a prediction of something
 
 
@@ -136,3 +137,117 @@ def test_a_method_without_a_shared_posterior_says_so(tmp_path):
     with pytest.raises(RunError, match=r"no posterior to predict from.*`method` = 'fgpr'") as caught:
         Predictor.of_run(run)
     assert METHODS["fgpr"].why_no_posterior in str(caught.value)
+
+
+POWERS = Transform("yeo-johnson").powers
+Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_yeo_johnson_is_scipys_and_its_slope_is_a_derivative(power):
+    own = Transform("yeo-johnson", power)
+    np.testing.assert_allclose(own.forward(Y), stats.yeojohnson(Y, power), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(own.inverse(own.forward(Y)), Y, rtol=1e-12, atol=1e-15)
+    step = 1e-6
+    slope = (own.forward(Y + step) - own.forward(Y - step)) / (2 * step)
+    np.testing.assert_allclose(own.log_slope(Y), np.log(slope), atol=1e-5)  # central differences, kink at zero
+
+
+TRANSFORMS = [Transform("log"), Transform("sqrt"), *(Transform("yeo-johnson", power) for power in (0.0, 0.5, 2.0))]
+
+
+@pytest.mark.parametrize("own", TRANSFORMS)
+def test_the_density_of_the_target_integrates_to_one_and_has_the_moments(own):
+    mean, sd = np.array([0.4]), np.array([0.6])  # of √y, a quarter of the Gaussian is cut off
+
+    def density(y):
+        return float(np.exp(-transformed_scores(mean[None], sd[None], own.forward(np.array([y])), own).sums["nll"]))
+
+    low, high = transformed_quantiles(mean, sd, (1e-12, 1 - 1e-12), own)[:, 0]
+    points = transformed_quantiles(mean, sd, (0.01, 0.5, 0.99), own)[:, 0]
+    assert quad(density, low, high, points=points, limit=200)[0] == pytest.approx(1.0, abs=1e-6)
+    first = quad(lambda y: y * density(y), low, high, points=points, limit=200)[0]
+    second = quad(lambda y: y**2 * density(y), low, high, points=points, limit=200)[0]
+    found = transformed_moments(mean[None], sd[None], own)
+    assert found[0][0] == pytest.approx(first, rel=1e-5)
+    assert found[1][0] == pytest.approx(np.sqrt(second - first**2), rel=1e-4)
+    assert (quad(density, low, points[1], limit=200)[0]) == pytest.approx(0.5, abs=1e-6)  # the median is one
+
+
+def test_log_scores_are_those_of_a_log_normal():
+    m, s, y = 0.3, 0.7, 2.5
+    law = stats.lognorm(s, scale=np.exp(m))
+    scores = transformed_scores(np.array([[m]]), np.array([[s]]), np.log([y]), Transform("log")).sums
+    assert scores["nll"] == pytest.approx(-law.logpdf(y), rel=1e-12)
+    assert scores["absolute-error"] == pytest.approx(abs(law.mean() - y), rel=1e-9)
+    crps = quad(lambda v: law.cdf(v) ** 2, 0, y)[0] + quad(lambda v: law.sf(v) ** 2, y, np.inf)[0]
+    assert scores["crps"] == pytest.approx(crps, rel=1e-7)
+
+
+def test_the_power_is_that_of_all_rows_whatever_the_partition():
+    y = np.random.default_rng(1).gamma(1.5, 3.0, 200) - 1
+    centres = np.array([float(Transform("yeo-johnson", p).forward(np.array(4.0))) for p in POWERS])
+
+    def sums(part):
+        moved = np.stack([Transform("yeo-johnson", p).forward(part) for p in POWERS]) - centres[:, None]
+        slopes = np.array([Transform("yeo-johnson", p).log_slope(part).sum() for p in POWERS])
+        return TargetMoments(moved.sum(1), (moved**2).sum(1), slopes, np.array(float(len(part))))
+
+    best, mean, sd = chosen(add([sums(part) for part in np.split(y, [20, 90])]), centres)
+    assert best == int(np.argmax([stats.yeojohnson_llf(p, y) for p in POWERS]))
+    t = stats.yeojohnson(y, POWERS[best])
+    assert (mean, sd) == pytest.approx((t.mean(), t.std()), rel=1e-10)
+
+
+def skewed(rows=90):
+    rng = np.random.default_rng(3)
+    x = rng.uniform(-2, 2, rows)
+    return pd.DataFrame({"x": x, "days": np.exp(1 + np.sin(2 * x) + 0.2 * rng.normal(size=rows))})
+
+
+def few(transform, folder, **more):
+    quick = {"model.num-inducing": 8, "baselines.local-only": False, "baselines.pooled": False}
+    return quick | {"transform.target": transform, "output-dir": str(folder), "sgpr.exchanges": 6} | more
+
+
+@pytest.fixture(scope="module", params=["log", "sqrt", "yeo-johnson"])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transformed")
+    return fg.run(skewed(), target="days", method="fsgp", num_rounds=10, sites=3, options=few(request.param, folder))
+
+
+def test_the_saved_equation_predicts_with_numpy_alone(trained):
+    words, new = json.loads((trained.path / "posterior.json").read_text()), pd.DataFrame({"x": [-1.5, 0.2, 1.1]})
+    mean, sd = by_hand(trained.path, new.to_numpy())
+    named = words["schema"]["target"]["transform"]
+    low = stats.norm.cdf((0.0 - mean) / sd) if named["name"] == "sqrt" else 0.0
+    t = mean + sd * stats.norm.ppf(low + 0.975 * (1 - low))
+    power = named["power"]
+    yeo = np.expm1(t) if power == 0 else (1 + power * np.abs(t)) ** (1 / power) - 1  # all t are above zero here
+    expected = {"log": np.exp(t), "sqrt": t**2, "yeo-johnson": yeo}[named["name"]]
+    predicted = trained.posterior.predict(new)
+    np.testing.assert_allclose(predicted["q97.5"], expected, rtol=1e-6)
+    draws = trained.posterior.sample(new, 4000, seed=1)
+    np.testing.assert_allclose(draws.mean(0), predicted["mean"], rtol=0.05)  # about three standard errors
+    assert {"target", "low", "high"} <= set(trained.predictions)
+
+
+def test_figures_are_in_units_of_the_target(trained):
+    rows, test = trained.predictions, trained.metrics.test
+    assert test["rmse"] == pytest.approx(np.sqrt(np.mean((rows["mean"] - rows["target"]) ** 2)), rel=1e-9)
+    inside = ((rows["low"] <= rows["target"]) & (rows["target"] <= rows["high"])).mean()
+    assert test["coverage_95"] == pytest.approx(inside)
+    assert rows["low"].min() > 0
+    assert test["r2"] > 0.7
+    share = trained.metrics.test_standardised["rmse"] / test["rmse"]
+    assert share == pytest.approx(1 / trained.metrics.training_target["sd"], rel=1e-9)
+    with pytest.raises(RunError, match="use `sample`"):
+        trained.posterior.distribution(pd.DataFrame({"x": [0.0]}))
+
+
+def test_a_target_that_has_no_logarithm_is_refused_by_row(tmp_path):
+    table = skewed(30).assign(days=lambda d: d["days"] - d["days"].iloc[4])
+    with pytest.raises(DataError, match=r"target `days`.*'log' needs numbers above zero; another.*yeo-johnson"):
+        fg.run(table, target="days", sites=2, options=few("log", tmp_path))
+    with pytest.raises(ConfigError, match=r"`model.likelihood` = 'bernoulli' set it to 'none'"):
+        fg.run(table, target="days", sites=2, options=few("log", tmp_path) | {"model.likelihood": "bernoulli"})

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgp_flower.agreement import Agreement, SiteDescription, agree
-from fedgp_flower.data.standardisation import (
-    Preparation,
-    count_unknown_levels,
-    describe,
-    encode_inputs,
-    encode_targets,
-    read_inputs,
-)
+from fedgp_flower.data import standardisation
+from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.errors import DataError, ProtocolError
 
 
@@ -43,8 +37,7 @@ def rows(n: int, seed: int, offset: float = 0.0) -> pd.DataFrame:
 )
 def test_agreement_of_any_partition_is_the_pooled_mean_and_spread(n, seed, sites, offset):
     frame = rows(n, seed, offset)
-    owner = np.random.default_rng(seed + 1).integers(0, sites, n)
-    found = agreed(frame, owner).arrays
+    found = agreed(frame, np.random.default_rng(seed + 1).integers(0, sites, n)).arrays
     levels = sorted(frame["job"].unique())
     shown = levels[1:] if len(levels) == 2 else levels
     table = np.column_stack([frame["x"], *(frame["job"] == level for level in shown)]).astype(float)
@@ -163,12 +156,8 @@ SCHEMA = json.dumps(
         "target": {"name": "y", "kind": "numeric"},
     }
 )
-ARRAYS = {
-    "input.mean": np.array([0.5, 2.0, 0.2, 0.3, 0.5]),
-    "input.scale": np.array([0.5, 4.0, 1.0, 1.0, 1.0]),
-    "target.mean": np.array(10.0),
-    "target.scale": np.array(5.0),
-}
+ARRAYS = {"input.mean": np.array([0.5, 2.0, 0.2, 0.3, 0.5]), "input.scale": np.array([0.5, 4.0, 1.0, 1.0, 1.0])}
+ARRAYS |= {"target.mean": np.array(10.0), "target.scale": np.array(5.0)}
 
 
 def frame(**columns) -> pd.DataFrame:
@@ -189,11 +178,11 @@ def test_rows_are_encoded_in_schema_order():
 def test_unknown_levels_have_no_indicator_and_are_counted():
     preparation = Preparation.from_wire(ARRAYS, SCHEMA)
     rows = frame(three=["new", "a"], two=["yes", "maybe"])
-    assert count_unknown_levels(rows, preparation) == 2
+    assert standardisation.count_unknown_levels(rows, preparation) == 2
     encoded = encode_inputs(rows, preparation)
     assert encoded[0, 2:] == pytest.approx([-0.2, -0.3, -0.5])
     assert encoded[1, 0] == -1.0
-    assert count_unknown_levels(frame(), preparation) == 0
+    assert standardisation.count_unknown_levels(frame(), preparation) == 0
 
 
 def test_rows_that_do_not_fit_the_schema_are_refused_by_column():
@@ -238,12 +227,12 @@ def test_new_rows_are_read_by_the_agreed_kinds(tmp_path):
     preparation = Preparation.from_wire(ARRAYS, json.dumps(entries))
     path = tmp_path / "new.csv"
     path.write_text("note,three,x,two\n,2,6,yes\n,1,2,no\n")
-    rows = read_inputs(path, preparation)
+    rows = standardisation.read_inputs(path, preparation)
     assert rows.columns.tolist() == ["two", "x", "three"]
     assert encode_inputs(rows, preparation)[:, 2:] == pytest.approx(np.array([[-0.2, 0.7, -0.5], [0.8, -0.3, -0.5]]))
     path.write_text("three,x,two\n2,6,yes\n1,two,no\n")
     with pytest.raises(DataError, match=r"new\.csv: column `x`: text in a numeric cell in row 2"):
-        read_inputs(path, preparation)
+        standardisation.read_inputs(path, preparation)
     path.write_text("three,x\n2,6\n")
     with pytest.raises(DataError, match=r"new\.csv: missing column `two`"):
-        read_inputs(path, preparation)
+        standardisation.read_inputs(path, preparation)

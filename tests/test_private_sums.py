@@ -53,8 +53,7 @@ def apart(row: np.ndarray, amplitude: float) -> float:
 
 @pytest.mark.parametrize("amplitude", [1.0, 0.3])
 def test_the_worst_neighbour_is_as_far_as_promised_and_no_farther(amplitude):
-    rng = np.random.default_rng(0)
-    starts = rng.standard_normal((5, 2 * 3))
+    starts = np.random.default_rng(0).standard_normal((5, 2 * 3))
     found = [-minimize(lambda row: -apart(row, amplitude), own, method="Nelder-Mead").fun for own in starts]
     assert max(found) == pytest.approx(SENSITIVITY, rel=1e-4)
     assert max(found) <= SENSITIVITY * (1 + 1e-9)
@@ -94,22 +93,14 @@ def test_discrete_noise_is_of_the_discrete_normal(deviation):
 
 
 def test_neighbours_with_the_same_noise_are_as_far_apart_as_the_budget_says():
-    """The worst pair, a·a' = ½ and opposite targets, is at μ, rounding included; no other pair is farther."""
-    rng, budget = np.random.default_rng(5), Budget(1.0, 1e-5, 1, SIZE)
-    one, two = np.eye(SIZE)[:2]
-    pairs = [(one, EDGE, 0.5 * one + math.sqrt(0.75) * two, -EDGE)]
-    for _ in range(50):
-        a, b = (own / np.linalg.norm(own) for own in rng.standard_normal((2, SIZE)))
-        pairs.append((a, rng.uniform(-EDGE, EDGE), b, rng.uniform(-EDGE, EDGE)))
-    far = []
-    for a, y, b, z in pairs:
-        told = [disturbed(sums_of(x[None], np.array([v])), 1.0, budget.noise, np.random.default_rng(7))
-                for x, v in ((a, y), (b, z))]  # fmt: skip
-        parts = zip(("gram", "projection", "target_squares"), units_of(1.0), strict=True)
-        squares = [np.square((getattr(told[0], n) - getattr(told[1], n)) / (budget.noise * u)).sum() for n, u in parts]
-        far.append(math.sqrt(sum(squares)))
-    assert far[0] == pytest.approx(budget.mu, rel=1e-5)
-    assert max(far) <= budget.mu
+    """The worst pair, a·a' = ½ and opposite targets, is at μ, rounding included."""
+    budget, (one, two) = Budget(1.0, 1e-5, 1, SIZE), np.eye(SIZE)[:2]
+    pair = [sums_of(a[None], np.array([y])) for a, y in ((one, EDGE), (0.5 * one + math.sqrt(0.75) * two, -EDGE))]
+    told = [disturbed(sums, 1.0, budget.noise, np.random.default_rng(7)) for sums in pair]
+    parts = zip(("gram", "projection", "target_squares"), units_of(1.0), strict=True)
+    squares = [np.square((getattr(told[0], n) - getattr(told[1], n)) / (budget.noise * u)).sum() for n, u in parts]
+    assert math.sqrt(sum(squares)) == pytest.approx(budget.mu, rel=1e-5)
+    assert math.sqrt(sum(squares)) <= budget.mu
 
 
 def test_the_accountant_against_quadrature_and_itself():
@@ -202,8 +193,7 @@ def test_a_run_spends_what_it_says_and_nothing_else_of_training_rows_leaves(priv
 
 
 def test_a_site_refuses_what_is_not_paid_for():
-    flat = configured(**PRIVATE)
-    strategy = run(FaultyGrid(flat, 3))
+    strategy = run(FaultyGrid(configured(**PRIVATE), 3))
     for kind in ("query.statistics", "query.shape", "query.sketch", "query.moments", "query.local_only"):
         with pytest.raises(ProtocolError, match="more about rows than the budget covers"):
             client_class(strategy.config).request_of(object.__new__(client_class(strategy.config)), kind, {}, {})

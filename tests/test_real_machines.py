@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from faults import waves
+from faults import alike, waves
 from test_deploy_commands import HOST, blocks
 
 from fedgp_flower.deploy.processes import free_ports
@@ -48,9 +47,8 @@ class Federation:
 
     def asked(self, machine: str, line: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        return subprocess.run(
-            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False, timeout=600
-        )
+        words, where = self.words(machine, line), self.root / machine
+        return subprocess.run(words, cwd=where, capture_output=True, text=True, check=False, timeout=600)
 
     def typed(self, machine: str, line: str) -> str:
         """What a command prints, which must succeed."""
@@ -61,10 +59,9 @@ class Federation:
 
     def begun(self, machine: str, line: str) -> subprocess.Popen[bytes]:
         """Start a command that stays."""
-        with (self.root / machine / f"{len(self.background)}.log").open("wb") as log:
-            process = subprocess.Popen(
-                self.words(machine, line), cwd=self.root / machine, stdout=log, stderr=log, start_new_session=True
-            )
+        words, where = self.words(machine, line), self.root / machine
+        with (where / f"{len(self.background)}.log").open("wb") as log:
+            process = subprocess.Popen(words, cwd=where, stdout=log, stderr=log, start_new_session=True)
         self.background.append(process)
         return process
 
@@ -177,8 +174,7 @@ def test_the_page_to_the_letter(where: str, request: pytest.FixtureRequest) -> N
     federation.typed("south", "fedgp doctor south")
     federation.typed("coordinator", "fedgp deploy revoke south")
     assert "south" not in federation.typed("coordinator", "fedgp deploy status")
-    refused = federation.begun("south", SITE[1])
-    assert refused.wait(600) == 1
+    assert federation.begun("south", SITE[1]).wait(600) == 1
     log = federation.root / "south" / f"{len(federation.background) - 1}.log"
     assert "its key is not registered" in log.read_text().splitlines()[-1]
 
@@ -215,8 +211,7 @@ def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
     expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
     found = read_arrays(folder / "posterior.safetensors")
     assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+    alike(found, expected, rtol=1e-10, atol=1e-10)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["sites"] == len(SITES)
     failures = {failure["site"]: failure["reason"] for failure in metrics["failures"]}

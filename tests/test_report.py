@@ -98,9 +98,8 @@ def test_paired_difference_by_hand(line_run):
     found = summary.paired_difference(metrics, metrics.local_only)
     # w = (½, ¼, ¼), d = (−0.2, −0.1, 0): D = −0.125, se² = 3/2 (¼·0.075² + 1/16·0.025² + 1/16·0.125²), t₂ = 4.30265
     half = 4.302652729911275 * np.sqrt(1.5 * (0.075**2 / 4 + 0.025**2 / 16 + 0.125**2 / 16))
-    assert found == summary.Difference(
-        pytest.approx(-0.125), pytest.approx(-0.125 - half), pytest.approx(-0.125 + half), 3, 2
-    )
+    wanted = [pytest.approx(value) for value in (-0.125, -0.125 - half, -0.125 + half)]
+    assert found == summary.Difference(*wanted, 3, 2)
 
 
 NLL = [1.0, 1.1, 1.2]
@@ -110,11 +109,7 @@ NLL = [1.0, 1.1, 1.2]
     ("mine", "local", "words"),
     [
         (NLL, [1.5, 1.61, 1.7], "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and"),
-        (
-            NLL,
-            [1.1, 1.2, 1.9],
-            "With a lower NLL than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and",
-        ),
+        (NLL, [1.1, 1.2, 1.9], "With a lower NLL than each site alone: fsgp on 30 held-out rows of 3 sites, by"),
         ([1.5, 1.61, 1.7], NLL, "Worse than each site alone: fsgp"),
         ([1.0, 1.2, 1.1], [1.1] * 3, "About as good as each site alone: fsgp"),
         (NLL[::2], [1.1, 1.4], "With a lower NLL than each site alone: fsgp on 20 held-out rows of 2 sites, by NLL; 2"),
@@ -164,18 +159,8 @@ def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, con
 @pytest.mark.parametrize(
     ("local", "pooled", "boosting", "words"),
     [
-        (
-            [1.003, 1.103, 1.203],
-            1.098,
-            None,
-            "About as good as each site alone and one model of all rows in one place: ",
-        ),
-        (
-            [1.01, 1.11, 1.211],
-            1.05,
-            1.2,
-            "With a higher NLL than one model of all rows in one place (0.05 nats a row); b",
-        ),
+        ([1.003, 1.103, 1.203], 1.098, None, "About as good as each site alone and one model of all rows in one"),
+        ([1.01, 1.11, 1.211], 1.05, 1.2, "With a higher NLL than one model of all rows in one place (0.05 nats a"),
         ([1.01, 1.11, 1.211], 1.3, 1.0, "With a higher NLL than gradient boosting of all rows in one place (0.1 nats"),
     ],
 )
@@ -191,10 +176,9 @@ def test_the_verdict_names_the_better_of_what_sees_all_rows(line_run, local, poo
 )
 def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
     test = {"accuracy": 0.9, "nll": 0.3, "calibration_slope": slope, "calibration_slope_se": 0.1}
-    assert words in summary.calibration_verdict(replace(read_run(line_run).metrics, test=test))
-    assert (
-        summary.calibration_verdict(replace(read_run(line_run).metrics, test=test | {"calibration_slope": None})) == ""
-    )
+    metrics = replace(read_run(line_run).metrics, test=test)
+    assert words in summary.calibration_verdict(metrics)
+    assert summary.calibration_verdict(replace(metrics, test=test | {"calibration_slope": None})) == ""
 
 
 @pytest.mark.parametrize(("coverage", "words"), [(0.85, "too narrow"), (0.95, "within"), (1.0, "too wide"), (None, "")])
@@ -298,7 +282,6 @@ def test_without_intervals_points_are_shown_and_none_is_made_up(run):
 
 def test_parts_of_a_model_have_panels_of_their_own(run):
     logs = {f"theta.{part}.log_lengthscale": np.zeros((1, 3)) for part in ("trend", "deviation")}
-    found = relevances(telling(run, lengthscale_facts(logs, None)))
-    figure = relevance(found)
+    figure = relevance(relevances(telling(run, lengthscale_facts(logs, None))))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["trend", "deviation"]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["age", "dose", "ward"]

@@ -2,27 +2,12 @@
 
 import contextlib
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
+import faults as kit
 import numpy as np
 import pytest
-from faults import (
-    Fault,
-    FaultyGrid,
-    Recorder,
-    arrays,
-    blamed,
-    configured,
-    csv_nodes,
-    false_projections,
-    keyed,
-    lost,
-    parameters,
-    run,
-    waves,
-)
-from flwr.app import Message
+from faults import Fault, FaultyGrid, Recorder, alike, arrays, blamed, configured, csv_nodes, lost, run, waves
 from schedules import METHODS as FORMS
 from scipy.stats import chi2
 
@@ -33,7 +18,7 @@ from fedgp_flower.records import numpy_arrays
 from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
-METHODS: dict[str, dict[str, Any]] = {name: FORMS[name] | {"evaluate_every": 2} for name in ("sgpr", "fsgp")}
+METHODS = {name: FORMS[name] | {"evaluate_every": 2} for name in ("sgpr", "fsgp")}
 METHODS |= {name: FORMS[name] for name in ("fgpr", "sfvi", "hierarchical-gp", "fedmgp exact", "sfvi-avg")}
 METHODS |= {
     "deep-kernel": {"method": "deep-kernel", "deep__local_steps": 2},
@@ -49,14 +34,14 @@ OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
 
-def words_of(reply: Message) -> np.ndarray:
+def words_of(reply):
     return reply.content.array_records["arrays"]["masked"].numpy()
 
 
 @pytest.fixture(
     scope="module", params=[pytest.param(name, marks=() if name in GATE else pytest.mark.long) for name in METHODS]
 )
-def pair(request) -> Any:
+def pair(request):
     """A run with plain totals and the same one under masks."""
     keys = METHODS[request.param] | {"baselines__local_only": True, "num_server_rounds": 2}
     found = []
@@ -88,8 +73,7 @@ def test_figures_are_those_of_plain_totals(pair):
     for name in ("test", "test_standardised"):
         assert after[name] == pytest.approx(before[name], rel=close)
     assert after["calibration"].keys() == before["calibration"].keys()
-    for name, value in before["calibration"].items():
-        np.testing.assert_allclose(after["calibration"][name], value, rtol=close, err_msg=name)
+    alike(after["calibration"], before["calibration"], rtol=close)
     for name, value in before["local_only"].items():
         if name != "per_site":
             assert after["local_only"][name] == pytest.approx(value, rel=alone)
@@ -103,7 +87,14 @@ def test_the_server_sees_no_array_of_a_site(pair):
     assert kinds >= {"query.describe", "query.keys"}
     assert kinds & {"query.compared_scores", "query.local_scores"}
     require_words(grid)
-    require_uniform(grid)
+    # ones among the bits of each message within six standard deviations, and χ² of the bytes of all at 1e-6
+    sent = [words_of(own).tobytes() for _, _, own in grid.replies if "masked" in own.content.array_records["arrays"]]
+    for own in map(np.frombuffer, sent, [np.uint8] * len(sent)):
+        bits = np.unpackbits(own)
+        assert abs(bits.sum() - bits.size / 2) < 3 * np.sqrt(bits.size)
+    cells = np.bincount(np.frombuffer(b"".join(sent), np.uint8), minlength=256)
+    statistic = ((cells - cells.mean()) ** 2).sum() / cells.mean()
+    assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
 
 
 def require_words(grid):
@@ -124,24 +115,8 @@ def require_words(grid):
             assert list(arrays) == ["masked"]
             assert arrays["masked"].dtype == np.uint64
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 0}
-            assert set(reply.content.config_records["config"]) <= {
-                *("schema-version", "site", "answers", "layout", *ECHOED)
-            }
-
-
-def require_uniform(grid):
-    """Ones among the bits of each message within six standard deviations, and χ² of the bytes of all at 1e-6."""
-    sent = [words_of(own).tobytes() for _, _, own in grid.replies if "masked" in own.content.array_records["arrays"]]
-    for own in map(np.frombuffer, sent, [np.uint8] * len(sent)):
-        bits = np.unpackbits(own)
-        assert abs(bits.sum() - bits.size / 2) < 3 * np.sqrt(bits.size)
-    cells = np.bincount(np.frombuffer(b"".join(sent), np.uint8), minlength=256)
-    statistic = ((cells - cells.mean()) ** 2).sum() / cells.mean()
-    assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
-
-
-def silent(site, *rounds, phase="query.trials", times=10**9):
-    return Fault(site, lost, (phase,), range(rounds[0], rounds[-1] + 1), times)
+            known = {"schema-version", "site", "answers", "layout", *ECHOED}
+            assert set(reply.content.config_records["config"]) <= known
 
 
 def test_the_same_request_gets_the_same_bytes():
@@ -157,21 +132,17 @@ def test_the_same_request_gets_the_same_bytes():
 
 def test_a_third_of_the_sites_silent_in_a_round():
     """They are asked again, then the others without them; the report names them and what that may show."""
-    faults = (silent("1", 2, 2), silent("4", 2, 2))
+    faults = [Fault(site, lost, ("train.weighted",), range(2, 3)) for site in "14"]
     grid = FaultyGrid(configured(**MASKED, method="fsgp"), 6, *faults)
-    for fault in faults:
-        fault.phases = ("train.weighted",)
     strategy = run(grid)
     metrics = strategy.outcome.metrics
     assert metrics["method_details"]["privacy"]["left_out"] == dict.fromkeys("14", "silent in round 2")
     assert sum("late reply" in line for line in metrics["warnings"]) == 2
     later = [visit.site for visit in grid.visits if visit.phase == "train.weighted" and visit.round == 3]
     assert later == ["0", "2", "3", "5"]
-    others = run(
-        FaultyGrid(configured(method="fsgp"), 6, *(Fault(site, lost, ("train",), range(2, 9)) for site in "14"))
-    )
-    for name, array in parameters(others).items():
-        assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
+    gone = [Fault(site, lost, ("train",), range(2, 9)) for site in "14"]
+    others = run(FaultyGrid(configured(method="fsgp"), 6, *gone))
+    alike(kit.parameters(strategy), kit.parameters(others), rtol=1e-8, atol=1e-10)
 
 
 def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
@@ -180,11 +151,8 @@ def test_a_site_that_dies_for_good_ends_a_run_of_three_alone():
     strategy = run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 4, fault))
     assert strategy.outcome.metrics["method_details"]["privacy"]["left_out"] == {"2": "silent in round 2"}
     plain = run(FaultyGrid(configured(**METHODS["sgpr"]), 4, fault))
-    for name, array in parameters(plain).items():
-        assert parameters(strategy)[name] == pytest.approx(array, rel=1e-6, abs=1e-6)
-    with pytest.raises(
-        RunError, match=r"2 site\(s\) can take part in a total under masks, .*Left out: 2: silent in round 2"
-    ):
+    alike(kit.parameters(strategy), kit.parameters(plain), rtol=1e-6, atol=1e-6)
+    with pytest.raises(RunError, match=r"2 site\(s\) can take part in a total .*Left out: 2: silent in round 2"):
         run(FaultyGrid(configured(**MASKED, **METHODS["sgpr"]), 3, fault))
 
 
@@ -203,8 +171,7 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
         raise NumericsError("not positive definite")
 
     misbehaving(monkeypatch, "2", fails)
-    flat = configured(**MASKED, method="fsgp", num_server_rounds=1)
-    strategy = run(FaultyGrid(flat, 4))
+    strategy = run(FaultyGrid(configured(**MASKED, method="fsgp", num_server_rounds=1), 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
     assert any("were empty. Masks hide from which sites" in line for line in strategy.outcome.metrics["warnings"])
@@ -220,7 +187,7 @@ def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
 class Aside(FaultyGrid):
     """Tells one site alone of other rows, beside a question that all are asked."""
 
-    def arrival(self, message: Message) -> Message | None:
+    def arrival(self, message):
         told = message.content.config_records["config"]
         if message.metadata.message_type == "query.trials" and message.metadata.dst_node_id == self.node_of("1"):
             told.update(configuration='{"method": "sgpr", "test-fraction": 0.9}')
@@ -231,10 +198,7 @@ def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total():
     """The masks are bound to the context: words beside it could make one site add nothing, or something else."""
     grid = Aside(configured(**MASKED, num_server_rounds=2, sgpr__exchanges=6), 5)
     strategy = run(grid)
-    assert any(
-        "only the context that all sites share; this one carries a configuration" in own
-        for own in blamed(strategy)["1"]
-    )
+    assert any("that all sites share; this one carries a configuration" in own for own in blamed(strategy)["1"])
     assert strategy.details()["privacy"]["empty_summands"] == 0
     assert "1" in strategy.details()["privacy"]["left_out"]
     assert strategy.current.rows == sum(n for site, n in strategy.preparation.rows.items() if site != "1")
@@ -253,14 +217,12 @@ def test_methods_of_more_than_totals_are_refused_by_name(method):
     grid = FaultyGrid(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
     with pytest.raises(ConfigError, match=f"{method}.*not only their sum|'{method}' sees the rows"):
         run(grid)
-    assert {kind for _, kind, _ in grid.replies} <= {
-        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape")
-    }
+    agreed = {f"query.{what}" for what in ("describe", "keys", "column_sums", "column_squares", "shape")}
+    assert {kind for _, kind, _ in grid.replies} <= agreed
 
 
 def test_a_resumed_run_asks_no_question_again_under_an_old_number():
-    flat = configured(**MASKED)
-    recorder = Recorder()
+    flat, recorder = configured(**MASKED), Recorder()
 
     def killed(reply):
         raise KeyboardInterrupt
@@ -276,7 +238,7 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
 @pytest.fixture
 def real_nodes(tmp_path):
     nodes = csv_nodes(tmp_path, {site: waves(40, seed) for seed, site in enumerate(("east", "north", "west"))})
-    keyed(nodes, tmp_path)
+    kit.keyed(nodes, tmp_path)
     return nodes
 
 
@@ -306,10 +268,8 @@ def mixed(rows, seed):
 
 def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     """Columns, levels, means, scales and missing cells from totals, where no site says anything of its own."""
-    nodes = [
-        {**node, "partition-id": number, "num-partitions": 3}
-        for number, node in enumerate(csv_nodes(tmp_path, {site: mixed(60, seed) for seed, site in enumerate("abc")}))
-    ]
+    nodes = csv_nodes(tmp_path, {site: mixed(60, seed) for seed, site in enumerate("abc")})
+    nodes = [{**node, "partition-id": number, "num-partitions": 3} for number, node in enumerate(nodes)]
     found = []
     for more in ({}, MASKED):
         flat = configured(num_server_rounds=1, missing="indicator", target="y", min_sites=3, **more)
@@ -318,8 +278,7 @@ def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     require_words(grid)
     plain, masked = found
     assert masked.names == plain.names
-    for name, array in plain.arrays.items():
-        assert masked.arrays[name] == pytest.approx(array, rel=1e-9), name
+    alike(masked.arrays, plain.arrays, rtol=1e-9, atol=1e-12)
     assert [own["missing"] for own in masked.columns] == [own["missing"] for own in plain.columns]
     assert masked.training_target == pytest.approx(plain.training_target, rel=1e-9)
 
@@ -338,11 +297,10 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
 def test_under_masks_sites_count_where_the_total_does_not_serve_them(size, most, caplog):
     """Nobody can be named: the site of the false sums is one of many, and each site's log has what it found."""
     keys = configured(**MASKED, num_server_rounds=4, baselines__local_only=True, model__num_inducing=12)
-    with false_projections("1", size):
+    with kit.false_projections("1", size):
         end = run(FaultyGrid(keys, 3))
-    said = [
-        text for text in end.outcome.metrics["warnings"] if "3 of 3 sites predict held-out rows much better" in text
-    ]
+    much = "3 of 3 sites predict held-out rows much better"
+    said = [text for text in end.outcome.metrics["warnings"] if much in text]
     assert len(said) == most
     assert all("The sums of some site may be false" in text and "each half of the sites" in text for text in said)
     assert sum("the run does not serve this site" in text for text in caplog.messages) == 3 * most

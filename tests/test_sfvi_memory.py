@@ -2,15 +2,13 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, parameters, run, waves
-from flwr.app import Message, RecordDict
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, parameters, run, texts, waves
+from flwr.app import RecordDict
 from test_sfvi import memories, mixed, tiny, visits_csv
 
 from fedgp_flower import server_app
@@ -21,15 +19,14 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
-from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory, Slopes
+from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
-from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.network import LACKS, SharedContext
 
 
-def offset_sites(folder: Path) -> list[dict[str, str]]:
+def offset_sites(folder):
     """Three sites whose targets differ by constants that no input explains."""
     frames = {name: waves(40, seed) for seed, name in enumerate("abc")}
     for name, offset in (("a", 2.0), ("b", -2.0), ("c", 0.0)):
@@ -37,35 +34,28 @@ def offset_sites(folder: Path) -> list[dict[str, str]]:
     return csv_nodes(folder, frames)
 
 
-def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(tmp_path, monkeypatch):
     """Its rate is that of a run from its beginning, however late it is; its offset is many steps away."""
     monkeypatch.setattr("fedgp_flower.methods.sfvi.client.CATCH_UP_STEPS", 100)
     nodes = offset_sites(tmp_path)
-    keys = {"sfvi__learning_rate": 0.1, "sfvi__local_steps": 4}
-    flat = tiny(method="sfvi-avg", num_server_rounds=12, **keys)
-    calm = run(FaultyGrid(flat, nodes))
-    grid, recorder = FaultyGrid(flat, nodes), Recorder()
-    recorder.at[11] = lambda: grid.restart("a")
-    strategy = run(grid, recorder)
+    flat = tiny(method="sfvi-avg", num_server_rounds=12, sfvi__learning_rate=0.1, sfvi__local_steps=4)
+    calm, grid = run(FaultyGrid(flat, nodes)), FaultyGrid(flat, nodes)
+    strategy = run(grid, Recorder(at={11: lambda: grid.restart("a")}))
     assert strategy.details()["fresh_starts"] == 1
 
-    def error(own: Any) -> float:
+    def error(own):
         return next(row["rmse"] for row in own.evaluation["per_site"] if row["site"] == "a")
 
     assert error(strategy) < error(calm) + 0.1
 
 
 @pytest.mark.parametrize("method", ["sfvi", "sfvi-avg"])
-def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
-) -> None:
+def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(monkeypatch, tmp_path, method):
     """The gradient of one site's own latents breaks in the second round: it goes on in the third."""
     original = SFVIClient.learner
     nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
 
-    def learner(self: SFVIClient, values: Any) -> Learner:
+    def learner(self, values):
         found = original(self, values)
         if self.site.site == "b" and self.setting.round == 2:
             return Broken(found.model, found.site, found.seed, found.key, found.samples, found.importance)
@@ -77,24 +67,23 @@ def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
     assert [failure.round for failure in strategy.network.failures] == [2]
     assert "not finite" in blamed(strategy)["b"][0]
     assert memories(grid)["b"].round == 6
-    for memory in memories(grid).values():
-        assert all(np.isfinite(array).all() for array in encode(memory).values())
+    assert all(np.isfinite(array).all() for array in encode(memories(grid)["b"]).values())
 
 
 class Broken(Learner):
     """Its own latents are no numbers after a step; what it would send looks sound."""
 
-    def gradient(self, *told: Any) -> tuple[float, Slopes]:
+    def gradient(self, *told):
         value, slopes = super().gradient(*told)
         return value, {n: v * (torch.nan if n.startswith("local.") else 1) for n, v in slopes.items()}
 
-    def local_steps(self, *told: Any, **named: Any) -> Any:
+    def local_steps(self, *told, **named):
         end, value = super().local_steps(*told, **named)
         end[1].mean[...] = torch.nan
         return end, value
 
 
-def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path) -> None:
+def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path):
     nodes = [{**node, "state-dir": str(tmp_path / "state" / node["site"])} for node in offset_sites(tmp_path)]
     flat = tiny(num_server_rounds=6, sfvi__learning_rate=0.1, output_dir=str(tmp_path), name="run")
     folder = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
@@ -110,52 +99,29 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
 
 
 class Watched(FaultyGrid):
-    """Keeps what every message carries, as the site gets it, and the reply's arrays."""
+    """Keeps the kinds of messages that carry the context."""
 
-    def __init__(self, *told: Any) -> None:
+    def __init__(self, *told):
         super().__init__(*told)
-        self.down: list[tuple[str, int, dict[str, np.ndarray]]] = []
-        self.up: list[dict[str, np.ndarray]] = []
-        self.once: list[bool] = []
+        self.with_context = []
 
-    def answer(self, message: Message) -> Message:
-        reply = super().answer(message)
-        records, config = message.content.array_records, message.content.config_records["config"]
-        carries = {name: array for record in records.values() for name, array in numpy_arrays(record).items()}
-        self.once.append("context" in message.content)
-        self.down.append((message.metadata.message_type, int(str(config["round"])), carries))
-        self.up.append(numpy_arrays(reply.content.array_records["arrays"]))
-        return reply
-
-    def forget(self, site: str) -> None:
-        self.contexts[self.node_of(site)].state = RecordDict()
+    def answer(self, message):
+        self.with_context += [message.metadata.message_type] * ("context" in message.content)
+        return super().answer(message)
 
 
-def classes_csv(folder: Path) -> Path:
+def multinomial(folder, **changes):
     """Three classes, a hundred inputs of which one tells them apart."""
     draw = np.random.default_rng(2)
-    label = draw.integers(0, 3, 120)
-    x = draw.standard_normal((120, 100))
+    label, x = draw.integers(0, 3, 120), draw.standard_normal((120, 100))
     x[:, 0] += label
-    frame = pd.DataFrame(x, columns=[f"x{i}" for i in range(100)]).assign(y=label)
-    frame.to_csv(folder / "classes.csv", index=False)
-    return folder / "classes.csv"
-
-
-def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {
-        "method": "sfvi",
-        "dataset": str(classes_csv(folder)),
-        "target": "y",
-        "standardise": False,
-        "sfvi__model": "multinomial",
-        "sfvi__samples": 2,
-        "sfvi__learning_rate": 0.1,
-    }
+    pd.DataFrame(x).add_prefix("x").assign(y=label).to_csv(folder / "classes.csv", index=False)
+    own = {"method": "sfvi", "dataset": str(folder / "classes.csv"), "target": "y", "standardise": False}
+    own |= {"sfvi__model": "multinomial", "sfvi__samples": 2, "sfvi__learning_rate": 0.1}
     return configured(**{**own, **changes})
 
 
-def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
+def test_bytes_of_a_round_keep_to_the_bound(tmp_path):
     """1.1 · (2 |η_G| + 2 |θ| + S |ε|) · 8 for a site, everything included that crosses the wire."""
     grid = Watched(multinomial(tmp_path), 3)
     strategy = run(grid)
@@ -165,16 +131,17 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     later = [visit.down + visit.up for visit in visits if visit.round > 1]
     assert len(later) == 9
     assert max(later) <= 1.1 * (2 * numbers + draws) * 8
-    with_context = [phase for (phase, _, _), once in zip(grid.down, grid.once, strict=True) if once]
-    assert with_context == ["train.gradient"] * 3  # the first message that needs it
+    assert grid.with_context == ["train.gradient"] * 3  # the first message that needs it
 
 
-def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path) -> None:
+def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path):
     flat = multinomial(tmp_path)
-    calm = run(FaultyGrid(flat, 3))
-    grid, recorder = Watched(flat, 3), Recorder()
-    recorder.at[2] = lambda: grid.forget("1")
-    strategy = run(grid, recorder)
+    calm, grid = run(FaultyGrid(flat, 3)), FaultyGrid(flat, 3)
+
+    def forget():
+        grid.contexts[grid.node_of("1")].state = RecordDict()
+
+    strategy = run(grid, Recorder(at={2: forget}))
     assert not blamed(strategy)
     for name, array in parameters(calm).items():
         assert np.array_equal(parameters(strategy)[name], array), name
@@ -183,48 +150,36 @@ def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path)
     assert {key for key in asked if asked.count(key) > 1} == {(3, "1")}
 
 
-def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
-    flat = multinomial(tmp_path, num_server_rounds=2)
-    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradient",)))
-    strategy = run(grid)
-    reasons = blamed(strategy)
-    assert set(reasons) == {"1"}
-    assert len(reasons["1"]) == 2
-    assert all("sent again" in reason for reason in reasons["1"])
+def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path):
+    empty, lacking = arrays(lambda own: {}), texts(**{LACKS: True})
+    fault = Fault("1", lambda reply: lacking(empty(reply)), ("train.gradient",))
+    [(site, reasons)] = blamed(run(FaultyGrid(multinomial(tmp_path, num_server_rounds=2), 3, fault))).items()
+    assert (site, len(reasons)) == ("1", 2)
+    assert all("sent again" in reason for reason in reasons)
 
 
-def claiming(reply: Message) -> Message:
-    reply = arrays(lambda own: {})(reply) or reply
-    reply.content.config_records["config"][LACKS] = True
-    return reply
-
-
-def test_a_context_is_named_by_what_it_holds() -> None:
+def test_a_context_is_named_by_what_it_holds():
     """A message that names another digest is not read with what a site keeps."""
-    arrays_of_all, texts = {"input.mean": np.array([2.0, 3.0])}, {"schema": "a"}
-    context = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
-    others = (
-        SharedContext.of({"input.mean": np.array([2.0, 3.5])}, texts, {"points": np.ones((2, 3))}),
-        SharedContext.of(arrays_of_all, {"schema": "b"}, {"points": np.ones((2, 3))}),
-        SharedContext.of(arrays_of_all, texts, {"points": np.ones((3, 2))}),
-        SharedContext.of(arrays_of_all, texts, {"point": np.ones((2, 3))}),
-        SharedContext.of(arrays_of_all, texts),
-    )
-    assert len({context.digest, *(other.digest for other in others)}) == 6
-    same = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
-    assert same.digest == context.digest
-    assert same.constants["points"].numpy().shape == (2, 3)
+
+    def context(mean=3.0, schema="a", **constants):
+        return SharedContext.of({"input.mean": np.array([2.0, mean])}, {"schema": schema}, constants)
+
+    ones = np.ones((2, 3))
+    others = context(3.5, points=ones), context(schema="b", points=ones), context(points=ones.T), context(point=ones)
+    assert len({own.digest for own in (context(points=ones), context(), *others)}) == 6
+    assert context(points=ones).digest == context(points=ones).digest
+    assert context(points=ones).constants["points"].numpy().shape == (2, 3)
 
 
 class Listening(FaultyGrid):
     """Keeps all bytes that leave a site, and what the site knew when they left."""
 
-    def __init__(self, *told: Any) -> None:
+    def __init__(self, *told):
         super().__init__(*told)
-        self.sent: list[tuple[str, bytes]] = []
-        self.secrets: dict[str, set[bytes]] = {}
+        self.sent = []
+        self.secrets = {}
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message):
         reply = super().answer(message)
         context = self.contexts[message.metadata.dst_node_id]
         site = str(context.node_config["partition-id"])
@@ -237,21 +192,19 @@ class Listening(FaultyGrid):
         return reply
 
 
-def words(array: np.ndarray) -> set[bytes]:
+def words(array):
     """The bytes of every number but whole ones: a count of rows, which a site sends, may equal an input such as 10."""
     flat = np.asarray(array, dtype=np.float64).ravel()
     return {value.tobytes() for value in flat if math.isfinite(value) and value != np.rint(value)}
 
 
-def content(message: Message) -> bytes:
-    records = message.content
-    arrays = [array.data for record in records.array_records.values() for array in record.values()]
-    numbers = [np.float64(value).tobytes() for record in records.metric_records.values() for value in record.values()]
-    texts = [repr(value).encode() for record in records.config_records.values() for value in record.values()]
-    return b"|".join([*arrays, *numbers, *texts])
+def content(message):
+    values = [value for record in message.content.values() for value in record.values()]
+    numbers = [np.float64(value).tobytes() for value in values if isinstance(value, int | float)]
+    return b"|".join([*numbers, *(value.data if hasattr(value, "data") else repr(value).encode() for value in values)])
 
 
-def leaks(flat: dict[str, Any]) -> dict[str, int]:
+def leaks(flat):
     """How many private numbers of each of three sites are among the bytes it sent."""
     grid = Listening(flat, 3)
     strategy = run(grid)
@@ -266,7 +219,7 @@ def leaks(flat: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def test_nothing_about_local_latents_leaves_a_site(tmp_path: Path) -> None:
+def test_nothing_about_local_latents_leaves_a_site(tmp_path):
     """No number of q(Z_Lk | Z_G), of its optimiser, or of a row is among the bytes of any message of any site."""
     warm = {"sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}
     average = {"method": "sfvi-avg", "sfvi__local_steps": 2, "sfvi__structure": "full"}
@@ -275,7 +228,7 @@ def test_nothing_about_local_latents_leaves_a_site(tmp_path: Path) -> None:
         assert not any(leaks(flat).values())
 
 
-def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listener_hears_a_leak(monkeypatch):
     """One number of one site's latents among the figures of its replies is enough."""
     original = SFVIClient.gradient
 

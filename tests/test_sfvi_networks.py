@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +13,7 @@ from structured_problems import PlainSite, gradient_of, plan_of, roster_of, star
 from test_sfvi import mixed
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.methods.family import named, unit_noise
 from fedgp_flower.methods.sfvi.classes import CONCENTRATION, AmortisedModel, PersonalNetwork, half_normal
 from fedgp_flower.methods.sfvi.mixed import GroupedModel
@@ -24,6 +22,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import METHODS
 from fedgp_flower.shared_messages import Confusion, Described
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, gradient_round
@@ -37,7 +36,7 @@ def generator():
     return torch.Generator().manual_seed(5)
 
 
-def weights(name: str, z_global: torch.Tensor, z_local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weights(name, z_global, z_local):
     """Both layers of a site, as the paper has them."""
     head = z_local[-C * H :].reshape(C, H)
     if name == "fedpop":
@@ -61,14 +60,9 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
     """With one site it is plain VI. Densities inside q are held: sticking the landing."""
     plan = plan_of(model=name, samples=2, hidden=H, classes=C)
     model = PersonalNetwork(D, plan[0])
-    rows = [
-        model.prepare(
-            torch.randn(6, D, generator=generator, dtype=torch.float64),
-            torch.randint(C, (6,), generator=generator).double(),
-            key=7 + k,
-        )
-        for k in range(sites)
-    ]
+    x = torch.randn(sites, 6, D, generator=generator, dtype=torch.float64)
+    y = torch.randint(C, (sites, 6), generator=generator).double()
+    rows = [model.prepare(x[k], y[k], key=7 + k) for k in range(sites)]
     q_global, local = start_posteriors(model, rows, generator, whole=False, triangular=False)
     noise = torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
     leaves = [{n: v.clone().requires_grad_() for n, v in named(q).items()} for q in (q_global, *local)]
@@ -92,8 +86,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
     assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
     found = [gradient_of(state)[name] for name in leaves[0]]
     found += [site.local[name] for site in plain.values() for name in leaves[1]]
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.as_tensor(mine), other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close([*map(torch.as_tensor, found)], [*expected], rtol=1e-10, atol=1e-10)
 
 
 def test_confusion_counts_rows_and_leaves_small_cells_out():
@@ -106,11 +99,10 @@ def test_confusion_counts_rows_and_leaves_small_cells_out():
 
 
 WORDS = "ball,goal,disk,file,say"
-V, W, H, C, N = 6, 2, 4, 3, 9
-AMORTISED = ("vae", "prodlda")
+V, W, N = 6, 2, 9
 
 
-def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
+def model_and_rows(name):
     generator = torch.Generator().manual_seed(5)
     options = SFVIOptions.model_validate({"model": name, "hidden": H, "latents": W, "classes": C})
     model = AmortisedModel.configured(options, ModelSection(), V)
@@ -119,31 +111,17 @@ def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tenso
     return model, features, torch.randint(C, (N,), generator=generator).double()
 
 
-def sites_of(model: AmortisedModel, x: torch.Tensor, y: torch.Tensor, parts: int) -> list[Any]:
-    """Rows dealt to sites, whose draws are keyed by their number."""
-    return [replace(model.prepare(x[i], y[i]), keys=50 + i) for i in torch.arange(N).chunk(parts)]
-
-
-def asked(name: str, parts: int) -> tuple[dict[str, np.ndarray], float, dict[str, torch.Tensor], torch.Tensor]:
-    """Gradient and value of a round; q(Z_G), and its draws."""
-    model, x, y = model_and_rows(name)
-    plan = plan_of(model=name, samples=2)
-    rows = sites_of(model, x, y, parts)
+@pytest.mark.parametrize("name", ["vae", "prodlda"])
+def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name):
+    """By weights of the decoder, under q(Z_G) whose density is held, and of the encoder."""
+    (model, x, y), plan = model_and_rows(name), plan_of(model=name, samples=2)
+    rows = [replace(model.prepare(x[i], y[i]), keys=50 + i) for i in torch.arange(N).chunk(3)]  # draws are by number
     q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), whole=False, triangular=False)
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
     state, _ = drive(gradient_round(state_of(model, q_global), roster_of(plain), *plan), plain)
     assert all(not site.local for site in plain.values())  # nothing is learned at a site alone
-    eta = named(q_global)
-    assert state.bound is not None
-    return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
-
-
-@pytest.mark.parametrize("name", AMORTISED)
-def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: str) -> None:
-    """By weights of the decoder, under q(Z_G) whose density is held, and of the encoder."""
-    found, value, eta, noise = asked(name, 3)
-    model, x, y = model_and_rows(name)
-    eta = {key: own.clone().requires_grad_() for key, own in eta.items()}
+    noise = torch.tensor(global_noise(plan[1], 1, 2, model.global_size))
+    eta = {key: own.clone().requires_grad_() for key, own in named(q_global).items()}
     theta = model.theta()
     draws = unit_noise(11, 0, 50 + torch.arange(N), (1, 2), W)[0]
     bound = torch.zeros((), dtype=torch.float64)
@@ -151,9 +129,8 @@ def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: s
         z_global = eta["q.mean"] + eta["q.log_scale"].exp() * noise[s]
         held = Normal(eta["q.mean"].detach(), eta["q.log_scale"].detach().exp())
         layer = z_global.reshape(V + C, -1)
-        mean, log_scale = model.encoder(
-            3 * x.log1p() / x.log1p().norm(dim=1, keepdim=True) if name == "prodlda" else x
-        ).chunk(2, -1)
+        seen = 3 * x.log1p() / x.log1p().norm(dim=1, keepdim=True) if name == "prodlda" else x
+        mean, log_scale = model.encoder(seen).chunk(2, -1)
         q = Normal(mean, log_scale.exp())
         z = mean + log_scale.exp() * draws[s]
         if name == "vae":
@@ -169,19 +146,19 @@ def test_a_round_of_amortised_latents_is_the_gradient_of_the_joint_bound(name: s
         fit = fit + Categorical(logits=outputs[:, V:]).log_prob(y).sum() - kl_divergence(q, prior).sum()
         bound = bound + (fit + (Normal(0.0, 1.0).log_prob(z_global) - held.log_prob(z_global)).sum()) / 2
     expected = torch.autograd.grad(bound, [*eta.values(), *theta.values()])
-    assert value == pytest.approx(float(bound.detach()), rel=1e-12)
-    for key, other in zip([*eta, *theta], expected, strict=True):
-        torch.testing.assert_close(torch.as_tensor(found[key]), other, rtol=1e-9, atol=1e-9)
+    assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
+    found = [torch.as_tensor(gradient_of(state)[key]) for key in (*eta, *theta)]
+    torch.testing.assert_close(found, [*expected], rtol=1e-9, atol=1e-9)
 
 
-def test_features_that_are_none_are_refused() -> None:
+def test_features_that_are_none_are_refused():
     for name, word in (("vae", "between 0 and 1"), ("prodlda", "counts")):
         model, _, _ = model_and_rows(name)
         with pytest.raises(DataError, match=word):
             model.prepare(torch.full((2, V), -0.5).double(), torch.zeros(2).double())
 
 
-def documents(rows: int = 150) -> pd.DataFrame:
+def documents(rows=150):
     """Documents of two themes, each with words of its own, and common words in all."""
     rng = np.random.default_rng(0)
     theme = np.arange(rows) % 2
@@ -190,7 +167,7 @@ def documents(rows: int = 150) -> pd.DataFrame:
     return frame.assign(theme=theme.astype(float))
 
 
-def test_a_topic_model_is_scored_saved_and_predicts(tmp_path: Path) -> None:
+def test_a_topic_model_is_scored_saved_and_predicts(tmp_path):
     path, table = tmp_path / "table.csv", documents()
     table.assign(theme=table["theme"].map({0.0: "disk", 1.0: "game"})).to_csv(path, index=False)
     keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme"}
@@ -210,7 +187,7 @@ BETA, OMEGA, SIGMA = (0.4, -0.8, 0.5), (0.3, 0.9), -0.5
 """Intercept and slopes; log precisions ω of intercept and slope of units; ς."""
 
 
-def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "gaussian") -> pd.DataFrame:
+def table(units=12, visits=5, seed=0, likelihood="gaussian"):
     rng = np.random.default_rng(seed)
     unit = np.repeat(np.arange(units), visits)
     a, b = rng.standard_normal((2, len(unit)))
@@ -225,7 +202,7 @@ def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "ga
     return pd.DataFrame({"site": site, "all": "one", "unit": unit, "a": a, "b": b, "y": draws[likelihood]})
 
 
-def columns(frame: pd.DataFrame) -> list[torch.Tensor]:
+def columns(frame):
     return [torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b", "a"], "y", "unit")]
 
 
@@ -261,11 +238,9 @@ def test_other_densities_are_scipy_s(likelihood):
     effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = effects.numpy()[frame["unit"]] * np.exp(-np.array(OMEGA))
     f = BETA[0] + BETA[1] * frame["a"] + BETA[2] * frame["b"] + own[:, 0] + own[:, 1] * frame["a"]
-    pmf = {
-        "bernoulli": stats.bernoulli.logpmf(frame["y"], 1 / (1 + np.exp(-f))),
-        "poisson": stats.poisson.logpmf(frame["y"], np.exp(f)),
-    }
-    expected = pd.Series(pmf[likelihood]).groupby(frame["unit"]).sum() + stats.norm.logpdf(effects.numpy()).sum(1)
+    law = stats.poisson(np.exp(f)) if likelihood == "poisson" else stats.bernoulli(1 / (1 + np.exp(-f)))
+    rows = pd.Series(law.logpmf(frame["y"])).groupby(frame["unit"]).sum()
+    expected = rows + stats.norm.logpdf(effects.numpy()).sum(1)
     np.testing.assert_allclose(model.log_local(site, z_global, effects), expected, rtol=1e-10)
 
 
@@ -284,9 +259,53 @@ def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(tmp_path):
 
 
 def test_a_slope_in_a_column_that_is_not_there_is_named():
-    options = SFVIOptions.model_validate({"model": "glmm", "unit-column": "unit", "random-slopes": "a, c"})
+    wrong, right = (plan_of(model="glmm", unit_column="unit", random_slopes=own)[0] for own in ("a, c", "b"))
     with pytest.raises(DataError, match=r"`sfvi.random-slopes`: 'c' .* there are unit, a, b"):
-        options.columns(("unit", "a", "b"))
-    assert SFVIOptions.model_validate({"model": "glmm", "unit-column": "unit", "random-slopes": "b"}).columns(
-        ("unit", "a", "b")
-    ) == [1, 2, 2]
+        wrong.columns(("unit", "a", "b"))
+    assert right.columns(("unit", "a", "b")) == [1, 2, 2]
+
+
+SFVI = {"sfvi__hidden": 8, "sfvi__initial_scale": 0.1, "sfvi__samples": 2}
+RUNS = {
+    "sfvi": SFVI | {"sfvi__model": "fedpop", "num_server_rounds": 40},
+    "sfvi-avg": SFVI | {"sfvi__model": "hierarchical-bnn", "sfvi__local_steps": 5, "num_server_rounds": 8},
+    "pvi-bnn": {"bnn__hidden": 6, "pvi__steps": 60, "pvi__learning_rate": 0.03, "num_server_rounds": 3},
+    "deep-kernel": {"model__likelihood": "categorical", "deep__learning_rate": 0.02, "num_server_rounds": 8},
+}
+SHOWN = {"pvi-bnn": "Pruned weights", "deep-kernel": "Personal heads"}
+"""What only this method's report has."""
+
+
+@pytest.mark.parametrize("method", RUNS)
+def test_a_run_is_scored_saved_and_predicts(tmp_path, method):
+    site, row = np.repeat(np.arange(3), 60), np.arange(180)  # each with one class for 80 % of its rows
+    label = np.where(row % 5 == 0, (site + 1 + row // 5 % 2) % 3, site)
+    noise = 0.4 * np.random.default_rng(0).standard_normal((180, 2))
+    x = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])[label] + noise
+    table = pd.DataFrame(x, columns=["a", "b"]).assign(label=[f"kind {name}" for name in label], silo=site)
+    table.to_csv(tmp_path / "classes.csv", index=False)
+    keys = {"method": method, "target": "label", "features": "a,b", "dataset": str(tmp_path / "classes.csv")}
+    keys |= {"partitioner": "natural", "partition__column": "silo", "name": "run", "output_dir": str(tmp_path)}
+    folder = run_in_process(configured(**keys, **RUNS[method]), 3)
+    read, page = load_run(folder), (folder / "report.html").read_text()
+    assert read.metrics.test["accuracy"] > 0.85
+    confusion = np.array(read.metrics.method_details["confusion"])
+    assert confusion.sum() == 36
+    assert np.trace(confusion) == pytest.approx(36 * read.metrics.test["accuracy"])
+    assert "that of the most probable class" in page
+    assert SHOWN.get(method, "") in page
+    assert {"calibration.png", "confusion-of-classes.png"} <= {path.name for path in (folder / "plots").iterdir()}
+    personal = RUNS[method].get("sfvi__model")  # of the heads of new sites nothing is known
+    if personal:
+        assert read.posterior is None
+        with pytest.raises(RunError, match="keeps its own last layer"):
+            Predictor.of_run(folder)
+        assert len(Predictor.of_all(folder)) == 3
+    site = table[table["silo"] == 1]
+    predictors = [] if personal else [read.posterior]
+    predictors += [Predictor.at_site(folder, "1")] if METHODS[method].at_site else []
+    for predictor in predictors:
+        chance = predictor.predict(site)
+        assert list(chance) == [f"probability of kind {number}" for number in range(3)]
+        np.testing.assert_allclose(chance.sum(axis=1), 1.0)
+        assert (chance.to_numpy().argmax(axis=1) == site["label"].str[-1].astype(int)).mean() > 0.85

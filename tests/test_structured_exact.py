@@ -3,25 +3,19 @@
 import math
 from dataclasses import replace
 
+import mpmath
 import numpy as np
 import pytest
 import structured_problems as problems
 import torch
+from ot.gaussian import bures_wasserstein_barycenter
 from scipy import integrate, special, stats
 
-from fedgp_flower.gp.barycentre import barycentre
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
-from fedgp_flower.methods.family import (
-    GlobalPosterior,
-    global_term,
-    initial_global,
-    initial_local,
-    named,
-    normal_log_density,
-    on_the_wire,
-    unit_noise,
-    with_named,
-)
+from fedgp_flower.methods import family
+from fedgp_flower.methods.family import GlobalPosterior, global_term, named, on_the_wire, unit_noise
 from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SampledModel
@@ -43,7 +37,7 @@ def assert_close(found, expected, tolerance=1e-12):
 
 
 def split(values, parts):
-    return [with_named(values, {name: value[part] for name, value in named(values).items()}) for part in parts]
+    return [family.with_named(values, {name: value[part] for name, value in named(values).items()}) for part in parts]
 
 
 def partitions(units):
@@ -118,9 +112,8 @@ def conjugate_problem(generator):
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
     designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
-    q_global, q_local, evidence = problems.linear_gaussian_posterior(
-        designs, [site.targets.numpy() for site in sites], 0.2
-    )
+    targets = [site.targets.numpy() for site in sites]
+    q_global, q_local, evidence = problems.linear_gaussian_posterior(designs, targets, 0.2)
     left_open = sum(float(left.sum()) for _, _, left in bases) / (2 * 0.2)
     return model, sites, q_global, q_local, evidence - left_open
 
@@ -149,9 +142,8 @@ def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generat
     """The conjugate model: the bound is log p(y) less what the inducing values leave open, and nothing pulls."""
     model, rows, q_global, q_local, exact_bound = conjugate_problem(generator)
     sites = {str(k): problems.PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
-    state, _ = drive(
-        gradient_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of()), sites
-    )
+    asking = gradient_round(problems.state_of(model, q_global), problems.roster_of(sites), *problems.plan_of())
+    state, _ = drive(asking, sites)
     assert state.bound == pytest.approx(exact_bound, abs=1e-9)
     assert max(np.abs(v).max() for n, v in problems.gradient_of(state).items() if n.startswith("q.")) < 1e-9
     assert max(float(v.abs().max()) for site in sites.values() for v in site.local.values()) < 1e-9
@@ -167,8 +159,7 @@ def test_noise_belongs_to_the_unit_and_is_standard_normal():
     assert not torch.isclose(unit_noise(2, 2, keys, (2, 5), 4), draws).any()
     many = unit_noise(0, 0, torch.arange(200), (500,), 2).reshape(500, -1).numpy()  # [500, 400]
     assert stats.kstest(many.ravel(), "norm").pvalue > 1e-3
-    correlation = np.corrcoef(many.T)[np.triu_indices(400, 1)]
-    assert np.abs(correlation).max() < 6 / np.sqrt(500)
+    assert np.abs(np.corrcoef(many.T)[np.triu_indices(400, 1)]).max() < 6 / np.sqrt(500)
 
 
 def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_barycentre(generator):
@@ -212,15 +203,14 @@ FIVE_ERRORS = 5.0
 
 def test_family_density_is_that_of_the_transformed_draws(generator):
     """Both densities against torch's multivariate normal, and the draws against their noise."""
-    q = problems.randomised(initial_global(4, scale=0.5, triangular=True), generator)
+    q = problems.randomised(family.initial_global(4, scale=0.5, triangular=True), generator)
     z = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     reference = torch.distributions.MultivariateNormal(q.mean, scale_tril=q.factor())
-    torch.testing.assert_close(q.log_density(z), reference.log_prob(z))
-    torch.testing.assert_close(q.entropy(), reference.entropy())
+    torch.testing.assert_close((q.log_density(z), q.entropy()), (reference.log_prob(z), reference.entropy()))
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
     for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
         torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
-    local = problems.randomised(initial_local(2, 3, 4, scale=0.5, whole=True), generator)
+    local = problems.randomised(family.initial_local(2, 3, 4, scale=0.5, whole=True), generator)
     own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
     for unit in range(2):
         centre = local.mean[unit] + (z - q.mean) @ local.coupling[unit].mT
@@ -263,9 +253,8 @@ def test_multinomial_density_and_its_learned_prior(generator):
         assert float(found[draw, 0]) == pytest.approx(rows.sum(), rel=1e-12)
         prior = stats.norm.logpdf(z[draw, :6], scale=math.exp(-0.4)).sum()
         prior += stats.norm.logpdf(z[draw, 6:], scale=math.exp(0.7)).sum()
-        assert float(normal_log_density(z[draw], model.prior_log_scale(), None).detach()) == pytest.approx(
-            prior, rel=1e-12
-        )
+        density = family.normal_log_density(z[draw], model.prior_log_scale(), None)
+        assert float(density.detach()) == pytest.approx(prior, rel=1e-12)
     probability, variance = model.observation(site, z, empty)
     torch.testing.assert_close(probability.sum(-1), torch.ones(2, 5, dtype=torch.float64))
     torch.testing.assert_close(variance, probability * (1 - probability))
@@ -334,8 +323,7 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
         torch.testing.assert_close(mean, answers[index][0], rtol=1e-5, atol=1e-5)  # jitter against cond(K_zz)
         torch.testing.assert_close(variance, answers[index][1], rtol=1e-5, atol=1e-5)
         noisy, spread = model.moments(site, q_global, q, rows, link=False)
-        torch.testing.assert_close(noisy, mean)
-        torch.testing.assert_close(spread, variance + 0.2)
+        torch.testing.assert_close((noisy, spread), (mean, variance + 0.2))
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -368,9 +356,8 @@ def test_local_steps_are_those_of_torchs_adam(generator):
     def parts():
         model = problems.sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
         site = problems.gp_sites(model, torch.Generator().manual_seed(1), sizes=(6,))[0]
-        q_global, [q_local] = problems.start_posteriors(
-            model, [site], torch.Generator().manual_seed(2), triangular=False
-        )
+        draw = torch.Generator().manual_seed(2)
+        q_global, [q_local] = problems.start_posteriors(model, [site], draw, triangular=False)
         return Learner(model, site, 0, 0, 0, 1), (q_global, q_local, AdamState())
 
     learner, start = parts()
@@ -395,3 +382,62 @@ def test_local_steps_are_those_of_torchs_adam(generator):
     for name, moved in learner.model.theta().items():
         torch.testing.assert_close(moved, other.model.theta()[name])
     assert end[2].step == len(rates)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def random_factors(rng, sites, size, condition):
+    """Lower factors of randomly rotated covariances with the given condition number."""
+    rotations = np.linalg.qr(rng.normal(size=(sites, size, size)))[0]
+    roots = rotations * np.geomspace(1.0, condition**-0.5, size) * np.exp(rng.normal(size=(sites, 1, 1)) / 2)
+    return np.linalg.cholesky(roots @ roots.mT)
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e10])
+def test_solves_its_defining_equation_in_sixty_digits(rng, condition):
+    """Whitened: ‖F⁻ᵀ Σ wₖ (FᵀSₖF)^½ F⁻¹ − I‖, which sees the smallest direction as well as the largest."""
+    factors, weights = random_factors(rng, 3, 4, condition), np.array([0.2, 0.3, 0.5])
+    _, found = barycentre(np.zeros((3, 4)), factors, weights)
+    with mpmath.workdps(60):
+        factor, total = mpmath.matrix(found.tolist()), mpmath.zeros(4)
+        for weight, site in zip(weights, factors, strict=True):
+            half = mpmath.matrix(site.tolist()).T * factor
+            values, vectors = mpmath.eigsy(half.T * half)
+            total += mpmath.mpf(weight) * vectors * mpmath.diag([mpmath.sqrt(v) for v in values]) * vectors.T
+        inverse = factor**-1
+        gap = inverse.T * total * inverse - mpmath.eye(4)
+        worst = max(abs(entry) for entry in gap)
+    assert worst < 1e-10
+
+
+def test_the_barycentre_is_that_of_python_optimal_transport(rng):
+    means, weights, factors = rng.normal(size=(5, 8)), rng.dirichlet(np.ones(5)), random_factors(rng, 5, 8, 1e4)
+    centre, factor = barycentre(means, factors, weights)
+    mean, covariance = bures_wasserstein_barycenter(means, factors @ factors.mT, weights, num_iter=5000, eps=1e-14)
+    np.testing.assert_allclose(centre, mean, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(factor @ factor.T, covariance, rtol=0, atol=1e-8 * np.abs(covariance).max())
+
+
+def test_means_and_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
+    means, scales, weights = rng.normal(size=(4, 6)), rng.uniform(0.1, 3.0, (4, 6)), np.array([1.0, 2.0, 3.0, 4.0])
+    centre, diagonal = barycentre(means, scales, weights)
+    np.testing.assert_allclose([centre, diagonal], [weights / 10 @ part for part in (means, scales)], rtol=1e-13)
+    _, full = barycentre(means, np.stack([np.diag(s) for s in scales]), weights, max_iterations=6)
+    np.testing.assert_allclose(full, np.diag(diagonal), rtol=0, atol=1e-10)
+
+
+def test_the_distance_is_that_of_the_trace_formula(rng):
+    means, factors = rng.normal(size=(2, 4)), random_factors(rng, 2, 4, 1e2)
+    nuclear = np.linalg.svd(factors[0].T @ factors[1], compute_uv=False).sum()
+    squared = np.sum((means[0] - means[1]) ** 2) + np.sum(factors[0] ** 2) + np.sum(factors[1] ** 2) - 2 * nuclear
+    assert wasserstein_distance(means[0], factors[0], means[1], factors[1]) == pytest.approx(squared**0.5, rel=1e-12)
+    scalar = wasserstein_distance(np.zeros(1), np.array([2.0]), np.array([3.0]), np.array([6.0]))
+    assert scalar == pytest.approx(5.0)
+
+
+def test_what_does_not_converge_is_refused(rng):
+    with pytest.raises(NumericsError, match="did not converge"):
+        barycentre(np.zeros((2, 3)), random_factors(rng, 2, 3, 10.0), np.ones(2), max_iterations=1)

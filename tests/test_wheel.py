@@ -33,9 +33,8 @@ def python(folder: Path, *words: object, home: Path | None = None) -> str:
 def built(tmp_path_factory):
     """Wheel and source archive, made from what git knows."""
     folder = tmp_path_factory.mktemp("built")
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    words = ["git", "ls-files", "-co", "--exclude-standard"]
+    names = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
     if names.returncode:
         pytest.skip("needs a checkout")
     for name in names.stdout.splitlines():
@@ -59,9 +58,8 @@ def installed(built, tmp_path_factory):
 def test_wheel_and_source_archive_are_complete(built):
     (wheel,), (archive,) = built.glob("*.whl"), built.glob("*.tar.gz")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    modules = {
-        p.relative_to(ROOT).as_posix() for top in ("fedgp_flower", "strategies") for p in (ROOT / top).rglob("*.py")
-    }
+    tops = (ROOT / "fedgp_flower", ROOT / "strategies")
+    modules = {path.relative_to(ROOT).as_posix() for top in tops for path in top.rglob("*.py")}
     assert modules | {"fedgp_flower/py.typed", "strategies/py.typed"} <= packed
     assert {name.split("/")[0] for name in packed if ".dist-info" not in name} == {"fedgp_flower", "strategies"}
     with tarfile.open(archive) as source:
@@ -80,8 +78,7 @@ def test_wheel_and_source_archive_are_complete(built):
 def test_the_app_meets_the_conventions_of_the_hub(installed, tmp_path):
     python(tmp_path, "-m", "fedgp_flower.cli", "deploy", "app", tmp_path / "app", home=installed)
     written = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
-    found = normalize_and_validate_fab_format(written)
-    assert "fab_format_version=1" in str(found)
+    assert "fab_format_version=1" in str(normalize_and_validate_fab_format(written))
     config = read_config(tmp_path / "app" / "pyproject.toml")
     keys = {key.removeprefix("tool.flwr.app.config."): value for key, value in config.items() if ".app.config." in key}
     assert keys == default_config()

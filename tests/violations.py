@@ -16,13 +16,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 """One method for each way of asking sites: sums, averages, factors, structured models, and comparisons alone."""
-TRAINING = {
-    "sgpr": "query.trials",
-    "fgpr": "train",
-    "pvi-glm": "train",
-    "sfvi-avg": "train.average",
-    "local-only": "query.local_scores",
-}
+TRAINING = {"sgpr": "query.trials", "fgpr": "train", "pvi-glm": "train", "sfvi-avg": "train.average"}
+TRAINING |= {"local-only": "query.local_scores"}
 """A message that the method cannot do without."""
 ROWS = 120
 
@@ -50,14 +45,13 @@ class Violation:
     """The rule is about a message: the site has described itself before."""
 
 
+STRICT = "strict = true\nparameters-per-row = 0.01"
 VIOLATIONS: dict[str, Violation] = {
     "default least-rows": Violation(
         "9 training rows or fewer", "`least-rows` = 10 in the default policy", frame=named(lambda i: f"w{i % 2}", 11)
     ),
     "default rows-per-level": Violation(
-        "24 ids, each of 4 visits",
-        "`rows-per-level` = 10 in the default policy",
-        frame=named(lambda i: f"person-{i % 24}"),
+        "24 ids, each of 4 visits", "`rows-per-level` = 10 in the default", frame=named(lambda i: f"person-{i % 24}")
     ),
     "default identifier": Violation("an id for each row", "like an identifier", frame=named(lambda i: f"person-{i}")),
     "default dates": Violation(
@@ -71,12 +65,7 @@ VIOLATIONS: dict[str, Violation] = {
     "least-rows": Violation("96 training rows", "`least-rows` = 200", "least-rows = 200"),
     "rows-per-level": Violation("10 levels of 12 rows", "`rows-per-level` = 100", "rows-per-level = 100"),
     "hidden-columns": Violation("column x2", '`hidden-columns` = ["x2"]', 'hidden-columns = ["x2"]'),
-    "parameters-per-row": Violation(
-        "5 inducing points and more",
-        "`parameters-per-row` = 0.01",
-        "strict = true\nparameters-per-row = 0.01",
-        later=True,
-    ),
+    "parameters-per-row": Violation("5 inducing points and more", "`parameters-per-row` = 0.01", STRICT, later=True),
     "secure-aggregation": Violation("totals in the clear", "`secure-aggregation` = true", "secure-aggregation = true"),
 }
 NO_STATISTICS = {("local-only", "parameters-per-row")}

@@ -216,7 +216,6 @@ class SiteClient(NumPyClient):
 
     def predict(self, request: Any, inputs: Array) -> Prediction:
         """Predictions at standardised inputs [N, D]; ProtocolError unless the method overrides this."""
-        del request, inputs
         raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
 
     def held_out(self, request: Any) -> Prediction:

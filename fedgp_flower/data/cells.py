@@ -17,7 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.options import CLASSIFICATION, MOST_CLASSES, SECOND_COLUMN
+from fedgp_flower.options import CLASSIFICATION, MAX_LEVELS, MOST_CLASSES, SECOND_COLUMN
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -283,8 +283,8 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
     return problems
 
 
-def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
-    """Return a message for each text column with nearly unique or more than ``most`` levels; levels leave the site."""
+def identifier_problems(frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
+    """Return a message for each text column with nearly unique or too many levels, which leave the site."""
     problems = []
     for name in (name for name in names if kind_of(frame[name]) == "categorical"):
         levels = int(frame[name].nunique())
@@ -293,6 +293,6 @@ def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) ->
             amounts = frame[name].str.fullmatch(AMOUNT, na=True).all()
             units = "; if they are numbers with a unit, write only the numbers" if amounts else ""
             problems.append(f"{counted}, like an identifier; {LEFT_OUT.format(name)}{units}")
-        elif levels > most:
-            problems.append(f"{counted}; at most {most} are allowed: {LEFT_OUT.format(name)}")
+        elif levels > MAX_LEVELS:
+            problems.append(f"{counted}; at most {MAX_LEVELS} are allowed: {LEFT_OUT.format(name)}")
     return problems

@@ -110,7 +110,7 @@ def load_table(config: CoreConfig) -> Table:
         *(config.dataset, path, config.seed if path is None else 0),
         *(config.target, config.features, config.formula, config.partition.column, config.partitioner == "natural"),
         config.holdout,
-        *(config.model.likelihood, config.max_levels, config.missing, config.dates, config.transform.target),
+        *(config.model.likelihood, config.missing, config.dates, config.transform.target),
         *((p.stat().st_mtime_ns, p.stat().st_size) for p in files),
     )
     if key not in _READ:
@@ -142,7 +142,7 @@ def checked(
     found = [*read, *second] if target in dated else [*read, *second, target]
     frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
-        ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
+        ids = identifier_problems(frame, read) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
     frame = frame.dropna(subset=None if config.missing == "drop" else [target, *second])
     if frame.empty:
@@ -175,7 +175,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     require_columns(raw, [*features, target, by], file)
     frame = checked(raw, features, target, config, file)
     features = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
-    if problems := identifier_problems(frame, features, config.max_levels):
+    if problems := identifier_problems(frame, features):
         raise DataError(f"{file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else typed(raw.iloc[kept], [by], file)[by]

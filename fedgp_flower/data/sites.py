@@ -329,7 +329,7 @@ def real_site(
     if not tested:
         keys, name = keys_of(raw.iloc[kept.index], config, file), label if partitions else site
         both = [frame.iloc[part].reset_index(drop=True) for part in split_rows(len(frame), keys, config, name)]
-    if problems := identifier_problems(frame, inputs, config.max_levels):
+    if problems := identifier_problems(frame, inputs):
         raise DataError(f"{file}: {'. '.join(problems)}")
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")

@@ -21,6 +21,7 @@ OTHER = "other"
 """Level that replaces levels of text with too few rows."""
 HELD_OUT = ".test"
 """End of the stem of a file with the held-out rows of another file."""
+MOST_LISTED = 20
 SEPARATORS = (",", ";", "\t", "|")
 """Separators of cells; the one with the most names in the header is used, the first on a tie."""
 
@@ -145,12 +146,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def listed(names: Sequence[str], limit: int = 20) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return column names for a message; if one is a number, none is shown, because the line may be data."""
     if any(_is_number(name) for name in names):
         return f"{len(names)} names, not shown because some are numbers; is the first line a header?"
-    shown = ", ".join(f"`{name}`" for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = ", ".join(f"`{name}`" for name in names[:MOST_LISTED])
+    return shown if len(names) <= MOST_LISTED else f"{shown} and {len(names) - MOST_LISTED} more"
 
 
 def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:

@@ -54,7 +54,6 @@ def superlink() -> None:
     sys.argv[sys.argv.index("--host") + 1], sys.argv[sys.argv.index("--port") + 1] = private[0], str(private[1])
 
     def run(app: Any, host: str, port: int, reload: bool, workers: int, **options: Any) -> None:
-        del reload, workers
         server = uvicorn.Server(uvicorn.Config(for_sites(app, public[1]), host, port, **options))
         bound = [uvicorn.Config(app, *address).bind_socket() for address in ((host, port), public)]
         server.run(sockets=bound)

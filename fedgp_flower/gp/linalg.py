@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import numpy as np
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from linear_operator.utils.errors import NanError, NotPSDError
@@ -19,7 +18,6 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.typing import Array
 
 LOG_RANGE = 14.0
 """Optimisers keep log hyperparameters within ± this, so that kernel matrices have a factor in float64."""
@@ -77,9 +75,3 @@ def _indefinite(matrix: Tensor, of: str, hint: str) -> str:
 def symmetric(matrix: Tensor) -> Tensor:
     """½ (A + Aᵀ), which removes asymmetry by rounding."""
     return (matrix + matrix.mT) / 2
-
-
-def laplace_deviations(curvature: Array, *, prior: float) -> Array:
-    """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter."""
-    values, vectors = np.linalg.eigh(curvature)  # negative curvature counts as zero
-    return np.asarray(np.sqrt((vectors**2 / (np.maximum(values, 0.0) + prior)).sum(1)))

@@ -22,8 +22,8 @@ from fedgp_flower.typing import Array
 
 ABSENT = 2.0**40
 """Stands for the other inputs of a step."""
-STEPS_PRIOR = 1.5
-"""Standard deviation of the prior of log a_d, whose mean is −log of the number of cuts."""
+PRIOR_STEPS = 2.0
+"""The prior of a_d, a scaled inverse χ² about 1/P_d for P_d cuts, counts as so many steps."""
 RANGE = 6.0
 """Common values are counted in bins between −RANGE and RANGE, standardised; the outer bins are unbounded."""
 BINS, ENTRIES = 4096, 2**18
@@ -98,12 +98,20 @@ class Stepped(Kernel):
         self.register_buffer("cut", steps.gather(1, self.input[:, None])[:, 0])
         _, group, count = torch.unique(self.input, return_inverse=True, return_counts=True)
         self.register_buffer("group", group)
-        self.register_buffer("start", -count.double().log())
-        self.register_parameter("raw_step", torch.nn.Parameter(self.start.clone()))
+        self.register_buffer("count", count.double())
+        self.register_parameter("raw_step", torch.nn.Parameter(-self.count.log()))
 
     def log_prior(self) -> Tensor:
-        """Return the log prior of log a_d up to a constant, with which h has a variance near 1."""
-        return -0.5 * ((self.raw_step - self.start) / STEPS_PRIOR).square().sum()
+        """Return the log prior of log a_d up to a constant, under which each walk has a variance near 1."""
+        return -PRIOR_STEPS / 2 * (self.raw_step + (-self.raw_step).exp() / self.count).sum()
+
+    def likelier(self, squares: Float[Tensor, "C P"]) -> Float[Tensor, " K"]:
+        """Return log a_d after a step of expectation maximisation, given E w² of the steps of C functions.
+
+        a_d ← (Σ_c a_d E w_c² + ν/P_d)/(C P_d + ν) with ν of :data:`PRIOR_STEPS`. It never lowers the bound.
+        """
+        total = torch.zeros_like(self.count).index_add(0, self.group, squares.sum(0)) * self.raw_step.exp()
+        return ((total + PRIOR_STEPS / self.count) / (len(squares) * self.count + PRIOR_STEPS)).log()
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """Covariances [..., N, M], or the diagonal [..., N], of rows and steps."""

@@ -119,6 +119,14 @@ def input_shape(inputs: Array) -> NamedArrays:
     return {"input.histogram": np.stack(counts).astype(np.int64), "input.products": inputs.T @ inputs}
 
 
+def covering(counts: ndarray, count: int) -> Array:
+    """Even points [count] over the bins of :data:`INPUT_EDGES` with rows, and 2.5 % of their range at each end."""
+    filled = np.flatnonzero(counts)
+    low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
+    margin = 0.025 * (high - low)
+    return np.linspace(low - margin, high + margin, count)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The maximum of the bound over amplitude and noise."""

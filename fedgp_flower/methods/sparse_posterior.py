@@ -69,7 +69,6 @@ class SavedLatentGP(SavedSparseGP):
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
     """The posterior of a finished run; parameters are saved without logarithms."""
-    del names
     settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
     section, arrays = ModelSection.model_validate(settings), dict(saved.arrays)
     for name, array in saved.arrays.items():

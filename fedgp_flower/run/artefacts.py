@@ -305,15 +305,15 @@ class RunFolder:
         return snapshot
 
     @contextmanager
-    def logging_to_file(self, name: str) -> Iterator[None]:
-        """Append a logger's records to ``log.txt`` inside the context."""
+    def logging_to_file(self) -> Iterator[None]:
+        """Append the run's log to ``log.txt`` inside the context."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger(name).addHandler(handler)
+        logging.getLogger("fedgp").addHandler(handler)
         try:
             yield
         finally:
-            logging.getLogger(name).removeHandler(handler)
+            logging.getLogger("fedgp").removeHandler(handler)
             handler.close()
 
 

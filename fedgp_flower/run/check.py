@@ -37,11 +37,10 @@ def plan(config: CoreConfig, sites: int) -> Checked:
 
 def require_usable(config: CoreConfig, sites: int) -> None:
     """Raise DataError, once for all sites, if a simulated run cannot use the data."""
-    if files := tables_in(config.dataset):
-        if problems := check(files, config)[2]:
-            raise DataError("\n".join(problems))
-    else:
+    if not tables_in(config.dataset):
         check_partition(config, sites)
+    elif problems := plan(config, sites)[2]:
+        raise DataError("\n".join(problems))
 
 
 def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, str]) -> Checked:

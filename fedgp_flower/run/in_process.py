@@ -95,7 +95,6 @@ class InProcessGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Answer all messages; the timeout is unused."""
-        del timeout
         return [self.answer(self._pending.pop(message_id)) for message_id in self.push_messages(messages)]
 
     def answer(self, message: Message) -> Message:

@@ -164,8 +164,8 @@ class Predictor:
         return TargetUnits(agreed.target_mean, agreed.target_scale, agreed.transform)
 
     def _quantiles(self, encoded: Array, levels: Sequence[float], moments: Callable[[], tuple[Array, Array]]) -> Array:
-        if (quantiles := getattr(self.standardised, "quantiles", None)) is not None:
-            return self.units.values(quantiles(encoded, levels))
+        if hasattr(self.standardised, "quantiles"):
+            return self.units.values(self.standardised.quantiles(encoded, levels))
         mean, sd = moments()
         if self.saved.likelihood == "poisson":
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
@@ -203,19 +203,18 @@ class Predictor:
 
     def survival(self, encoded: Array, times: Sequence[float]) -> dict[str, Array]:
         """Return P(T > t) [N] at standardised inputs for each time."""
-        survival = getattr(self.standardised, "survival", None)
-        if not times or survival is None:
+        if not times or not hasattr(self.standardised, "survival"):
             return {}
-        return {f"survival at {t:g}": share for t, share in zip(times, survival(encoded, times), strict=True)}
+        shares = self.standardised.survival(encoded, times)
+        return {f"survival at {t:g}": share for t, share in zip(times, shares, strict=True)}
 
     def mean(self, frame: pd.DataFrame) -> Array:
         """Return only the means [N]; fast for a sparse Gaussian process with Gaussian noise."""
-        agreed, fast_mean = self.preparation, getattr(self.standardised, "mean", None)
-        if agreed.target.levels:
+        if self.preparation.target.levels:
             raise RunError("a class has no mean: use `predict`")
-        if fast_mean is None or agreed.transform is not None:
+        if not hasattr(self.standardised, "mean") or self.preparation.transform is not None:
             return self.predict(frame)["mean"].to_numpy()
-        return self.units.values(fast_mean(self._encoded(frame, whole=False)))
+        return self.units.values(self.standardised.mean(self._encoded(frame, whole=False)))
 
     def outside(self, frame: pd.DataFrame) -> pd.Series:
         """Return for each row the numeric columns outside the binned range of all training rows."""
@@ -292,13 +291,13 @@ class Predictor:
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """Return the equally weighted components of the prediction; one if it is no mixture."""
-        if (export := getattr(self.standardised, "export", None)) is None:
+        if not hasattr(self.standardised, "export"):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; its predictor is no sparse Gaussian"
                 " process that can be exported to GPyTorch. Use `predict`"
             )
         transforms = Transforms.of(self.saved.arrays)
-        return tuple(Exported(model, likelihood, transforms) for model, likelihood in export())
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.standardised.export())
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):

@@ -267,8 +267,7 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
 def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Panel]:
     """Yield survival curves along the most important column, and the calibration of survival."""
     follow_up = None if predictor is None else predictor.preparation.follow_up
-    survival = getattr(predictor and predictor.standardised, "survival", None)
-    if predictor is not None and follow_up is not None and survival is not None:
+    if predictor is not None and follow_up is not None and hasattr(predictor.standardised, "survival"):
         grid, curves, column = np.linspace(0, 1, 101)[1:] * follow_up.grid[-1], {}, ""
         for effect in effects(predictor, 1):
             column, last = effect.name, len(effect.values) - 1
@@ -277,7 +276,7 @@ def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Pa
             )
             names = [effect.levels[place] if effect.levels else f"{effect.values[place]:.3g}" for place in few]
             assert effect.x is not None
-            found = survival(effect.x[list(few)], grid.tolist())
+            found = predictor.standardised.survival(effect.x[list(few)], grid.tolist())
             curves = {f"{column} {name}": found[:, place] for place, name in enumerate(names)}
         caption = f"Predicted curves: `{column}` as named, all other columns at their means." if curves else ""
         yield Panel("Survival", figures.survival(follow_up, curves, grid, target), caption, "survival")

@@ -60,7 +60,6 @@ class FederatedModel(Model):
         posterior_transform: Any = None,
     ) -> Any:
         """Return the differentiable posterior of f at Q points; with ``observation_noise``, of observations."""
-        del output_indices
         found = self.gp(self.exported.transforms.inputs(X.double()))
         if observation_noise is not False and isinstance(self.exported.likelihood, GaussianLikelihood):
             found = self.exported.likelihood(found)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.follow_up import edges_around, life_table
 from fedgp_flower.outcome import Snapshot
-from fedgp_flower.records import TRUST
+from fedgp_flower.records import TRUST, arrays_of
 from fedgp_flower.shared_messages import (
     Centres,
     ColumnSquares,
@@ -38,7 +39,7 @@ from fedgp_flower.shared_messages import (
     TimeCounts,
 )
 from fedgp_flower.transforms import Transform
-from strategies.server.network import Network, pause_after
+from strategies.server.network import Network, count_of, pause_after, texts_of
 from strategies.server.questions import A, Asking, Summed, Total
 
 logger = logging.getLogger("fedgp")
@@ -166,13 +167,13 @@ def _wait_for_sites(network: Network, config: RunConfig) -> dict[str, SiteDescri
 def _new_descriptions(network: Network) -> dict[str, SiteDescription]:
     """Return the descriptions of sites on new nodes."""
     found: dict[str, SiteDescription] = {}
-    for site, answer in network.ask_new_nodes("query.describe").items():
-        texts, count = answer.texts, answer.number
+    for site, reply in network.ask_new_nodes("query.describe").items():
+        texts, arrays, count = texts_of(reply), arrays_of(reply.content, "arrays"), partial(count_of, reply)
         if not {"schema", "label"} <= texts.keys():
             network.dismiss(site, "its description lacks a schema or a label: it has another version of the app")
             continue
         counts = count("dropped"), count("partitions"), count("bare") > 0, count(TRUST) > 0
-        found[site] = SiteDescription(answer.arrays, texts["schema"], count("num-examples"), texts["label"], *counts)
+        found[site] = SiteDescription(arrays, texts["schema"], count("num-examples"), texts["label"], *counts)
     return found
 
 

@@ -23,7 +23,6 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
-from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
@@ -35,20 +34,6 @@ Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
 Check: TypeAlias = Callable[[Message], str | None]
 """Returns why the content of a reply cannot be used, or None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A valid reply, unpacked."""
-
-    arrays: NamedArrays
-    metrics: Mapping[str, Number]
-    texts: Mapping[str, str]
-
-    def number(self, name: str) -> int:
-        """Return the count ``name``; 0 if the site did not send it or sent a histogram."""
-        value = self.metrics.get(name, 0)
-        return 0 if isinstance(value, Sequence) else int(value)
 
 
 def finite_arrays(reply: Message) -> str | None:
@@ -220,21 +205,21 @@ class Network:
     def valid(self, replies: Iterable[Message], check: Check) -> list[Message]:
         """Return the valid replies in site order; those of the latest exchange are not checked again."""
         site_of = {node: site for site, node in self.nodes.items()}
-        by_site = {site_of.get(reply.metadata.src_node_id, ""): reply for reply in replies}
+        found = {site_of.get(reply.metadata.src_node_id, ""): reply for reply in replies}
         return [
             reply
-            for site, reply in sorted(by_site.items(), key=lambda item: natural_order(item[0]))
+            for site, reply in sorted(found.items(), key=lambda item: natural_order(item[0]))
             if site and (reply.metadata.reply_to_message_id in self.accepted or self.accept(site, reply, check))
         ]
 
-    def ask_new_nodes(self, kind: str) -> dict[str, Answer]:
-        """Ask new nodes for their site id and return the answers; a new node replaces the earlier node of its site."""
+    def ask_new_nodes(self, kind: str) -> dict[str, Message]:
+        """Ask new nodes for their site id; return valid replies. A new node replaces the earlier node of its site."""
         online = set(self.grid.get_node_ids())
         replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.asked_nodes))
         self.traffic.exchanges += bool(replies)
         for _ in range(2):
             replies |= self._ask_nodes([n for n, reply in replies.items() if reply is None or reply.has_error()], kind)
-        found: dict[str, Answer] = {}
+        found: dict[str, Message] = {}
         for node, reply in replies.items():
             site = claimed_site(reply)
             reason = self.refusal(reply, finite_arrays)
@@ -246,7 +231,7 @@ class Network:
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node
                 self.streak.pop(site, None)
-                found[site] = _answer(reply)
+                found[site] = reply
                 self._note_warnings(site, reply)
             else:
                 self._record(site or f"node {len(self.asked_nodes)}", reason or "no reply")
@@ -354,7 +339,7 @@ class Network:
         self.traffic.communications += 1
         self.answered.add(site)
         self._note_warnings(site, reply)
-        for name, value in _numbers(reply).items():
+        for name, value in numbers_of(reply).items():
             kind, _, repaired = name.partition(".")
             if kind == "seconds":
                 self.site_seconds += float(np.sum(value))
@@ -397,14 +382,14 @@ def claimed_site(reply: Message | None) -> str | None:
     return None if site is None else str(site)
 
 
-def answers(replies: Iterable[Message]) -> dict[str, Answer]:
-    """Unpack valid replies by site."""
-    return {str(claimed_site(reply)): _answer(reply) for reply in replies}
+def by_site(replies: Iterable[Message]) -> dict[str, Message]:
+    """Return valid replies by site."""
+    return {str(claimed_site(reply)): reply for reply in replies}
 
 
-def _answer(reply: Message) -> Answer:
-    texts = {name: value for name, value in _config(reply).items() if isinstance(value, str)}
-    return Answer(arrays_of(reply.content, "arrays"), _numbers(reply), texts)
+def texts_of(reply: Message) -> dict[str, str]:
+    """Return the texts of a reply."""
+    return {name: value for name, value in _config(reply).items() if isinstance(value, str)}
 
 
 def _config(message: Message) -> ConfigRecord:
@@ -413,7 +398,14 @@ def _config(message: Message) -> ConfigRecord:
     return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
-def _numbers(reply: Message) -> Mapping[str, Number]:
+def count_of(reply: Message, name: str) -> int:
+    """Return the count ``name``; 0 if the site did not send it or sent a histogram."""
+    value = numbers_of(reply).get(name, 0)
+    return 0 if isinstance(value, Sequence) else int(value)
+
+
+def numbers_of(reply: Message) -> Mapping[str, Number]:
+    """Return the numbers and histograms of a reply."""
     found = reply.content.get("metrics")
     return found if isinstance(found, MetricRecord) else {}
 
@@ -454,7 +446,7 @@ def _wrong_form(reply: Message, config: ConfigRecord, site: str | None) -> str |
 
 def _wrong_metrics(reply: Message) -> str | None:
     """Return why the metrics of a reply cannot be used, or None."""
-    metrics = _numbers(reply)
+    metrics = numbers_of(reply)
     rows = metrics.get("num-examples")
     if not isinstance(rows, int) or rows < 0:
         return "the reply lacks `num-examples`, a count of rows"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -73,6 +73,7 @@ class First(Generic[A]):
     requests: Mapping[str, object]
     """New requests; earlier ones stay outstanding. At least one request must be outstanding."""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    retries: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from fedgp_flower.shared_messages import (
     TimeSums,
 )
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
-from strategies.server.network import Check, answers, finite_arrays, natural_order
+from strategies.server.network import Check, by_site, finite_arrays, natural_order, numbers_of
 from strategies.server.questions import Asking, Each, Figures, Predicted, Summed, Synchronous, Total
 from strategies.server.session import Asked, Session
 
@@ -86,7 +86,7 @@ class Scoring:
     @property
     def check(self) -> Check:
         """The check of replies to the latest evaluation."""
-        return finite_arrays if self.asked is None else self.asked.contract.refusal
+        return finite_arrays if self.asked is None else self.asked.refusal
 
     def ask(self, total: type[ScoreSums], predicted: Predicted) -> list[Message]:
         """Return messages that ask for the scores of a prediction, or of a model that each site fits itself."""
@@ -151,9 +151,9 @@ class Scoring:
     def _scores_in_metrics(self, replies: Iterable[Message]) -> dict[str, ScoreSums]:
         """Return the scores in the metrics of replies; a site with invalid scores fails."""
         found: dict[str, ScoreSums] = {}
-        for site, answer in answers(replies).items():
+        for site, reply in by_site(replies).items():
             try:
-                found[site] = ScoreSums.from_metrics(answer.metrics)
+                found[site] = ScoreSums.from_metrics(numbers_of(reply))
             except ProtocolError as error:
                 self.session.network.fail(site, str(error))
         return found

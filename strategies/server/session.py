@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
@@ -37,6 +37,7 @@ from strategies.server.network import (
     Network,
     SharedContext,
     Texts,
+    by_site,
     claimed_site,
     echo_of,
     pause_after,
@@ -74,16 +75,17 @@ class ContradictionError(FedGPError):
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The form of an answer: its class, known lengths, and each site's number of rows.
+    """A question with its messages, and the form of an answer: its class, known lengths, each site's number of rows.
 
     A class may check a single answer (``refusal``) or compare the answers of all sites (``outliers``). Checks that cost
     O(M³) run on the total, and on each site only if the total fails.
     """
 
-    answer: type
+    question: Synchronous | First[Any]
     sizes: Mapping[str, int]
     described: Mapping[str, Described]
     requests: Mapping[str, object]
+    messages: list[Message]
     enrolling: bool = False
     """Whether a refusal is no failure: before the first round, the other sites agree again without that site."""
     added: bool = False
@@ -97,7 +99,7 @@ class Contract:
         """Return why a reply cannot be used, or None."""
         site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
         described = self.described[site]
-        declared = layout(self.answer, self.sizes, self.requests[site])
+        declared = layout(self.question.answer, self.sizes, self.requests[site])
         found = bytes_of(RecordDict({"arrays": reply.content["arrays"]}))
         if declared is not None and found > (most := SPARE_BYTES + 16 * length(declared)):
             return f"its arrays hold {found} bytes; the requested answer has at most {most}"
@@ -118,10 +120,10 @@ class Contract:
         """Return the answers, or their total, without impossible answers, which count as failures."""
         if self.contradicted:
             raise ContradictionError(self.contradicted)
-        answers = {str(claimed_site(reply)): self.read(reply) for reply in replies}
+        answers = {site: self.read(reply) for site, reply in by_site(replies).items()}
         described = self.described
         rows = {site: described[site].rows for site in answers}
-        compare = getattr(self.answer, "outliers", None)
+        compare = getattr(self.question.answer, "outliers", None)
         refused: dict[str, str] = {} if compare is None else compare(answers, rows)
         kept = {site: answer for site, answer in answers.items() if site not in refused}
         if self.added and kept and refusal_of(add(kept.values()), Described(sum(rows[site] for site in kept))):
@@ -139,17 +141,11 @@ class Contract:
                 numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
             except Exception as error:  # any error in decoding foreign bytes is the sender's fault
                 raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
-            self.seen[id(reply)] = reply, from_parts(self.answer, arrays, numbers, self.sizes)
+            self.seen[id(reply)] = reply, from_parts(self.question.answer, arrays, numbers, self.sizes)
         return self.seen[id(reply)][1]
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A question to several sites as messages, and the form of their replies."""
-
-    messages: list[Message]
-    contract: Contract | MaskedContract
-    question: Synchronous
+Asked: TypeAlias = Contract | MaskedContract
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +292,7 @@ class Session:
             case First():
                 return self._first(question)
         asked = self.prepare(question)
-        return self.read(asked, self.network.exchange(asked.messages, asked.contract.refusal, retries=question.retries))
+        return self.read(asked, self.network.exchange(asked.messages, asked.refusal, retries=question.retries))
 
     def _doubt(self, site: str, reason: str) -> None:
         """Log a site at its first contradiction; the run's warnings give the latest reason."""
@@ -319,22 +315,22 @@ class Session:
                 raise ProtocolError(f"`Total` of {question.answer.__name__}, which is not a summand")
             case Total() if self.masking is not None:
                 masked = self.masking.open(question, list(requests), self.preparation.sizes(question.sizes))
-                return Asked(self._masked_messages(masked), masked, question)
-        contract = self._contract(question, requests)
+                return self._with_messages(masked)
         online = self.network.nodes  # a site of a resumed run may still be missing
         messages = [self.message(site, kind, request) for site, request in requests.items() if site in online]
-        return Asked(messages, contract, question)
+        return self._contract(question, requests, messages)
 
-    def _masked_messages(self, contract: MaskedContract) -> list[Message]:
-        request, kind, settings = contract.total.request, contract.question.kind, contract.settings
-        return [self.message(site, kind, request, settings) for site in contract.question.sites]
+    def _with_messages(self, contract: MaskedContract) -> MaskedContract:
+        request, masked, settings = contract.question.request, contract.masked, contract.settings
+        messages = [self.message(site, masked.kind, request, settings) for site in masked.sites]
+        return replace(contract, messages=messages)
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
         """Return the algorithm's answer from valid replies: the second half of :meth:`ask`."""
-        if isinstance(asked.contract, MaskedContract):
-            reply: Any = self._masked_total(asked.contract, replies)
+        if isinstance(asked, MaskedContract):
+            reply: Any = self._masked_total(asked, replies)
         else:
-            reply = asked.contract.settled(replies, self.network.fail)
+            reply = asked.settled(replies, self.network.fail)
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.training_began:
@@ -345,19 +341,18 @@ class Session:
         """Return the total of the sites that answer; if a site is silent, ask the other sites again without it."""
         assert self.masking is not None
         while True:
-            answers = {str(claimed_site(reply)): reply for reply in replies}
+            answers = by_site(replies)
             usable = self.masking.with_common_layout(contract, answers)
             for site in answers.keys() - usable.keys():
                 self.network.fail(site, "its arrays are not those that most sites send")
-            silent = [site for site in contract.question.sites if site not in usable]
+            silent = [site for site in contract.masked.sites if site not in usable]
             if not silent:
                 rows = sum(self.preparation.rows[site] for site in usable)
-                return self.masking.summed(contract, usable, self.preparation.sizes(contract.total.sizes), rows)
+                return self.masking.summed(contract, usable, self.preparation.sizes(contract.question.sizes), rows)
             if not usable:
                 return Summed(None, ())
-            contract = self.masking.without(contract, silent)
-            messages = self._masked_messages(contract)
-            replies = self.network.exchange(messages, contract.refusal, retries=contract.total.retries)
+            contract = self._with_messages(self.masking.without(contract, silent))
+            replies = self.network.exchange(contract.messages, contract.refusal, retries=contract.question.retries)
 
     def message(self, site: str, kind: str, request: object, masked: Texts | None = None) -> Message:
         """Return a request to one site; messages with the same request share its arrays."""
@@ -378,10 +373,12 @@ class Session:
                 " only totals"
             )
 
-    def _contract(self, question: Synchronous | First[Any], requests: Mapping[str, object]) -> Contract:
+    def _contract(
+        self, question: Synchronous | First[Any], requests: Mapping[str, object], messages: list[Message]
+    ) -> Contract:
         sizes, added = self.preparation.sizes(question.sizes), isinstance(question, Total)
         described = {site: enrolment.described(self.preparation, site) for site in requests}
-        return Contract(question.answer, sizes, described, requests, not self.training_began, added)
+        return Contract(question, sizes, described, requests, messages, not self.training_began, added)
 
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send new requests and wait for the first of all outstanding answers."""
@@ -403,7 +400,7 @@ class Session:
                 if network.context.note(reply):
                     unsent = [(answered.site, answered.request)]
                     continue
-                contract = self._contract(question, {answered.site: answered.request})
+                contract = self._contract(question, {answered.site: answered.request}, [])
                 if not network.accept(answered.site, reply, contract.refusal, echo_of(answered.message)):
                     return answered.site, None
                 network.took_part.add(answered.site)

@@ -197,7 +197,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Answer the first question with the replies, ask the round's other questions, and adopt its state."""
         if self.asked is not None:
-            self._advance(self.session.read(self.asked, self.network.valid(replies, self.asked.contract.refusal)))
+            self._advance(self.session.read(self.asked, self.network.valid(replies, self.asked.refusal)))
         while self.question is not None:
             self._advance(self.session.ask(self.question))
         self.current, figures = self.complete
@@ -237,7 +237,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
             asked = self.asked
-            replies = asked and network.exchange(messages, asked.contract.refusal, retries=asked.question.retries)
+            replies = asked and network.exchange(messages, asked.refusal, retries=asked.question.retries)
             _, metrics = self.aggregate_train(number, replies or [])
             again = self._missing_sites(failed, missed)
             if not again:
@@ -319,8 +319,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
 def require_clippable(name: str, asked: Asked | None, known: NamedArrays) -> None:
     """Raise ConfigError in one of Flower's wrappers if sites do not return the run's arrays."""
     back = None
-    if asked is not None and isinstance(asked.contract, Contract) and asked.messages:
-        back = stepped_from(asked.contract.answer, next(iter(asked.contract.requests.values())))
+    if isinstance(asked, Contract) and asked.messages:
+        back = stepped_from(asked.question.answer, next(iter(asked.requests.values())))
     if back is None or shapes_of(back) != shapes_of(known):
         raise ConfigError(
             f"{name} cannot run inside Flower's wrappers or Flower's loop: they clip and average the arrays that sites"

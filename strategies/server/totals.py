@@ -35,7 +35,7 @@ from fedgp_flower.privacy.questions import (
 from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
-from strategies.server.network import Network, answers, finite_arrays
+from strategies.server.network import Network, by_site, count_of, finite_arrays, texts_of
 from strategies.server.questions import Summed, Total
 
 logger = logging.getLogger("fedgp")
@@ -46,21 +46,22 @@ SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.desc
 
 @dataclass(frozen=True, slots=True)
 class MaskedContract:
-    """The form of a reply to a question under masks; its masked content cannot be checked."""
+    """A question under masks with its messages, and the form of a reply; masked content cannot be checked."""
 
-    total: Total[Any]
-    question: MaskedQuestion
+    question: Total[Any]
+    masked: MaskedQuestion
+    messages: list[Message] = field(default_factory=list)
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings of a message besides the request."""
-        question = self.question
+        question = self.masked
         asked = {"number": question.number, "sites": list(question.sites), "layout": question.layout}
         return {REQUEST: json.dumps(asked)}
 
     def refusal(self, reply: Message) -> str | None:
         """Return why a reply cannot be used, or None."""
-        if settings_of(reply).get(ANSWERS) != self.question.digest:
+        if settings_of(reply).get(ANSWERS) != self.masked.digest:
             return "it answers another question, or the site received another roster or other scales than the others"
         try:
             arrays = numpy_arrays(reply.content.array_records["arrays"])
@@ -75,7 +76,7 @@ class MaskedContract:
 
     def layout(self, reply: Message) -> Layout:
         """Return the layout of the question, or the one the reply names."""
-        return self.question.layout or list(json.loads(str(settings_of(reply)[LAYOUT])))
+        return self.masked.layout or list(json.loads(str(settings_of(reply)[LAYOUT])))
 
 
 @dataclass(slots=True)
@@ -99,10 +100,11 @@ class Masking:
         masking = Masking(network, {}, least, simulated)
         settings = {"configuration": configuration}
         asked = [network.message(site, KEYS, ArrayRecord(), settings) for site in network.sites()]
-        for site, answer in answers(network.exchange(asked, finite_arrays, retries=1)).items():
-            if {"key", "signature"} <= set(answer.texts):
-                masking.members[site] = Member(site, answer.texts["key"], answer.texts["signature"])
-                masking.number = max(masking.number, answer.number("latest-question") + 1)
+        for site, reply in by_site(network.exchange(asked, finite_arrays, retries=1)).items():
+            texts = texts_of(reply)
+            if {"key", "signature"} <= set(texts):
+                masking.members[site] = Member(site, texts["key"], texts["signature"])
+                masking.number = max(masking.number, count_of(reply, "latest-question") + 1)
             else:
                 network.fail(site, "it sent no key of the run: it has another version of the app")
         masking.require(masking.members)
@@ -139,13 +141,13 @@ class Masking:
 
     def without(self, contract: MaskedContract, silent: Sequence[str]) -> MaskedContract:
         """Return the same question to the other sites; silent sites no longer take part."""
-        question = contract.question
+        question = contract.masked
         for site in silent:
             self.left_out[site] = f"silent in round {question.round}"
         members = tuple(member for member in question.members if member.site not in silent)
         self.require([member.site for member in members])
         logger.warning("round %d: question repeated without %s", question.round, ", ".join(silent))
-        return replace(contract, question=replace(question, members=members))
+        return replace(contract, masked=replace(question, members=members))
 
     def summed(
         self, contract: MaskedContract, replies: Mapping[str, Message], sizes: Mapping[str, int], rows: int
@@ -158,7 +160,7 @@ class Masking:
         count, vector = masks.total(
             numpy_arrays(replies[site].content.array_records["arrays"])[WORDS] for site in sites
         )
-        name = contract.total.answer.__name__
+        name = contract.question.answer.__name__
         if not 0 <= count <= len(sites):
             raise RunError(
                 f"the masks of a total of `{name}` did not cancel: a site answered another question than the others,"
@@ -172,7 +174,7 @@ class Masking:
         if count == 0:
             return Summed(None, ())
         try:
-            found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
+            found = decode(contract.question.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
         if not silent and (reason := refusal_of(found, Described(rows))):  # the checks of one site hold for all rows

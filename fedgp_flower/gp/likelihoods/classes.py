@@ -24,7 +24,6 @@ class Softmax(PointLikelihood):
 
     def start(self, target: Mapping[str, float], second_mean: float) -> Array:
         """Logarithms of the class frequencies [C, 1]."""
-        del second_mean
         return np.log(shares_of(target))[:, None]
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:

@@ -55,7 +55,6 @@ class Counts(PointLikelihood):
 
     def law(self, hyper: Tensor) -> Law:
         """The distribution of a count given f, for scores and quantiles."""
-        del hyper
         return PoissonLaw()
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:

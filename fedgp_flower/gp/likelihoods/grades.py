@@ -26,7 +26,6 @@ class Grades(PointLikelihood):
 
     def start(self, target: Mapping[str, float], second_mean: float) -> float:
         """−Φ⁻¹ of the frequency of the first grade."""
-        del second_mean
         return float(-_cuts(target)[0])
 
     def start_parameters(self, target: Mapping[str, float]) -> Tensor:

@@ -21,7 +21,6 @@ class Probit(PointLikelihood):
 
     def start(self, target: Mapping[str, float], second_mean: float) -> float:
         """Φ⁻¹ of the frequency of the second class."""
-        del second_mean
         return float(special.ndtri(target["share"]))
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:

@@ -177,7 +177,6 @@ class Heteroscedastic(MixedNoise):
 
     def start(self, target: Mapping[str, float], second_mean: float) -> Array:
         """Constants of f and g [2, 1]: zero and the logarithm of the initial noise variance."""
-        del target, second_mean
         return np.array([[0.0], [math.log(self.noise)]])
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:

@@ -98,12 +98,10 @@ class PointLikelihood(ABC):
 
         ``target`` holds statistics of the target, ``second_mean`` is the mean of the second column (1 without one).
         """
-        del target, second_mean
         return 0.0
 
     def start_parameters(self, target: Mapping[str, float]) -> Float[Tensor, " R"]:
         """Initial parameters from statistics of the target."""
-        del target
         return self.initial
 
     def as_function(self, targets: Targets) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
@@ -134,7 +132,6 @@ class PointLikelihood(ABC):
 
     def observed(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`moments` given the second column of ``targets``, such as the exposure of each row."""
-        del targets
         return self.moments(mean, variance, hyper)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:

@@ -56,7 +56,6 @@ class DeepKernelClient(SiteClient):
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of this model fitted to the site's rows."""
-        del pooled
         x, y = data.x, data.y
         model, steps = self.model(), self.options.local_steps * self.config.num_server_rounds
         adam_steps(model, x, y, steps=steps, learning_rate=self.options.learning_rate)

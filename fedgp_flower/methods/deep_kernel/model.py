@@ -68,7 +68,6 @@ class Heads:
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
         """Return why these cannot be sums over rows, or None."""
-        del described
         return indefinite("precision", self.precision)
 
 

@@ -31,4 +31,4 @@ class DeepKernelOptions(MethodOptions):
                 f"{unread}: deep-kernel takes steps of Adam; see `deep.learning-rate`, `deep.local-steps`"
             )
         core.require_float64_on_cpu()
-        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
+        core.require_whole_rosters()

@@ -60,7 +60,7 @@ class FedMGPOptions(MethodOptions):
             raise ConfigError("`standardise` = false: fedmgp places pseudo-inputs where standardised inputs lie")
         if core.model.num_inducing < 2:
             raise ConfigError("`model.num-inducing` = 1: lengthscales start from the distance of pseudo-inputs; take 2")
-        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
+        core.require_whole_rosters()
         if core.privacy.secure_aggregation and self.aggregation != "mean":
             raise ConfigError(
                 f"`fedmgp.aggregation` = {self.aggregation!r} uses updates of single units, but masks show only"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
-from fedgp_flower.gp.sums import INPUT_EDGES
+from fedgp_flower.gp.sums import covering
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -74,8 +74,8 @@ LEVEL = 0.95
 NORMAL = 1.959963984540054
 MIN_ROWS = 3
 """Fewest rows from which a unit is predicted."""
-MIN_POINTS, MARGIN = 3, 0.025
-"""Fewest pseudo-inputs, and margin of their grid at each end, as a fraction of the range of the inputs."""
+MIN_POINTS = 3
+"""Fewest pseudo-inputs."""
 EQUATION = (
     "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
     "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
@@ -101,16 +101,13 @@ def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
 
 
 def pseudo_inputs(histogram: Int[ndarray, "D bins"], count: int) -> Array:
-    """Even grid [J, 1] over the range of the single input, plus the margin; raise RunError if there are several."""
+    """Even grid [J, 1] that covers the single input; raise RunError if there are several."""
     if len(histogram) > 1:
         reason = f"needs one input, but there are {len(histogram)}: choose one with `features`, or take 'smooth'"
         raise RunError(f"`hierarchical.deviation` = 'rough' {reason}")
     if count < MIN_POINTS:
         raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need at least {MIN_POINTS} points")
-    filled = np.flatnonzero(histogram[0])
-    low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
-    margin = MARGIN * (high - low)
-    return np.linspace(low - margin, high + margin, count)[:, None]
+    return covering(histogram[0], count)[:, None]
 
 
 def rescale(inputs: Array, points: Array) -> Float[Tensor, " N"]:

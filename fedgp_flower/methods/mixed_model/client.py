@@ -56,7 +56,6 @@ class MixedClient(SiteClient):
 
     def outline(self, request: Nothing) -> Outline:
         """Cross-products of the design matrices, and of the fixed effects with initial linear predictors."""
-        del request
         raw, at_reference = columns(self.formula, self.site.train, self.preparation), self.reference
         x = raw.fixed / sizes(at_reference.fixed)
         family = FAMILIES[self.likelihood](torch.tensor(SHAPES.get(self.likelihood, ())))

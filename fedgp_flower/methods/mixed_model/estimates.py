@@ -45,7 +45,6 @@ class Expansion:
 
     def deviance(self, centre: Array, row: Array | None) -> Function:
         """−2 log likelihood as a function of all parameters, by the expansion around ``centre``."""
-        del row
         origin, slope, curvature = map(torch.tensor, (centre, self.gradient, self.hessian))
 
         def value(point: Float[Tensor, " B"]) -> Scalar:

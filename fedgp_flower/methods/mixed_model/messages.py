@@ -108,7 +108,6 @@ class SiteEffect:
 
     def refusal(self, described: Described) -> str | None:
         """Why no rows can give this variance, or None."""
-        del described
         return None if self.variance > 0 else "`variance` is not above 0"
 
 

@@ -96,7 +96,6 @@ class NewCounts(NewGroup):
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewGroup:
     """The predictor of a finished run; the input names are not needed."""
-    del names
     return (NewCounts if saved.likelihood in COUNTS else NewGroup)(saved)
 
 

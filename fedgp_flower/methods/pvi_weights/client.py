@@ -68,7 +68,6 @@ class GLMClient(SiteClient):
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model fitted to these rows."""
-        del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
         return self.scored_by(prior * done.factor, data)
@@ -111,7 +110,6 @@ class BNNClient(SiteClient):
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same network fitted to these rows."""
-        del pooled
         prior = prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
         return self.scores_of(self._indicators(q, data.x_test), data.y_test)

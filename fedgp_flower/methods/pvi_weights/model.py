@@ -130,7 +130,6 @@ def predicted(section: ModelSection, q: Gaussian, inputs: Array, *, link: bool =
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> Standardised:
     """The posterior of a finished run: mean and standard deviation of an observation."""
-    del names
     section = ModelSection.model_validate({key: saved.model[key] for key in ("likelihood", "noise")})
     q = q_of(saved)
 

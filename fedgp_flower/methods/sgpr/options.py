@@ -97,4 +97,4 @@ class AveragedOptions(MethodOptions):
         """Raise ConfigError unless the likelihood is Gaussian, batches are whole, and masked rounds have all sites."""
         core.require_whole_batches()
         core.require_gaussian()
-        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
+        core.require_whole_rosters()
