@@ -173,7 +173,7 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     Variances of steps at common values take a step of their own, see :func:`step_variances`.
     """
     if state.evaluations < WARM_UP or not len(state.points):
-        return {**state.values, **step_variances(state, model)}
+        return dict(state.values)
     scale = units(state.values, model)
     points, gradients = state.points / scale, state.gradients * scale
     pairs = [
@@ -195,7 +195,7 @@ def step_variances(state: SVGPState, model: ModelSection) -> NamedArrays:
     """Return log a of steps at common values after a step of expectation maximisation, shortened by rejections."""
     latent = LatentGP.from_arrays(model, state.values)
     kernels = [part for part in latent.kernel.modules() if isinstance(part, Stepped)]
-    if state.found is None or not kernels:
+    if not kernels:
         return {}
     q, steps = natural_step(state).posterior(), are_steps(latent.inducing_points)
     squares = (q.mean.square() + diagonals(q.covariance))[..., steps].reshape(len(kernels), -1, int(steps.sum()))
