@@ -388,7 +388,7 @@ class ScoreSums:
 
 @message("query.follow_up", summand=True, counts="B")
 class TimeCounts:
-    """Numbers of training rows and of events by follow-up time."""
+    """OneArray of training rows and of events by follow-up time."""
 
     counts: Float[ndarray, "B 2"] = leaves("rows and observed events by bin of time")
 
@@ -487,7 +487,7 @@ class Moments:
 
 
 @message()
-class Numbers:
+class OneArray:
     """A request that is one array: coefficients of a linear predictor, or ends of bins of time.
 
     Coefficients are for standardised inputs: intercept and weights of each class but the first [R, P], whose log odds
