@@ -4,7 +4,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
-from fedgp_flower.run.user_config import reference, table_of
+from fedgp_flower.run.user_config import table_of
 
 HERE = Path(__file__).parent
 GALLERY = HERE / "gallery"
@@ -41,6 +41,6 @@ def setup(app) -> None:
     def relinked(app, name, source) -> None:
         source[0] = source[0].replace("](../simulations/results/", "](gallery/")
         if name == "keys":
-            source[0] += "\n" + "\n".join(table_of([key for key in reference() if not key.basic]))
+            source[0] += "\n" + "\n".join(table_of(basic=False))
 
     app.connect("source-read", relinked)

@@ -344,8 +344,11 @@ def keys_of_a_run(
     word: Annotated[str, typer.Argument(help="only keys whose name holds this, such as model")] = "",
 ) -> None:
     """List the keys of a run: default, allowed values, meaning."""
-    found = [key for key in user.reference() if word in key.name]
-    rows = [[f"{key.name}={key.default}", key.allowed.replace("`", ""), key.meaning.replace("`", "")] for key in found]
+    found = {name: key for name, key in user.reference().items() if word in name}
+    rows = [
+        [f"{name}={key['default']}", *(key[part].replace("`", "") for part in ("allowed", "meaning"))]
+        for name, key in found.items()
+    ]
     terminal.show(terminal.table(["key=default", "allowed", "meaning"], rows))
 
 

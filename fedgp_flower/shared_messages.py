@@ -386,16 +386,9 @@ class ScoreSums:
         return found
 
 
-@message()
-class Edges:
-    """Ends of bins of time."""
-
-    values: Float[ndarray, " E"] = leaves("ends of all bins but the last")
-
-
 @message("query.follow_up", summand=True, counts="B")
 class TimeCounts:
-    """Numbers of training rows and of events by follow-up time."""
+    """OneArray of training rows and of events by follow-up time."""
 
     counts: Float[ndarray, "B 2"] = leaves("rows and observed events by bin of time")
 
@@ -494,10 +487,14 @@ class Moments:
 
 
 @message()
-class Coefficients:
-    """Intercept and weights for standardised inputs: of each class but the first, whose log odds are 0; or of times."""
+class OneArray:
+    """A request that is one array: coefficients of a linear predictor, or ends of bins of time.
 
-    values: AnyShape = leaves("[R, P] of classes; [Q] of times: v, Q − 1 numbers, and τ")
+    Coefficients are for standardised inputs: intercept and weights of each class but the first [R, P], whose log odds
+    are 0; or v and τ [Q] of times. Ends are those of all bins but the last [E].
+    """
+
+    values: AnyShape = leaves("coefficients, or ends of bins")
 
 
 @message("query.logistic", summand=True, counts="Q")

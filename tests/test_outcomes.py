@@ -25,7 +25,7 @@ from fedgp_flower.gp.likelihoods.grades import edges_of
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.messages import add
 from fedgp_flower.scores import time_scores
-from fedgp_flower.shared_messages import Coefficients, Described, TimeCounts
+from fedgp_flower.shared_messages import Described, OneArray, TimeCounts
 from strategies.server.questions import drive
 from strategies.server.scoring import time_regression
 
@@ -346,12 +346,12 @@ def test_a_regression_of_times_from_sums_is_that_of_all_rows(name):
 
     sites = {str(k): Site(k) for k in range(3)}
     at = np.array([0.9, 0.4, -0.1, 1.4])
-    told = add(site.time_regression(Coefficients(at)) for site in sites.values())
+    told = add(site.time_regression(OneArray(at)) for site in sites.values())
     close = 1e-4 if name == "log-normal" else 1e-6  # E log Φ is a mixture of normal distributions
     assert float(told.likelihood) == pytest.approx(value(at), rel=close)
     slope = optimize.approx_fprime(at, value, 1e-6)
     np.testing.assert_allclose(told.gradient, slope, rtol=2e-3, atol=2e-3)
-    near = [Coefficients(at + step) for step in 1e-5 * np.eye(4)]
+    near = [OneArray(at + step) for step in 1e-5 * np.eye(4)]
     steps = [add(site.time_regression(asked) for site in sites.values()).gradient for asked in near]
     np.testing.assert_allclose(told.information, (told.gradient - np.array(steps)) / 1e-5, rtol=2e-3, atol=0.2)
     found = drive(time_regression(tuple(sites), 2, float(time.mean())), sites)

@@ -49,12 +49,10 @@ from fedgp_flower.scores import (
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     Centres,
-    Coefficients,
     ColumnSquares,
     ColumnSums,
     ComparedScoreSums,
     Confusion,
-    Edges,
     HeldOutRows,
     LifeTableScoreSums,
     LinearPredictor,
@@ -63,6 +61,7 @@ from fedgp_flower.shared_messages import (
     LogisticSums,
     Moments,
     Nothing,
+    OneArray,
     Points,
     PooledScoreSums,
     RobustMoments,
@@ -353,7 +352,7 @@ def moments(client: SiteClient, request: Nothing) -> Moments:
     return Moments(design.T @ design, design.T @ y, np.array(y @ y))
 
 
-def logistic(client: SiteClient, request: Coefficients) -> LogisticSums:
+def logistic(client: SiteClient, request: OneArray) -> LogisticSums:
     """Log likelihood, gradient and information of a logistic regression with two or more classes."""
     design, y = with_ones(client.rows.x), client.rows.y.astype(int)
     log_p = log_probabilities(design, request.values)  # [N, C]
@@ -373,7 +372,7 @@ def log_probabilities(design: Array, weights: Array) -> Array:
     return np.asarray(log_odds - special.logsumexp(log_odds, axis=1, keepdims=True))
 
 
-def follow_up(client: SiteClient, request: Edges) -> TimeCounts:
+def follow_up(client: SiteClient, request: OneArray) -> TimeCounts:
     """Training rows and observed events in each interval of time."""
     return TimeCounts(counted(*split_target(client.rows.y), request.values))
 
@@ -391,7 +390,7 @@ def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
     return LifeTableScoreSums.of(scores)
 
 
-def time_regression(client: SiteClient, request: Coefficients) -> TimeSums:
+def time_regression(client: SiteClient, request: OneArray) -> TimeSums:
     """Log likelihood, gradient and information of a linear accelerated failure time model.
 
     With z = τ log t − X̃ᵀv, an observed event adds log p(z) + log τ − log t, which is concave in (v, τ), and a censored

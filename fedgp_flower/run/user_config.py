@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -17,6 +16,7 @@ from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.files import read_toml
 from fedgp_flower.options import BASIC, FlatConfig, Section, Value, meanings
 from fedgp_flower.run.registry import default_config, option_classes, parse_config
+from fedgp_flower.typing import Json
 
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -65,31 +65,20 @@ def run_folder(config: FlatConfig) -> Path:
     return Path(str(config["output-dir"])) / str(config["name"])
 
 
-class Key(NamedTuple):
-    """A row of the reference, in Markdown."""
-
-    name: str
-    default: str
-    allowed: str
-    meaning: str
-    basic: bool
-
-
-def reference() -> list[Key]:
-    """Return every key of a run, with keys of tables last."""
-    classes = option_classes().values()
-    keys = {key.name: key for key in _keys(CoreConfig, "")}
-    for section in classes:
-        for key in _keys(section, f"{section.table}.") if section.table else ():
-            keys.setdefault(key.name, key)
+def reference() -> dict[str, Json]:
+    """Return ``default``, ``allowed`` and ``meaning`` of every key, in Markdown, and whether it is ``basic``."""
+    keys = dict(_keys(CoreConfig, ""))
+    for section in option_classes().values():
+        for name, key in _keys(section, f"{section.table}.") if section.table else ():
+            keys.setdefault(name, key)
         for name, meaning in section.variants.items():
             key = keys[f"{section.table}.{section.variant_key}"]
-            if f"`{name}`: " not in key.meaning:
-                keys[key.name] = key._replace(meaning=f"{key.meaning} `{name}`: {meaning}.")
-    return list(keys.values())
+            if f"`{name}`: " not in key["meaning"]:
+                key["meaning"] += f" `{name}`: {meaning}."
+    return keys
 
 
-def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, Json]]:
     words, tables = meanings(section), {}
     schemas = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
@@ -102,23 +91,24 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             limits = ", ".join(f"{sign} {schema[limit]:g}" for limit, sign in SIGNS.items() if limit in schema)
             choices = ", ".join(f"`{choice}`" for choice in schema.get("enum", ()))
             allowed = choices or f"{schema['type'].replace('string', 'text')} {limits}".strip()
-            default = json.dumps(field.default, ensure_ascii=False)
-            yield Key(f"{prefix}{alias}", default, allowed, meaning, BASIC in field.metadata)
+            key = {"default": json.dumps(field.default, ensure_ascii=False), "allowed": allowed, "meaning": meaning}
+            yield f"{prefix}{alias}", {**key, "basic": BASIC in field.metadata}
     for name, table in tables.items():
         yield from _keys(table, f"{prefix}{name}.")
 
 
-def table_of(keys: Sequence[Key]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    rows = (f"| `{key.name}={key.default}` | {key.allowed} | {key.meaning} |" for key in keys)
+def table_of(*, basic: bool) -> list[str]:
+    """Return the lines of a Markdown table of the basic keys, or of all others."""
+    keys = {name: key for name, key in reference().items() if key["basic"] == basic}
+    rows = (f"| `{name}={key['default']}` | {key['allowed']} | {key['meaning']} |" for name, key in keys.items())
     return ["| key=default | allowed | meaning |", "|---|---|---|", *rows]
 
 
 def basic_keys() -> str:
     """Return the basic keys as text for a terminal, each with the first sentence of its meaning."""
     lines = [
-        f"{key.name} = {key.default}   {re.split(r'(?<=[.;]) ', key.meaning)[0].rstrip('.;')}".replace("`", "")
-        for key in reference()
-        if key.basic
+        f"{name} = {key['default']}   {re.split(r'(?<=[.;]) ', key['meaning'])[0].rstrip('.;')}".replace("`", "")
+        for name, key in reference().items()
+        if key["basic"]
     ]
     return "\n\n".join(["Basic keys; `fedgp keys` has all of them.", *lines])

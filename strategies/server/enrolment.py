@@ -30,8 +30,8 @@ from fedgp_flower.shared_messages import (
     ColumnSquares,
     ColumnSums,
     Described,
-    Edges,
     Nothing,
+    OneArray,
     RobustMoments,
     RobustScales,
     TargetMoments,
@@ -230,7 +230,7 @@ def transformed(agreement: Agreement, name: str, sites: tuple[str, ...]) -> Aski
 def followed(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
     """Return the agreement with a life table of the follow-up times, from counts of times in bins."""
     edges = edges_around(agreement.training_target["mean"])
-    summed: Summed[TimeCounts] = yield Total(TimeCounts, Edges(edges), sites, sizes={"B": len(edges) + 1})
+    summed: Summed[TimeCounts] = yield Total(TimeCounts, OneArray(edges), sites, sizes={"B": len(edges) + 1})
     if summed.total is None:
         raise DataError("no site sent counts of its follow-up times")
     return replace(agreement, arrays={**agreement.arrays, **life_table(summed.total.counts, edges).to_arrays()})

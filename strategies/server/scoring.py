@@ -26,7 +26,6 @@ from fedgp_flower.options import CLASSIFICATION, DEFAULT_LIKELIHOODS, MULTICLASS
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
-    Coefficients,
     ComparedScoreSums,
     HeldOutRows,
     LifeTableScoreSums,
@@ -36,6 +35,7 @@ from fedgp_flower.shared_messages import (
     LogisticSums,
     Moments,
     Nothing,
+    OneArray,
     Points,
     PooledScoreSums,
     ScoreSums,
@@ -327,7 +327,7 @@ def linear_fit(
         penalty = np.asarray(np.kron(across, np.diag([0.0, *np.ones(inputs)])), dtype=np.float64)
         sums = Total(LogisticSums, None, sites, sizes={"R": classes - 1, "Q": len(penalty)})
         mode = yield from _mode(
-            lambda at: replace(sums, request=Coefficients(at.reshape(shape))), np.zeros(len(penalty)), penalty
+            lambda at: replace(sums, request=OneArray(at.reshape(shape))), np.zeros(len(penalty)), penalty
         )
         if mode is None:
             return None
@@ -372,7 +372,7 @@ def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[
     sums = Total(TimeSums, None, sites, sizes={"Q": len(penalty)})
     start = np.array([math.log(mean), *np.zeros(inputs), 1.0])
     at = yield from _mode(
-        lambda at: replace(sums, request=Coefficients(at)), start, penalty, 1.0, lambda at: bool(at[-1] > 0)
+        lambda at: replace(sums, request=OneArray(at)), start, penalty, 1.0, lambda at: bool(at[-1] > 0)
     )
     if at is None:
         return None
