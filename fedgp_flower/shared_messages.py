@@ -388,7 +388,7 @@ class ScoreSums:
 
 @message("query.follow_up", summand=True, counts="B")
 class TimeCounts:
-    """OneArray of training rows and of events by follow-up time."""
+    """Numbers of training rows and of events by follow-up time."""
 
     counts: Float[ndarray, "B 2"] = leaves("rows and observed events by bin of time")
 

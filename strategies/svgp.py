@@ -38,6 +38,8 @@ from strategies.server.strategy import FederatedStrategy
 
 WARM_UP = 3
 """Evaluations at the first parameters, until q(v) settles; also those without gain after which the run ends."""
+SETTLED = 10
+"""Evaluations after which q(v) is near enough its optimum for steps of expectation maximisation."""
 MEMORY = 30
 """Largest number of pairs of L-BFGS."""
 FIRST_STEP, LARGEST_STEP = 0.1, 1.0
@@ -170,7 +172,7 @@ def natural_step(state: SVGPState) -> Duals:
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     """Return w after a step of L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`.
 
-    Variances of steps at common values take a step of their own, see :func:`step_variances`.
+    Later variances of steps at common values take steps of their own, see :func:`step_variances`.
     """
     if state.evaluations < WARM_UP or not len(state.points):
         return dict(state.values)
@@ -187,7 +189,7 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     largest = float(np.abs(step).max())
     step *= limit / largest if largest > limit or not pairs else 1.0
     point = unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
-    return {**point, **step_variances(state, model)}
+    return point if state.evaluations < SETTLED else {**point, **step_variances(state, model)}
 
 
 @torch.no_grad()
