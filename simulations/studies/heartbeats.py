@@ -9,12 +9,14 @@ constants and with those of `fedgp deploy serve` and `fedgp site serve`.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedgp_flower.deploy.processes import free_ports
 from simulations.common import ROOT, Row, remembered
 
 OURS, FLOWERS = "from fedgp_flower.deploy.wrapped import supernode", "from flwr.supernode.cli import flower_supernode"
@@ -38,12 +40,11 @@ def measured(whose: str, kills: int) -> Row:
     sys.path.insert(0, str(ROOT / "tests"))
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     from test_deploy_commands import blocks
-    from test_real_machines import AGAIN, DYING, SERVE, TINY, awaited, loopback
+    from test_real_machines import AGAIN, DYING, SERVE, TINY, Federation, awaited
 
     with tempfile.TemporaryDirectory(prefix="fedgp-") as scratch:
         root = Path(scratch)
-        made = loopback(root)
-        federation = next(made)
+        federation = Federation(root, socket.gethostname(), free_ports(1)[0])
         try:
             coordinator, _, run = blocks()
             dying = DYING if whose == "fedgp" else DYING.replace(OURS, f"{FLOWERS} as supernode")
@@ -71,7 +72,6 @@ def measured(whose: str, kills: int) -> Row:
             return {"until it is missed": ", ".join(missed), "more, until the round is complete": ", ".join(again)}
         finally:
             federation.end()
-            next(made, None)
 
 
 def study(whose: tuple[str, ...] = ("flower", "fedgp"), kills: int = 2) -> Iterator[Row]:
