@@ -21,14 +21,14 @@ from numpy import ndarray
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.gp.placement import to_arrays
-from fedgp_flower.gp.steps import Stepped, are_steps, num_bins, step_points
+from fedgp_flower.gp.steps import WithSteps, are_steps, num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, diagonals, gradient_at_server, pseudo_sums, transferred
-from fedgp_flower.methods.sgpr.messages import Bins, Expectations, PooledPosterior, ValueCounts
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, ValueCounts
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.shared_messages import Nothing, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import Problem
@@ -108,7 +108,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     rows, more = float(shape.histogram[0].sum()), 0
     if model.has_steps and locations.shape[1] > 1:
         bins = num_bins(locations.shape[1])
-        summed: Summed[ValueCounts] = yield Total(ValueCounts, Bins(bins), sizes={"D": locations.shape[1], "B": bins})
+        summed: Summed[ValueCounts] = yield Total(ValueCounts, Nothing(), sizes={"D": locations.shape[1], "B": bins})
         more += 1
         if summed.total is not None:
             locations = np.vstack([step_points(summed.total.rows, summed.total.sums, rows), locations])
@@ -196,7 +196,7 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
 def step_variances(state: SVGPState, model: ModelSection) -> NamedArrays:
     """Return log a of steps at common values after a step of expectation maximisation, shortened by rejections."""
     latent = LatentGP.from_arrays(model, state.values)
-    kernels = [part for part in latent.kernel.modules() if isinstance(part, Stepped)]
+    kernels = [part for part in latent.kernel.modules() if isinstance(part, WithSteps)]
     if not kernels:
         return {}
     q, steps = natural_step(state).posterior(), are_steps(latent.inducing_points)

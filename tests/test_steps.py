@@ -10,7 +10,7 @@ import torch
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import LatentGP
-from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, Stepped, common_values, step_points
+from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, WithSteps, common_values, step_points
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -64,7 +64,7 @@ def test_without_its_gp_it_is_a_regression_on_the_steps() -> None:
 
 def test_variances_of_steps_maximise_their_expected_log_density() -> None:
     kernel = stepped("bernoulli", "rbf", np.zeros((1, 2))).kernel
-    assert isinstance(kernel, Stepped)
+    assert isinstance(kernel, WithSteps)
     squares, before = torch.tensor([[0.3, 1.2, 2.0], [0.8, 0.1, 4.0]]).double(), torch.from_numpy(VARIANCES)
     kernel.raw_step.data = kernel.likelier(squares).detach()
     after, weights = kernel.raw_step[kernel.group], before[kernel.group] * squares
@@ -76,15 +76,15 @@ def test_cuts_lie_between_the_values_that_rows_of_any_site_share() -> None:
     draw = np.random.default_rng(2)
     x = np.column_stack([draw.integers(0, 5, 300) / 2, draw.standard_normal(300), draw.integers(0, 2, 300)])
     x[:2, 0] = 2.9  # fewer than three rows
-    totals = np.sum([common_values(part, 512, 3) for part in np.array_split(x, 3)], axis=0)
+    totals = np.sum([common_values(part, 3) for part in np.array_split(x, 3)], axis=0)
     points = step_points(*totals, 300.0)
     assert points.shape == (5, 3)
     np.testing.assert_allclose(points[:4], [[cut, ABSENT, ABSENT] for cut in (0.25, 0.75, 1.25, 1.75)], rtol=1e-12)
     np.testing.assert_allclose(points[4], [ABSENT, ABSENT, 0.5], rtol=1e-12)
-    two_values = common_values(x[:, 1:], 512, 3)
+    two_values = common_values(x[:, 1:], 3)
     assert len(step_points(*two_values, 300.0)) == 0
     many = np.column_stack([draw.integers(0, 900, 20_000) / 300] * 2)
-    assert MOST_STEPS - 2 <= len(step_points(*common_values(many, 4096, 3), 20_000.0)) <= MOST_STEPS
+    assert MOST_STEPS - 2 <= len(step_points(*common_values(many, 3), 20_000.0)) <= MOST_STEPS
 
 
 def test_a_jump_at_one_value_is_learned_and_saved(tmp_path: Any) -> None:

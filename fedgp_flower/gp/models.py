@@ -26,7 +26,7 @@ from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.kernels import WARP, OfEach, build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
-from fedgp_flower.gp.steps import Stepped, are_steps
+from fedgp_flower.gp.steps import WithSteps, are_steps
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
@@ -257,7 +257,7 @@ class LatentGP(SparseGP):
 
         def build() -> Kernel:
             kernel = build_kernel(model, num_inputs)
-            return Stepped(kernel, inducing_points) if stepped else kernel
+            return WithSteps(kernel, inducing_points) if stepped else kernel
 
         kernels = {name: build() for name in observed.functions}
         kernel = OfEach(kernels) if kernels else build()
@@ -306,7 +306,7 @@ class LatentGP(SparseGP):
             prior = amplitude if is_amplitude(name) else priors.get(name.rpartition("raw_")[2])
             if prior is not None:
                 total = total - 0.5 * ((parameter - prior[0]) / prior[1]).square().sum()
-        return total + sum(part.log_prior() for part in self.kernel.modules() if isinstance(part, Stepped))
+        return total + sum(part.log_prior() for part in self.kernel.modules() if isinstance(part, WithSteps))
 
     def nugget(self) -> Float[Tensor, "*C 1"]:
         """Return the variance that the jitter adds to f at every input, as at Z in L Lᵀ."""

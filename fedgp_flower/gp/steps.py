@@ -37,8 +37,9 @@ def num_bins(num_inputs: int) -> int:
     return min(BINS, ENTRIES // num_inputs)
 
 
-def common_values(inputs: Array, bins: int, least: int) -> tuple[Array, Array]:
+def common_values(inputs: Array, least: int) -> tuple[Array, Array]:
     """Return the rows [D, B] with a value that at least ``least`` rows share, and the sums [D, B] of these values."""
+    bins = num_bins(inputs.shape[1])
     rows, sums = np.zeros((2, inputs.shape[1], bins))
     for column, (counts, totals) in zip(inputs.T, zip(rows, sums, strict=True), strict=True):
         values, shared = np.unique(column, return_counts=True)
@@ -83,7 +84,7 @@ def are_steps(points: Float[Tensor, "*B N D"]) -> Bool[Tensor, "*B N"]:
     return (points == ABSENT).any(-1)
 
 
-class Stepped(Kernel):
+class WithSteps(Kernel):
     """k(x, z) + Σ_d a_d min(r_d(x), r_d(z)), where r_d(x) is the number of cuts of input d below x_d.
 
     Args:

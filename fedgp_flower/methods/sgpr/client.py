@@ -24,7 +24,6 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
-    Bins,
     CommonValues,
     EvidenceGradient,
     Expectations,
@@ -42,7 +41,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import SECOND_COLUMN, ModelSection
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
-from fedgp_flower.shared_messages import Parameters, Step, Stepped
+from fedgp_flower.shared_messages import Nothing, Parameters, Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 MODE_ROWS, MODE_EVALUATIONS = 250, 60
@@ -141,9 +140,9 @@ class SVGPClient(SparseClient):
         assert isinstance(model, LatentGP)
         return model, whitener.factor
 
-    def common_values(self, request: Bins) -> ValueCounts:
+    def common_values(self, request: Nothing) -> ValueCounts:
         """Return how many of this site's rows have each common value of an input."""
-        return ValueCounts(*common_values(self.rows.x, request.count, max(LEAST_ALIKE, self.least_cell)))
+        return ValueCounts(*common_values(self.rows.x, max(LEAST_ALIKE, self.least_cell)))
 
     def expectations(self, request: PooledPosterior) -> Expectations:
         """Return the expected log likelihood of this site's rows, and its derivatives."""

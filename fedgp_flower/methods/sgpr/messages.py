@@ -109,13 +109,6 @@ class PairCounts:
         return None if possible else f"`counts` cannot come from {described.rows} rows"
 
 
-@message()
-class Bins:
-    """How finely values are told apart."""
-
-    count: int = leaves("number of bins of each input")
-
-
 @message("query.common_values", summand=True)
 class ValueCounts:
     """How many rows have each common value of an input."""
