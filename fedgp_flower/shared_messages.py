@@ -488,13 +488,13 @@ class Moments:
 
 @message()
 class OneArray:
-    """A request that is one array: coefficients of a linear predictor, or ends of bins of time.
+    """A request that is one array: coefficients of a linear predictor, ends of bins of time, or values of inputs.
 
     Coefficients are for standardised inputs: intercept and weights of each class but the first [R, P], whose log odds
-    are 0; or v and τ [Q] of times. Ends are those of all bins but the last [E].
+    are 0; or v and τ [Q] of times. Ends are those of all bins but the last [E]. Values are common ones [D, V].
     """
 
-    values: AnyShape = leaves("coefficients, or ends of bins")
+    values: AnyShape = leaves("coefficients, ends of bins, or values")
 
 
 @message("query.logistic", summand=True, counts="Q")

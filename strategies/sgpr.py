@@ -42,7 +42,6 @@ from fedgp_flower.lazy import special
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
-    CommonValues,
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
@@ -52,7 +51,7 @@ from fedgp_flower.methods.sgpr.messages import (
 )
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.shared_messages import OneArray, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import enlarging, pooled_bound
 from strategies.pooled_bound import Problem
@@ -235,7 +234,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     points = with_values(draws, sketch.value_rows, sketch.value_sums)
     common = common_values(sketch.value_rows, sketch.value_sums)
     sizes = {"P": num_inputs * (num_inputs - 1) // 2, "V": common.shape[1]}
-    pairs: Summed[PairCounts] = yield Total(PairCounts, CommonValues(common), sizes=sizes)
+    pairs: Summed[PairCounts] = yield Total(PairCounts, OneArray(common), sizes=sizes)
     if pairs.total is not None:
         points = with_pairs(draws, points, common, pairs.total.counts, float(sketch.rows.sum()))
     _, first = np.unique(points, axis=0, return_index=True)

@@ -17,7 +17,7 @@ from fedgp_flower.gp.kernels import L1, Warped, warped
 from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.placement import to_arrays
-from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
+from fedgp_flower.gp.sums import BoundGradient, SparseSums, bound_gradient
 from fedgp_flower.typing import NamedArrays, Rows, Targets
 
 ROWS = "rows"
@@ -268,7 +268,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
 
 
 def rows_gradient(
-    model: SparseGP, inputs: Rows, targets: Targets, adjoints: Adjoints, whitener: Whitener | None = None
+    model: SparseGP, inputs: Rows, targets: Targets, adjoints: BoundGradient, whitener: Whitener | None = None
 ) -> NamedArrays:
     """Return the part of dF/dw that depends on rows, by wire name: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw.
 
@@ -288,7 +288,7 @@ def rows_gradient(
 
 
 def inducing_gradient(
-    model: SparseGP, sums: SparseSums, adjoints: Adjoints, whitener: Whitener | None = None
+    model: SparseGP, sums: SparseSums, adjoints: BoundGradient, whitener: Whitener | None = None
 ) -> NamedArrays:
     """Return the part of dF/dw through K_zz = L Lᵀ, from totals, by wire name.
 

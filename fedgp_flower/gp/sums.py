@@ -66,18 +66,12 @@ def collapsed_bound(sums: SparseSums, noise: float) -> float:
 
 
 @dataclass(frozen=True)
-class Adjoints:
-    """Derivatives of the bound by the pooled sums, which sites need for the chain rule."""
+class BoundGradient:
+    """The bound and all its derivatives; sites need those by the pooled sums for the chain rule."""
 
     gram: Array  # ∂F/∂A  [M, M], symmetric
     projection: Array  # ∂F/∂b  [M]
     prior_variance: Array  # ∂F/∂c  []
-
-
-@dataclass(frozen=True)
-class BoundGradient(Adjoints):
-    """The bound and all its derivatives."""
-
     value: float  # F, nats
     log_noise: float  # ∂F/∂ log σ², the sums held fixed
 

@@ -24,7 +24,6 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
-    CommonValues,
     EvidenceGradient,
     Expectations,
     PairCounts,
@@ -41,7 +40,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import SECOND_COLUMN, ModelSection
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
-from fedgp_flower.shared_messages import Nothing, Parameters, Step, Stepped
+from fedgp_flower.shared_messages import Nothing, OneArray, Parameters, Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 MODE_ROWS, MODE_EVALUATIONS = 250, 60
@@ -111,8 +110,8 @@ class SGPRClient(SparseClient):
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *values, repeats(self.rows.x, self.rows.y), *mode)
 
-    def pairs(self, request: CommonValues) -> PairCounts:
-        """Return how many of this site's rows have each pair of common values."""
+    def pairs(self, request: OneArray) -> PairCounts:
+        """Return how many of this site's rows have each pair of common values [D, V]."""
         return PairCounts(pair_counts(self.rows.x, request.values, max(LEAST_ALIKE, self.least_cell)))
 
     def trials(self, request: Parameters) -> TrialSums:

@@ -86,13 +86,6 @@ class Sketch:
         return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
 
 
-@message()
-class CommonValues:
-    """The values of each input that many rows have."""
-
-    values: Float[ndarray, "D V"] = leaves("from the sums of all sites' cells of values, standardised")
-
-
 @message("query.pairs", summand=True)
 class PairCounts:
     """How many rows have each pair of common values of two inputs."""
