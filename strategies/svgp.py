@@ -20,11 +20,10 @@ from numpy import ndarray
 
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
-from fedgp_flower.gp.placement import to_arrays
-from fedgp_flower.gp.steps import WithSteps, are_steps, num_bins, step_points
+from fedgp_flower.gp.steps import num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.duals import Duals, diagonals, gradient_at_server, pseudo_sums, transferred
+from fedgp_flower.methods.sgpr.duals import Duals, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, ValueCounts
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
@@ -38,8 +37,6 @@ from strategies.server.strategy import FederatedStrategy
 
 WARM_UP = 3
 """Evaluations at the first parameters, until q(v) settles; also those without gain after which the run ends."""
-SETTLED = 10
-"""Evaluations after which q(v) is near enough its optimum for steps of expectation maximisation."""
 MEMORY = 30
 """Largest number of pairs of L-BFGS."""
 FIRST_STEP, LARGEST_STEP = 0.1, 1.0
@@ -170,10 +167,7 @@ def natural_step(state: SVGPState) -> Duals:
 
 
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
-    """Return w after a step of L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`.
-
-    Later variances of steps at common values take steps of their own, see :func:`step_variances`.
-    """
+    """Return w after a step of L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`."""
     if state.evaluations < WARM_UP or not len(state.points):
         return dict(state.values)
     scale = units(state.values, model)
@@ -188,24 +182,7 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     limit = LARGEST_STEP if pairs else FIRST_STEP
     largest = float(np.abs(step).max())
     step *= limit / largest if largest > limit or not pairs else 1.0
-    point = unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
-    return point if state.evaluations < SETTLED else {**point, **step_variances(state, model)}
-
-
-@torch.no_grad()
-def step_variances(state: SVGPState, model: ModelSection) -> NamedArrays:
-    """Return log a of steps at common values after a step of expectation maximisation, shortened by rejections."""
-    latent = LatentGP.from_arrays(model, state.values)
-    kernels = [part for part in latent.kernel.modules() if isinstance(part, WithSteps)]
-    if not kernels:
-        return {}
-    q, steps = natural_step(state).posterior(), are_steps(latent.inducing_points)
-    squares = (q.mean.square() + diagonals(q.covariance))[..., steps].reshape(len(kernels), -1, int(steps.sum()))
-    names = [name for name in state.values if name.endswith("log_step")]
-    better = [
-        torch.lerp(k.raw_step, k.likelier(of), 0.5**state.halvings) for k, of in zip(kernels, squares, strict=True)
-    ]
-    return dict(zip(names, to_arrays(*better), strict=True))
+    return unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
 
 
 def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:

@@ -10,7 +10,7 @@ import torch
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import LatentGP
-from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, WithSteps, common_values, step_points
+from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, common_values, step_points
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -60,16 +60,6 @@ def test_without_its_gp_it_is_a_regression_on_the_steps() -> None:
     precision = np.eye(3) + walks(x).T @ walks(x) / 0.3
     np.testing.assert_allclose(q.covariance[:3, :3], np.linalg.inv(precision), rtol=1e-6)
     np.testing.assert_allclose(q.mean[:3], np.linalg.solve(precision, walks(x).T @ y / 0.3), rtol=1e-6)
-
-
-def test_variances_of_steps_maximise_their_expected_log_density() -> None:
-    kernel = stepped("bernoulli", "rbf", np.zeros((1, 2))).kernel
-    assert isinstance(kernel, WithSteps)
-    squares, before = torch.tensor([[0.3, 1.2, 2.0], [0.8, 0.1, 4.0]]).double(), torch.from_numpy(VARIANCES)
-    kernel.raw_step.data = kernel.likelier(squares).detach()
-    after, weights = kernel.raw_step[kernel.group], before[kernel.group] * squares
-    (-0.5 * (after + weights / after.exp()).sum() + kernel.log_prior()).backward()
-    torch.testing.assert_close(kernel.raw_step.grad, torch.zeros(2).double(), rtol=0, atol=1e-12)
 
 
 def test_cuts_lie_between_the_values_that_rows_of_any_site_share() -> None:

@@ -22,8 +22,8 @@ from fedgp_flower.typing import Array
 
 ABSENT = 2.0**40
 """Stands for the other inputs of a step."""
-PRIOR_STEPS = 2.0
-"""The prior of a_d, a scaled inverse χ² about 1/P_d for P_d cuts, counts as so many steps."""
+STEPS_PRIOR = 1.5
+"""Standard deviation of the prior of log a_d, whose mean is −log P_d for P_d cuts."""
 RANGE = 6.0
 """Common values are counted in bins between −RANGE and RANGE, standardised; the outer bins are unbounded."""
 BINS, ENTRIES = 4096, 2**18
@@ -104,15 +104,7 @@ class WithSteps(Kernel):
 
     def log_prior(self) -> Tensor:
         """Return the log prior of log a_d up to a constant, under which each walk has a variance near 1."""
-        return -PRIOR_STEPS / 2 * (self.raw_step + (-self.raw_step).exp() / self.count).sum()
-
-    def likelier(self, squares: Float[Tensor, "C P"]) -> Float[Tensor, " K"]:
-        """Return log a_d after a step of expectation maximisation, given E w² of the steps of C functions.
-
-        a_d ← (Σ_c a_d E w_c² + ν/P_d)/(C P_d + ν) with ν of :data:`PRIOR_STEPS`. It never lowers the bound.
-        """
-        total = torch.zeros_like(self.count).index_add(0, self.group, squares.sum(0)) * self.raw_step.exp()
-        return ((total + PRIOR_STEPS / self.count) / (len(squares) * self.count + PRIOR_STEPS)).log()
+        return -0.5 * ((self.raw_step + self.count.log()) / STEPS_PRIOR).square().sum()
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """Covariances [..., N, M], or the diagonal [..., N], of rows and steps."""
