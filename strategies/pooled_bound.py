@@ -34,6 +34,7 @@ MEANINGS = {
     "kernel.lengthscale": "lengthscale per input",
     "kernel.warp": "e^ω of each input in `warp(k)`, k(g(x), g(z)), g of Yeo and Johnson (2000) with power 1 + ω",
     "kernel.outputscale": "prior variance of f",
+    "kernel.step": "a, variance of a step of each input that has steps; Z has a row for each, 2⁴⁰ for other inputs",
     "likelihood.noise": "σ², noise variance of an observation",
     CONSTANT: "c, mean of f",
     "likelihood.parameters": "of p(y | f); student-t: κ of the degrees of freedom 2.5 + κ / (1 + κ / 17.5), and scale",

@@ -13,6 +13,7 @@ from fedgp_flower.gp.models import LatentGP
 from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, common_values, step_points
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run import dependence
 from fedgp_flower.run.registry import parse_config
 
 CUTS = np.array([[-0.5, ABSENT], [0.5, ABSENT], [ABSENT, 0.0]])
@@ -94,6 +95,7 @@ def test_a_jump_at_one_value_is_learned_and_saved(tmp_path: Any) -> None:
     posterior = fg.load_run(finished.path).posterior
     near = posterior.predict(pd.DataFrame({"dose": [6, 7, 8], "weight": 0.0}))["probability of yes"]
     assert np.abs(near - [0.2, 0.95, 0.2]).max() < 0.2
+    assert list(dependence.walks(fg.load_run(finished.path)).index) == ["dose"]
     model, observed = posterior.to_gpytorch()
     np.testing.assert_allclose(
         observed(model(posterior.inputs(table))).mean, posterior.predict(table)["probability of yes"], rtol=1e-6

@@ -16,7 +16,7 @@ from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.likelihoods.grades import values_of
-from fedgp_flower.gp.steps import are_steps
+from fedgp_flower.gp.steps import ABSENT, are_steps
 from fedgp_flower.options import SECOND_COLUMN
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Predictor
@@ -67,6 +67,17 @@ def relevances(run: Run) -> dict[str, pd.DataFrame]:
             found[part] = table.sort_values("value")
             found[part].attrs["how"] = str(entry.get("how", ""))
     return found
+
+
+def walks(run: Run) -> pd.Series[float]:
+    """Return the standard deviation of the walk of each input with steps, from its lowest to its highest value."""
+    arrays = {} if run.saved is None else run.saved.arrays
+    if run.saved is None or "kernel.step" not in arrays:
+        return pd.Series(dtype=float)
+    points = torch.from_numpy(arrays["inducing.locations"])
+    inputs, cuts = torch.unique((points[are_steps(points)] != ABSENT).long().argmax(1), return_counts=True)
+    names = [run.saved.inputs[number] for number in inputs]
+    return pd.Series(np.sqrt(arrays["kernel.step"] * cuts.numpy()), names).sort_values(ascending=False)
 
 
 def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:

@@ -23,7 +23,7 @@ from fedgp_flower.files import write_bytes
 from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
-from fedgp_flower.run.dependence import MOST, effects, relevances
+from fedgp_flower.run.dependence import MOST, effects, relevances, walks
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
@@ -173,6 +173,11 @@ def _relevance(run: Run) -> list[Panel]:
         f"{f' The {hidden} longest are left out.' if hidden > 0 else ''}"
         f" {f'Bars: 95 % intervals, by {how}.' if how else 'This run has no intervals for them.'}"
     )
+    if stepped := [f"{name} ({size:.2g})" for name, size in walks(run).head(figures.MAX_INPUTS).items()]:
+        caption += (
+            " Some inputs also act by steps at common values, whatever their lengthscale. The sd of all steps together,"
+            f" for f: {', '.join(stepped)}."
+        )
     return [Panel("Relevance of inputs", figures.relevance(found), caption)]
 
 
