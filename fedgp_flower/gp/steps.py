@@ -17,7 +17,6 @@ from gpytorch.kernels import Kernel
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedgp_flower.gp.cells import COVERED
 from fedgp_flower.typing import Array
 
 ABSENT = 2.0**40
@@ -28,6 +27,8 @@ RANGE = 6.0
 """Common values are counted in bins between −RANGE and RANGE, standardised; the outer bins are unbounded."""
 BINS, ENTRIES = 4096, 2**18
 """Most bins of an input, and of all inputs together."""
+NEARLY_ALL = 0.9
+"""Least share of the rows that have a common value of an input with steps."""
 MOST_STEPS = 400
 """Largest number of steps."""
 
@@ -62,7 +63,7 @@ def step_points(rows: Array, sums: Array, count: float) -> Array:
         count: Number of all rows.
     """
     num_inputs = len(rows)
-    known = {d: np.flatnonzero(of) for d, of in enumerate(rows) if of.sum() >= COVERED * count}
+    known = {d: np.flatnonzero(of) for d, of in enumerate(rows) if of.sum() >= NEARLY_ALL * count}
     gaps = np.array([len(filled) - 1 for filled in known.values()])
     if num_inputs == 1 or gaps.max(initial=0) < 2:
         return np.empty((0, num_inputs))
