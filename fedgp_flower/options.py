@@ -155,7 +155,8 @@ class ModelSection(Section):
     @property
     def has_steps(self) -> bool:
         """Whether the kernel is ``steps(…)``."""
-        return self.kernel.strip().startswith("steps")
+        tree = kernel_tree(self.kernel)
+        return isinstance(tree, ast.Call) and ast.unparse(tree.func) == "steps"
 
     @field_validator("kernel")
     @classmethod

@@ -147,13 +147,16 @@ def test_noise_whose_function_does_not_vary_is_constant() -> None:
     torch.testing.assert_close(duals.posterior().covariance[0], q.covariance, rtol=1e-7, atol=1e-7)
 
 
-def test_information_of_rows_at_the_old_inducing_points_moves_exactly() -> None:
+@pytest.mark.parametrize("kernel", ["rbf", "steps(rbf)"])
+def test_information_of_rows_at_the_old_inducing_points_moves_exactly(kernel: str) -> None:
     """Under Gaussian noise (B, b) at Z₀ = X are the rows themselves, whatever Z, kernel and mean come next."""
-    old = latent("gaussian", jitter=0.0)
-    data = old.inducing_points.detach(), rows_of("gaussian", INDUCING)[1]
+    old = latent("gaussian", kernel=kernel, jitter=0.0)
+    x = old.inducing_points.detach()[3 * (kernel != "rbf") :]
+    data = x, rows_of("gaussian", INDUCING)[1][: len(x)]
     old.load(old.to_arrays() | {CONSTANT: np.array([0.4])})
     new = LatentGP.from_arrays(
-        section("gaussian", jitter=0.0), moved_by(old, 0.3) | {"likelihood.log_parameters": old.hyper.detach().numpy()}
+        section("gaussian", kernel=kernel, jitter=0.0),
+        moved_by(old, 0.3) | {"likelihood.log_parameters": old.hyper.detach().numpy()},
     )
     with torch.no_grad():
         moved = transferred(settled(old, data, 1, 1.0), old, new, factor(new))

@@ -294,10 +294,10 @@ class LatentGP(SparseGP):
         return {LOCATIONS: self.inducing_points, **self.wired_kernel(), CONSTANT: self.constant, **hyper}
 
     def log_prior(self) -> Tensor:
-        """Return the log prior: log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²), ω ~ N(0, ½²) of a warp; of steps.
+        """Return the log prior: log ℓ ~ N(½ log D + ½, 1), log a ~ N(log 4, τ²), and ω ~ N(0, ½²) of a warp.
 
-        The prior keeps amplitudes a of separable classes finite; the likelihood sets τ, usually 1. For ``linear`` a is
-        the variance of a weight, so that k(x, x) = a |x|².
+        That of steps is added. The prior keeps amplitudes a of separable classes finite; the likelihood sets τ, usually
+        1. For ``linear`` a is the variance of a weight, so that k(x, x) = a |x|².
         """
         length = 0.5 * math.log(self.inducing_points.shape[-1]) + 0.5
         priors = {"lengthscale": (length, 1.0), "warp": WARP}
