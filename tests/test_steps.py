@@ -11,7 +11,7 @@ import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import LatentGP
 from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, common_values, step_points
-from fedgp_flower.methods.sgpr.duals import Duals, expectations
+from fedgp_flower.methods.sgpr.duals import Duals, expectations, transferred
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run import dependence
 from fedgp_flower.run.registry import parse_config
@@ -44,10 +44,11 @@ def test_the_covariance_is_that_of_a_gp_and_random_walks() -> None:
         diagonal = model.kernel(torch.from_numpy(x), diag=True).numpy()
         inner = plain.kernel(plain.inducing_points, torch.from_numpy(x)).to_dense().numpy()
         among = model.inducing_covariance()[0].numpy()
-    np.testing.assert_allclose(found[:3], walks(x).T, rtol=1e-14)
+    steps = np.sqrt(VARIANCES[[0, 0, 1]])
+    np.testing.assert_allclose(found[:3], steps[:, None] * walks(x).T, rtol=1e-14)
     np.testing.assert_allclose(found[3:], inner + walks(z) @ walks(x).T, rtol=1e-12)
     np.testing.assert_allclose(diagonal, 2.0 + np.square(walks(x)).sum(1), rtol=1e-12)
-    np.testing.assert_allclose(among[:3], np.hstack([np.eye(3), walks(z).T]), rtol=1e-14)
+    np.testing.assert_allclose(among[:3], steps[:, None] * np.hstack([np.diag(steps), walks(z).T]), rtol=1e-14)
 
 
 def test_without_its_gp_it_is_a_regression_on_the_steps() -> None:
@@ -61,6 +62,24 @@ def test_without_its_gp_it_is_a_regression_on_the_steps() -> None:
     precision = np.eye(3) + walks(x).T @ walks(x) / 0.3
     np.testing.assert_allclose(q.covariance[:3, :3], np.linalg.solve(precision, np.eye(3)), rtol=1e-6)
     np.testing.assert_allclose(q.mean[:3], np.linalg.solve(precision, walks(x).T @ y / 0.3), rtol=1e-6)
+
+
+def test_what_rows_tell_of_the_steps_does_not_change_with_their_variance() -> None:
+    draw = np.random.default_rng(4)
+    x, y = np.column_stack([draw.choice(LEVELS, 40), draw.standard_normal(40)]), draw.standard_normal(40)
+    old, new = (stepped("gaussian", "rbf", np.array([[0.1, 0.2]]), noise=0.3) for _ in range(2))
+    for model, factor in ((old, 1.0), (new, 7.0)):
+        variances = {"kernel.log_step": np.log(factor * VARIANCES), "kernel.log_outputscale": np.asarray(-40.0)}
+        model.load(model.to_arrays() | variances)
+    none = Duals(torch.zeros(4, 4).double(), torch.zeros(4).double())
+
+    def told(model: LatentGP) -> Duals:
+        return none.stepped(expectations(model, torch.from_numpy(x), torch.from_numpy(y), none.posterior()), 1.0)
+
+    with torch.no_grad():
+        moved, wanted = transferred(told(old), old, new, new.factor()), told(new)
+    torch.testing.assert_close(moved.precision[:3, :3], wanted.precision[:3, :3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moved.shift[:3], wanted.shift[:3], rtol=1e-5, atol=1e-5)
 
 
 def test_cuts_lie_between_the_values_that_rows_of_any_site_share() -> None:

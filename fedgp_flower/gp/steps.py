@@ -1,9 +1,9 @@
 """Steps at common values of the inputs, which no smooth function follows.
 
 Ages, doses and amounts are often whole or round numbers, and what happens at one of them says little about the next.
-A GP gets an additive term h(x) = Σ_d √a_d Σ_{c < x_d} w_c with independent w_c ~ N(0, 1): for each input d a random
-walk over its common values, with a step w_c at each cut c between two of them. The steps are inducing variables beside
-f(Z), with cov(w_c, f(x)) = √a_d if c < x_d and 0 otherwise (inter-domain, Lázaro-Gredilla and Figueiras-Vidal 2009).
+A GP gets an additive term h(x) = Σ_d Σ_{c < x_d} w_c with independent w_c ~ N(0, a_d): for each input d a random walk
+over its common values, with a step w_c at each cut c between two of them. The steps are inducing variables beside f(Z),
+with cov(w_c, f(x)) = a_d if c < x_d and 0 otherwise (inter-domain, Lázaro-Gredilla and Figueiras-Vidal 2009).
 In an array of inducing points a row with x_d = c and :data:`ABSENT` elsewhere stands for w_c.
 """
 
@@ -119,4 +119,4 @@ class WithSteps(Kernel):
         """Which rows are whole [..., N], and the covariances of all rows with the steps [..., N, P]."""
         whole, values = ~are_steps(x), x.detach()[..., self.input]
         size = (self.raw_step[self.group] / 2).exp()
-        return whole, torch.where(whole[..., None], size * (values > self.cut), (values == self.cut).to(size))
+        return whole, size * torch.where(whole[..., None], values > self.cut, values == self.cut)
