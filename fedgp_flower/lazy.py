@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["cluster", "datasets", "pd", "special"]
+__all__ = ["cluster", "datasets", "optimize", "pd", "special"]
 
 
 class Lazy(ModuleType):
@@ -21,9 +21,10 @@ class Lazy(ModuleType):
 
 if TYPE_CHECKING:
     import pandas as pd
-    from scipy import special
+    from scipy import optimize, special
     from sklearn import cluster, datasets
 else:
     pd = Lazy("pandas")
     special = Lazy("scipy.special")
+    optimize = Lazy("scipy.optimize")
     cluster, datasets = Lazy("sklearn.cluster"), Lazy("sklearn.datasets")

@@ -7,8 +7,8 @@ Training maximises J(θ) = log p(y | θ) + log p(θ) over the log hyperparameter
 input, and the common pairs of values of two inputs. Training does not move them. The first θ and the first curvature of
 J combine the local modes of all sites.
 
-*Training.* A round is a gradient and a BFGS step, two exchanges. The server alone optimises the common scale of kernel
-and noise. Rounds end when a step promises less than a minimum gain.
+*Training.* A round is a gradient and a BFGS step within a trust region, two exchanges. The server alone optimises the
+common scale of kernel and noise. Rounds end when a step promises less than a minimum gain.
 
 *Enlarging.* The server asks for sums at 1024 inducing points and doubles their number while the evidence gains
 (:mod:`strategies.enlarging`). Training goes on at 1024 points if twice as many may follow, since few points cannot
@@ -38,7 +38,7 @@ from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
-from fedgp_flower.lazy import special
+from fedgp_flower.lazy import optimize, special
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
@@ -66,11 +66,13 @@ ANCHORS, DRAWS_PER_POINT = 2048, 4
 LOG_LENGTHSCALE_RANGE = (-1.0, 3.5)
 """Range of log ℓ at the start."""
 LARGEST_STEP = 1.0
-"""Largest change of a log hyperparameter in a step."""
+"""Largest radius of a step, the change of any log hyperparameter."""
+POOR, GOOD = 0.1, 0.5
+"""Shares of the predicted gain below which the radius is halved and above which it is doubled."""
+SHORTER = (0.1, 0.5)
+"""Range of the factor that shortens the radius after a step that lowered J."""
 NEWTON_STEPS = 8
 """Newton steps to the best common scale of kernel and noise."""
-STIFFENING = (2.0, 10.0)
-"""Range of the factor by which the curvature along a step that lowered J grows."""
 EXCHANGES_BEFORE, EXCHANGES_PER_ROUND = 4, 2
 """Exchanges before training (descriptions, histograms of inputs, sketch, pairs of common values), and in a round."""
 DEFAULT_EXCHANGES = 60
@@ -128,6 +130,8 @@ class SGPRState:
     """Number of candidate points at the latest enlargement; 0 during training."""
     rounds: int = 0
     """Rounds since the latest enlargement."""
+    radius: float = LARGEST_STEP
+    """Largest entry of the next step."""
 
     @property
     def rows(self) -> float:
@@ -158,11 +162,6 @@ class SGPRState:
         enlarges = self.most > self.asked and enlarging.doubling_gain(self.evidence_curve) >= enlarging.MINIMUM_GAIN
         return min(2 * self.asked, self.most) if enlarges else 0
 
-    def step(self) -> Array:
-        """The next BFGS step [H], C⁻¹∇J, at most :data:`LARGEST_STEP` in any entry."""
-        step = np.linalg.solve(self.curvature, self.gradient)
-        return step / max(1.0, float(np.abs(step).max()) / LARGEST_STEP)
-
     def promised_gain(self) -> float:
         """Gain of a full step in the quadratic model, ½ ∇Jᵀ C⁻¹ ∇J, in nats per row."""
         return float(self.gradient @ np.linalg.solve(self.curvature, self.gradient)) / 2 / self.rows
@@ -175,15 +174,21 @@ def logarithms(values: Mapping[str, ndarray]) -> NamedArrays:
 
 def moved(values: Mapping[str, ndarray], step: Array) -> NamedArrays:
     """Return the parameters after a step of θ [H], clipped to ± :data:`LOG_RANGE`."""
-    found = unpack(pack(logarithms(values)) + step, logarithms(values))
-    return {**values, **{name: np.asarray(np.clip(a, -LOG_RANGE, LOG_RANGE)) for name, a in found.items()}}
+    found = np.clip(pack(logarithms(values)) + step, -LOG_RANGE, LOG_RANGE)
+    return {**values, **unpack(found, logarithms(values))}
+
+
+def within_range(theta: Array, gradient: Array) -> Array:
+    """Return the gradient [H] without its entries that point out of ± :data:`LOG_RANGE`."""
+    return np.where((np.abs(theta) < LOG_RANGE) | (theta * gradient < 0), gradient, 0.0)
 
 
 def at_best_scale(values: Mapping[str, ndarray], totals: WeightedSums, section: ModelSection) -> Evaluated:
     """Return the parameters, sums and J at the common scale τ² of kernel and noise that maximises J.
 
     With t = log τ², J(t) = F(t) + log p(θ(t)) is concave, and dJ/dt = ½ N (τ̂²/τ² − 1) − Σ (θ_i + t − m_i)/s_i². The log
-    evidence F is largest at τ̂². The sum is over log amplitudes and log noise with priors N(m_i, s_i²).
+    evidence F is largest at τ̂². The sum is over log amplitudes and log noise with priors N(m_i, s_i²). The noise does
+    not fall below e^−:data:`LOG_RANGE`.
     """
     num_inputs = values[LOCATIONS].shape[1]
     names, priors = (*amplitude_names(section, num_inputs), LOG_NOISE), priors_of(section, num_inputs)
@@ -195,6 +200,7 @@ def at_best_scale(values: Mapping[str, ndarray], totals: WeightedSums, section: 
         residual = half * math.exp(log_evidence_scale - log_scale)
         slope = residual - half - prior_slope - prior_curvature * log_scale
         log_scale += slope / (residual + prior_curvature)
+    log_scale = max(log_scale, -LOG_RANGE - float(values[LOG_NOISE][0]))
     values = {**values, **{name: np.asarray(values[name] + log_scale) for name in names}}
     sums = totals.scaled(math.exp(log_scale))
     return values, sums, at_unit_scale(sums) + prior_of(values, section)[0]
@@ -331,6 +337,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
         return without_totals(state)
     gradient = state.weight * summed.total.gradient + pack(prior_of(state.values, problem.model)[1])
+    gradient = within_range(theta, gradient)
     if state.gradient.size:
         state = replace(state, curvature=bfgs(state.curvature, theta - state.place, state.gradient - gradient))
     noise = state.weight * summed.total.noise
@@ -357,32 +364,41 @@ def bfgs(curvature: Array, step: Array, change: Array) -> Array:
     return curvature - np.outer(image, image) / float(step @ image) + np.outer(change, change) / along
 
 
-def stiffened(curvature: Array, step: Array, slope: float, gain: float) -> Array:
-    """Return the curvature after a step s that lowered J: C + (κ − 1) C s sᵀ C/sᵀCs, κ = 2 (∇Jᵀs − gain)/sᵀCs.
+def restricted(curvature: Array, gradient: Array, radius: float) -> Array:
+    """Return the step (C + μI)⁻¹∇J [H] with μ ≥ 0 so that its largest entry is at most the radius; 0 if possible.
 
-    Along s, C is then that of the parabola through both values of J; κ is within :data:`STIFFENING`.
+    It maximises the quadratic model of J among steps of its length (Nocedal and Wright, Theorem 4.1).
     """
-    image = curvature @ step
-    along = float(step @ image)
-    factor = float(np.clip(2 * (slope - gain) / along, *STIFFENING))
-    return curvature + (factor - 1) / along * np.outer(image, image)
+    roots, axes = np.linalg.eigh(curvature)
+    along = axes.T @ gradient
+
+    def excess(shift: float) -> float:
+        return float(np.abs(axes @ (along / (roots + shift))).max()) - radius
+
+    shift = optimize.brentq(excess, 0.0, float(np.linalg.norm(gradient)) / radius) if excess(0.0) > 0 else 0.0
+    return axes @ (along / (roots + shift))
 
 
 def search(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
-    """Return the state after a step if it raises J; otherwise the old state with more curvature along the step."""
-    step = state.step()
+    """Return the state after a step if it raises J; otherwise the old state with a smaller radius.
+
+    The new radius is where the parabola through both values of J and the slope is highest, within :data:`SHORTER`.
+    """
+    step = restricted(state.curvature, state.gradient, state.radius)
     candidate = moved(state.values, step)
     found, sites = yield from sums_at(problem, [candidate], state.sites, state.weight)
     if found is None or set(sites) != set(state.sites):
         return without_totals(state)
     values, totals, objective = found
-    gain = objective - state.height
+    gain, slope = objective - state.height, float(state.gradient @ step)
     gains = np.append(state.gains, max(gain, 0.0) / state.rows)[-pooled_bound.RECENT_ROUNDS :]
     state = replace(state, exchanges=state.exchanges + 1, rounds=state.rounds + bool(state.asked), gains=gains)
-    if gain > 0:
-        return replace(state, values=values, totals=totals, height=objective)
-    state = replace(state, curvature=stiffened(state.curvature, step, float(state.gradient @ step), gain))
-    return replace(state, converged=rests(problem, state))
+    if gain <= 0:
+        shorter = float(np.clip(slope / 2 / (slope - gain), *SHORTER))
+        return replace(state, radius=float(np.abs(step).max()) * shorter)
+    share = gain / (slope - float(step @ state.curvature @ step) / 2)
+    radius = state.radius * (0.5 if share < POOR else 2.0 if share > GOOD else 1.0)
+    return replace(state, values=values, totals=totals, height=objective, radius=min(radius, LARGEST_STEP))
 
 
 def enlarge(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:

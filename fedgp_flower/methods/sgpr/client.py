@@ -254,13 +254,13 @@ class PrivateSGPRClient(SparseClient):
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
     """Return the curvature H [H, H] and H θ [H] at the mode θ of the site's log posterior of the hyperparameters.
 
-    θ are the log hyperparameters of an exact GP of at most :data:`MODE_ROWS` random rows. H is found by central
-    differences; the likelihood part is scaled from the chosen rows to all rows. The server combines the modes
-    as (Σ H)⁻¹ Σ Hθ.
+    θ are the log hyperparameters, in the order of :func:`pack`, of an exact GP of at most :data:`MODE_ROWS` random
+    rows. H is found by central differences; the likelihood part is scaled from the chosen rows to all rows. The server
+    combines the modes as (Σ H)⁻¹ Σ Hθ.
     """
     chosen = np.sort(rng.permutation(len(inputs))[:MODE_ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
-    named, priors = model.wire_parameters(), hyperpriors(model.kernel, inputs.shape[1])
+    named, priors = dict(sorted(model.wire_parameters().items())), hyperpriors(model.kernel, inputs.shape[1])
     parameters = list(named.values())
     model.load({name: np.full(p.shape, priors[name][0]) for name, p in named.items()})
 
