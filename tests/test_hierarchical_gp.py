@@ -17,6 +17,7 @@ from scipy.stats import multivariate_normal
 from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import rough, smooth
@@ -364,6 +365,13 @@ def test_a_newton_step_ends_at_the_top_of_a_quadratic_unless_the_radius_is_small
     short, less = newton_step(b, -a, 0.1)
     torch.testing.assert_close(short, 0.1 * step / step.abs().max())
     assert less == pytest.approx(float(b @ short - 0.5 * short @ a @ short))
+
+
+def test_no_step_is_longer_than_the_radius_whatever_the_prior():
+    """Of a prior that was wider, steps were longer: on concrete by blocks the trend died in the first of them."""
+    _, states, _ = trajectory((4,), 3)
+    lengths = [np.abs(after.trial - pack(after.theta)).max() / after.radius for after in states[1:]]
+    assert max(lengths) == pytest.approx(1.0)
 
 
 def test_what_rows_say_of_inducing_values_is_transported_exactly():
