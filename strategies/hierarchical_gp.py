@@ -5,10 +5,10 @@ out and sends sums. Their total gives the server the bound F, its exact gradient
 (:mod:`fedgp_flower.methods.hierarchical_gp.newton`). Deviations are ``smooth`` at sites and ``rough`` at units along
 one input: see the modules of these names.
 
-Each logarithm of θ has a weak normal prior; its mode is the start of a run. The size of smooth deviations (the amplitude
-of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under which it exceeds its first value with
-probability .05 (Simpson et al., *Penalising model component complexity*, 2017). After the last step, units with rough
-deviations calibrate their bands.
+Each logarithm of θ has a weak normal prior; its mode is the start of a run. The size of smooth deviations
+(the amplitude of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under which it exceeds its
+first value with probability .05 (Simpson et al., *Penalising model component complexity*, 2017). After the last step,
+units with rough deviations calibrate their bands.
 """
 
 from __future__ import annotations
