@@ -103,6 +103,8 @@ MAX_LEVELS = 50
 """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
 REAL_VALUED = frozenset({"gaussian", "student-t", "heteroscedastic"})
 """Likelihoods of a real number with units; the target is standardised."""
+WITH_NOISE = frozenset({"heteroscedastic", "ordinal"})
+"""Likelihoods of a function of the target and one of its noise."""
 DEFAULT_LIKELIHOODS = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
 """Likelihoods of a method that names no others."""
 

@@ -5,10 +5,10 @@ out and sends sums. Their total gives the server the bound F, its exact gradient
 (:mod:`fedgp_flower.methods.hierarchical_gp.newton`). Deviations are ``smooth`` at sites and ``rough`` at units along
 one input: see the modules of these names.
 
-Each logarithm of θ has a weak normal prior; its mode is the start of a run and its sd the unit of a step. The size of
-smooth deviations (the amplitude of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under
-which it exceeds its first value with probability .05 (Simpson et al., *Penalising model component complexity*, 2017).
-After the last step, units with rough deviations calibrate their bands.
+Each logarithm of θ has a weak normal prior; its mode is the start of a run. The size of smooth deviations
+(the amplitude of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under which it exceeds its
+first value with probability .05 (Simpson et al., *Penalising model component complexity*, 2017). After the last step,
+units with rough deviations calibrate their bands.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from strategies.sfvi import saved
 TOLERANCE = {"smooth": 0.1, "rough": 0.05}
 """Newton's method stops when a step promises a smaller rise of the bound of all rows, in nats."""
 FIRST_RADIUS, LARGEST_RADIUS = 1.0, 1.5
-"""Trust radius: the largest change of any entry of θ in a step, in prior standard deviations."""
+"""Trust radius: the largest change of any entry of θ in a step, in the smallest prior standard deviation."""
 GOOD, POOR = 0.6, 0.25
 """Above the first share of the promised rise the radius doubles; below the second it becomes a third of the step."""
 SLACK = 0.05
@@ -186,7 +186,7 @@ def next_radius(state: NewtonState, value: float, before: float) -> float:
     share = (value - before) / state.promised
     if share > GOOD:
         return min(2 * state.radius, LARGEST_RADIUS)
-    length = float(np.abs((state.trial - pack(state.theta)) / state.scale).max())
+    length = float(np.abs(state.trial - pack(state.theta)).max() / state.scale.min())
     return length / 3 if share < POOR else state.radius
 
 
@@ -195,7 +195,7 @@ def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonSta
     gradient, hessian, precision, shift = (
         torch.tensor(part) for part in (state.gradient, state.hessian, state.precision, state.shift)
     )
-    step, promised = newton_step(gradient, hessian, radius)
+    step, promised = newton_step(gradient, hessian, radius, torch.from_numpy(state.scale / state.scale.min()))
     _, rise = newton_step(gradient, hessian, math.inf)
     trial = pack(state.theta) + state.scale * step.numpy()
     before, after = (factor_at({**theta, **state.widths}) for theta in (state.theta, unpack(trial, state.theta)))

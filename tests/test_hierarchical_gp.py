@@ -17,6 +17,7 @@ from scipy.stats import multivariate_normal
 from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import rough, smooth
@@ -73,12 +74,14 @@ def trajectory(sizes, rounds, **keys):
     return model, states, units
 
 
-def test_any_partition_of_units_takes_the_same_steps():
+def test_any_partition_of_units_takes_the_same_steps_within_the_radius():
     _, one, _ = trajectory((4,), 4)
     _, other, _ = trajectory((1, 3), 3)
     for before, after in zip(one, other, strict=False):
         assert after.trial == pytest.approx(before.trial, rel=1e-9, abs=1e-9)
     assert one[-1].value > one[1].value + 1
+    lengths = [np.abs(after.trial - pack(after.theta)).max() / after.radius for after in one[1:]]
+    assert max(lengths) == pytest.approx(1.0)  # whatever the prior: where it is wide, first steps killed the trend
 
 
 def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum():
@@ -116,15 +119,12 @@ def test_widths_rest_where_those_of_em_do():
 
 
 def test_a_run_converges_and_says_so(three):
-    recorder = Recorder()
-    strategy = run(FaultyGrid(tiny(), three), recorder)
+    strategy = run(FaultyGrid(tiny(), three), Recorder())
     assert strategy.round < 20
     assert strategy.outcome.metrics["converged"]
     details = strategy.outcome.metrics["method_details"]
     assert details["promised_rise"] < 0.1
     assert set(details["relevance"]) == {"trend", "deviation"}
-    values = [row["objective"] for row in recorder.rows]
-    assert values[-1] > values[0] + 0.3
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,6 @@ def test_a_mixture_is_that_of_a_fine_grid(problem):
     grid = torch.cartesian_prod(*[torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)] * 3)
     offsets, shares = sites[0].mixture(q_global)
     assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
-    assert float(shares.min()) > 0
     with torch.no_grad():
         exact = torch.stack([sites[0].sums(z).expected(q_global) for z in grid]).softmax(0)
     torch.testing.assert_close(shares @ offsets, exact @ grid, rtol=0, atol=0.1)
@@ -572,9 +571,8 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     assert max(details["widened"].values()) > 1
     again = Predictor.at_site(folder, "a").predict(told.rename(columns={"input.t": "t"}))
     np.testing.assert_allclose(again["sd"], told["sd"], rtol=1e-9)
-    (new := frame[frame["unit"] == "c"].iloc[:9][["t", "y"]]).to_csv(tmp_path / "new.csv", index=False)
+    frame[frame["unit"] == "c"].iloc[:9][["t", "y"]].to_csv(tmp_path / "new.csv", index=False)
     joined = Predictor.joined(folder, "new", tmp_path / "new.csv").predict(frame[frame["unit"] == "c"])
-    assert len(new) == 9
     assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
 
 

@@ -214,6 +214,8 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
     found = minimize(lost, best[6:] + 0.05, method="BFGS", options={"gtol": 1e-5})
     assert -state.value == pytest.approx(found.fun, abs=1e-8)
     np.testing.assert_allclose(best[6:], found.x, atol=2e-5)
+    wild = np.array([[*start[:7], -1.5, 8.0, *start[9:]]])  # the features explain little there: weights have no mode
+    assert around(problem, told(problem, [part(0, 90)], wild, asked[1][:0]), 0, wild[0]).value == -math.inf
 
 
 def test_held_out_rows_are_predicted_as_by_all_rows_in_one_normal():
@@ -275,8 +277,6 @@ def test_laplace_has_exact_derivatives():
 
 
 KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
-
-
 ALONE = {"baselines.linear": False, "baselines.local-only": False, "baselines.pooled": False}
 
 
@@ -407,7 +407,7 @@ def test_a_smooth_term_of_counts_in_groups_finds_their_rate_under_masks(tmp_path
     new = run.posterior.predict(pd.DataFrame({"dose": [0, 1, 0], "age": ages}))
     typical = np.exp(0.5 + 0.4 * np.array([0, 1, 0]) + np.sin(ages / 15) + 0.5 * 0.4**2)
     np.testing.assert_allclose(new["mean"], typical, rtol=0.35)
-    assert "on the scale of log rate" in run.report_path.read_text(encoding="utf-8")
+    assert "95 % band, in log rate" in run.report_path.read_text(encoding="utf-8")
 
 
 def test_the_site_is_an_effect(tmp_path):

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
+import gpytorch
 import numpy as np
 import pandas as pd
 import pytest
@@ -107,7 +108,10 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
     likelihood = build_point_likelihood(name.partition(",")[0])
     at = [torch.tensor(part, dtype=torch.float64) for part in ([mean], [variance], hyper)]
     target = torch.tensor([y] if beside is None else [[y, beside]], dtype=torch.float64)
+    if name.startswith("ordinal"):  # constant noise
+        at[:2] = torch.stack([at[0], 0 * at[0]]), torch.stack([at[1], 1e-12 + 0 * at[1]])
     value, alpha, beta, by_hyper = likelihood.slopes(target, *at)
+    alpha, beta = alpha.flatten()[0], beta.flatten()[0]
     mixed = name == "log-normal, censored"  # E log Φ is a mixture that is as wrong as for labels
     assert float(value) == pytest.approx(expected(lambda z: 1.0), rel=1e-6, abs=3e-6 if mixed else 1e-6)
     assert float(alpha) == pytest.approx(expected(lambda z: z) / sd, rel=1e-6, abs=2e-5 if mixed else 1e-6)
@@ -364,30 +368,68 @@ HYPER = torch.tensor(GAPS, dtype=torch.float64).log()
 GRADES = build_point_likelihood("ordinal")
 
 
-def test_two_grades_are_two_classes():
+def certain(part):
+    """Of a function of grades, beside noise that is known to be 1."""
+    return torch.stack([part, torch.zeros_like(part)], -2)
+
+
+def test_two_grades_with_constant_noise_are_two_classes():
     probit, none = build_point_likelihood("bernoulli"), torch.zeros(0).double()
     labels = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
-    at = *(torch.tensor(part).double() for part in ([0.4, -2.0, 1.0], [0.1, 3.0, 25.0])), none
-    torch.testing.assert_close(GRADES.log_predictive(labels, *at), probit.log_predictive(labels, *at))
-    torch.testing.assert_close(GRADES.moments(*at)[0][:, 1], probit.moments(*at)[0])
-    assert GRADES.start({"share": 0.3}, 1.0) == pytest.approx(probit.start({"share": 0.3}, 1.0))
+    of_f = [torch.tensor(part).double() for part in ([0.4, -2.0, 1.0], [0.1, 3.0, 25.0])]
+    at = *map(certain, of_f), none
+    torch.testing.assert_close(GRADES.log_predictive(labels, *at), probit.log_predictive(labels, *of_f, none))
+    torch.testing.assert_close(GRADES.moments(*at)[0][:, 1], probit.moments(*of_f, none)[0])
+    assert GRADES.start({"share": 0.3}, 1.0)[:, 0] == pytest.approx([probit.start({"share": 0.3}, 1.0), 0])
     assert GRADES.start_parameters({"share": 0.3}).numel() == 0
 
 
 def test_without_inputs_grades_have_the_shares_that_they_start_from():
     known = {f"share of {level}": share for level, share in zip("abcd", (0.1, 0.4, 0.3, 0.2), strict=True)}
-    f, hyper = torch.tensor([GRADES.start(known, 1.0)]).double(), GRADES.start_parameters(known)
-    for shares in (GRADES.moments(f, torch.zeros(1), hyper)[0], GRADES.to_gpytorch(hyper)(f).probs):
+    f, hyper = torch.from_numpy(GRADES.start(known, 1.0)), GRADES.start_parameters(known)
+    for shares in (GRADES.moments(f, torch.zeros(2, 1), hyper)[0], GRADES.to_gpytorch(hyper)(f).probs):
         assert shares[0].tolist() == pytest.approx(list(known.values()))
     samples = torch.stack([HYPER, HYPER + 0.1])
     assert edges_of(samples).shape == (2, 6)
-    at = torch.arange(5.0), torch.zeros(2, 5).double(), torch.ones(2, 5).double()
+    at = torch.arange(5.0), torch.zeros(2, 2, 5).double(), torch.ones(2, 2, 5).double()
     assert GRADES.expected(*at, samples).shape == (2, 5)
+
+
+@pytest.mark.parametrize("variance", [0.01, 0.3, 4.0])
+@pytest.mark.parametrize("centre", [-2.0, 0.7])
+def test_noise_of_grades_that_varies_is_what_quadrature_finds(centre, variance):
+    """E over g of what is known of f, of its products with z / sd and (1 − z²) / variance, and of the masses."""
+    grades, sd = torch.arange(5.0), math.sqrt(variance)
+    f = torch.tensor([[-0.5, 0.1, 0.8, 2.0, 1.0], [0.01, 0.3, 0.5, 1.0, 2.0]]).double()
+
+    def at(g, spread):
+        return torch.stack([f[0], g + 0 * f[0]]), torch.stack([f[1], spread + 0 * f[1]]), HYPER
+
+    def over_noise(of):
+        def each(z):
+            weights = np.array([1, z / sd, (1 - z * z) / variance]) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+            return np.multiply.outer(weights, of(at(centre + sd * z, 1e-30)))
+
+        return integrate.quad_vec(each, -9, 9, epsabs=1e-8, epsrel=1e-8)[0]
+
+    here = at(centre, variance)
+    value, alpha, beta = over_noise(lambda given: GRADES.expected(grades, *given).numpy())
+    _, *found, by_hyper = GRADES.slopes(grades, *here)
+    np.testing.assert_allclose(GRADES.expected(grades, *here), value, atol=1e-6)
+    np.testing.assert_allclose(found[0][1], alpha, atol=1e-6)
+    np.testing.assert_allclose(found[1][1], beta, atol=1e-6)
+    for place, step in enumerate(1e-5 * torch.eye(3, dtype=torch.float64)):
+        ends = [GRADES.expected(grades, *here[:2], HYPER + sign * step).sum() for sign in (1, -1)]
+        assert float(by_hyper[place]) == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-6)
+    shares, _ = GRADES.moments(*here)
+    np.testing.assert_allclose(shares, over_noise(lambda given: GRADES.moments(*given)[0].numpy())[0], atol=1e-6)
+    np.testing.assert_allclose(shares.sum(1), 1)
+    np.testing.assert_allclose(GRADES.log_predictive(grades, *here), shares.diagonal().log())
 
 
 def test_far_from_its_grade_a_density_is_small_but_not_zero():
     grades, f = [0.0, 2.0, 4.0], [60.0, -70.0, -90.0]
-    found = GRADES.log_density(torch.tensor(grades), torch.tensor(f).double(), HYPER)
+    found = GRADES.log_density(torch.tensor(grades), certain(torch.tensor(f).double()), HYPER)
     assert found.tolist() == pytest.approx([log_mass(g, None, at) for g, at in zip(grades, f, strict=True)], rel=1e-9)
 
 
@@ -412,6 +454,7 @@ def graded(rows=300):
 def test_grades_are_learned_under_masks(tmp_path):
     frame = graded()
     options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "ordinal", "privacy.secure-aggregation": True}
+    options |= {"baselines.local-only": False}
     found = fg.run(frame, target="grade", sites=3, options=options | {"sgpr.exchanges": 25})
     table = found.posterior.predict(frame)
     assert list(table)[:4] == [f"probability of {grade}" for grade in (3, 4, 5, 6)]
@@ -421,6 +464,10 @@ def test_grades_are_learned_under_masks(tmp_path):
     assert np.abs(table.iloc[:, :4].to_numpy() - right).mean() < 0.05
     np.testing.assert_allclose(table["mean"], table.iloc[:, :4] @ [3, 4, 5, 6])
     assert set(table["median"]) <= {3.0, 4.0, 5.0, 6.0}
+    model, likelihood = found.posterior.to_gpytorch()
+    with torch.no_grad(), gpytorch.settings.num_likelihood_samples(2000):
+        drawn = likelihood(model(found.posterior.inputs(frame))).probs.mean(0)
+    np.testing.assert_allclose(table.iloc[:, :4], drawn, atol=0.03)
 
 
 def test_grades_that_are_words_need_their_order(tmp_path):

@@ -24,7 +24,7 @@ from strategies.server.questions import Roster, drive
 from strategies.svgp import initial_state, natural_step, one_round, rejected, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
-SEVERAL = ("categorical", "heteroscedastic")
+SEVERAL = ("categorical", "heteroscedastic", "ordinal")
 """Of several functions."""
 OUTCOMES = ("negative-binomial", "binomial", "time-to-event", "log-logistic", "log-normal")
 """Targets with a column beside them."""
@@ -41,6 +41,7 @@ def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor
         "poisson": draw.poisson(np.exp(f + 0.5)).astype(float),
         "student-t": f + 0.2 * draw.standard_t(3, rows),
         "heteroscedastic": f + 0.3 * np.exp(x[:, 1] / 2) * draw.standard_normal(rows),
+        "ordinal": np.digitize(f + np.exp(x[:, 1] / 2) * draw.standard_normal(rows), [0.0, 0.8]).astype(float),
         "categorical": (f > 0.4).astype(float) + (x[:, 1] + draw.standard_normal(rows) > 0),
     }
     beside = draw.uniform(0.5, 3, rows), draw.integers(1, 9, rows)
@@ -309,7 +310,7 @@ def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path
 
 @pytest.mark.parametrize("likelihood", [*KINDS, *SEVERAL])
 def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
-    """Probabilities are at most 1 and log-concave in f; outliers of Student-t noise know no such limit."""
+    """Probabilities are at most 1 and log-concave in f; outliers and the noise of grades know no such limit."""
     model, data = latent(likelihood), rows_of(likelihood)
     standard = settled(model, data, 0, 1.0).posterior()
     honest = expectations(model, *data, standard, factor(model))
@@ -317,6 +318,6 @@ def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
     for described in (Described(len(data[1])), Described(len(data[1]), added=True)):
         assert honest.refusal(described) is None
         assert [lie.refusal(described) is not None for lie in lies] == [
-            likelihood not in REAL_VALUED,
-            likelihood != "student-t",
+            likelihood not in {*REAL_VALUED, "ordinal"},
+            likelihood not in {"student-t", "ordinal"},
         ]

@@ -228,7 +228,7 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
             divergence = divergence - shared_divergence(posterior(), torch.cholesky_inverse(root.tril()))
         return (fit - divergence + model.log_prior()) / len(targets)
 
-    several = bool(model.observed.functions)  # else the noise may explain the target before the mean does
+    several = "mean" in model.observed.functions  # else the noise may explain a number before its mean does
     for most in (*[A_CYCLE] * CYCLES * several, config.baselines.max_evaluations):
         q = _settled(model, inputs, targets, q) if several else q
         mean, root = q.mean.requires_grad_(), q.root.detach().requires_grad_()

@@ -97,8 +97,9 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
     agreed, found = posterior.preparation, []
     links = {"": posterior.units.values, "exposure": np.exp, "trials": expit, "event": np.exp}
     name = posterior.saved.likelihood
+    graded = name == "ordinal"
     outcome = ndtr if name == "bernoulli" else links[SECOND_COLUMN.get(name, "")]
-    if name == "ordinal":
+    if graded:
         grades = values_of(agreed.target.levels)
         outcome = lambda f: likelihood(torch.from_numpy(f)).probs.numpy() @ grades  # noqa: E731
     points = model.inducing_points.detach()
@@ -117,6 +118,8 @@ def effects(posterior: Predictor, most: int | None = MOST) -> list[Effect]:
             f = model(torch.from_numpy(x))
         centre, spread = (part.reshape(-1, len(x))[0].numpy() for part in (f.mean, f.stddev))  # log noise comes second
         quantiles = centre + ndtri([[0.5], [0.025], [0.975]]) * spread
+        if graded:  # at the mean of the noise's function
+            quantiles = np.stack([quantiles, np.broadcast_to(f.mean[1], quantiles.shape)], 1)
         median, low, high = outcome(quantiles)
         days = re.fullmatch(r"days\((.+)\)", name)
         found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days), x))

@@ -31,7 +31,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
-from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, Value
+from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, WITH_NOISE, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
@@ -246,7 +246,7 @@ class Predictor:
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
         found = evenly([likelihood(model(inputs)) if noise else model(inputs) for model, likelihood in draws])
-        return draws[0].transforms.original(found[0] if self.saved.likelihood == "heteroscedastic" else found)
+        return draws[0].transforms.original(found[0] if self.saved.likelihood in WITH_NOISE else found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Return joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
@@ -262,7 +262,7 @@ class Predictor:
                 if not share:  # GPyTorch fails on zero draws
                     continue
                 latent = model(inputs).rsample(torch.Size([share]))
-                of_target = latent[:, 0] if self.saved.likelihood == "heteroscedastic" else latent
+                of_target = latent[:, 0] if self.saved.likelihood in WITH_NOISE else latent
                 found.append(likelihood(latent).sample() if noise else of_target)
         drawn = torch.cat([torch.empty(0, len(inputs)), *found])
         values = drawn[torch.randperm(count, generator=generator)].double().numpy()
@@ -285,7 +285,7 @@ class Predictor:
             from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
         except ModuleNotFoundError as error:
             raise RunError(f"{error}: install `fedgp-flower[botorch]`") from None
-        if self.saved.likelihood in {"categorical", "heteroscedastic"}:
+        if self.saved.likelihood in {"categorical", *WITH_NOISE}:
             raise RunError(f"a model of BoTorch has one function; with {self.saved.likelihood!r} there are several")
         return FederatedModel(self.to_gpytorch())
 

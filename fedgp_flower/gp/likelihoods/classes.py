@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from gpytorch.likelihoods import Likelihood
 from torch import Tensor
 from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
-from fedgp_flower.gp.likelihoods.point import ConditionalLikelihood, PointLikelihood, Slopes
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes
 from fedgp_flower.scores import Scores, TargetUnits, class_scores, shares_of
 from fedgp_flower.typing import Array
 
@@ -64,10 +63,6 @@ class Softmax(PointLikelihood):
     def conditional(self, function: Tensor, hyper: Tensor) -> Categorical:
         """The class given functions [*S, C, N]."""
         return Categorical(logits=function.mT)
-
-    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """A GPyTorch likelihood that samples the functions [*S, C, N]."""
-        return ConditionalLikelihood(self, hyper)
 
 
 def of_class(targets: Tensor, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributions import Normal, StudentT
 
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
-from fedgp_flower.gp.likelihoods.point import ConditionalLikelihood, PointLikelihood, in_float64, trapezoidal_rule
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, trapezoidal_rule
 from fedgp_flower.scores import Scores, TargetUnits, mixture_quantiles, mixture_scores
 from fedgp_flower.typing import Array
 
@@ -204,7 +204,3 @@ class Heteroscedastic(MixedNoise):
     def conditional(self, function: Tensor, hyper: Tensor) -> Normal:
         """N(y; f, e^g) given functions [*S, 2, N]."""
         return Normal(function[..., 0, :], (function[..., 1, :] / 2).exp())
-
-    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
-        """A GPyTorch likelihood that samples the functions [*S, 2, N]."""
-        return ConditionalLikelihood(self, hyper)

@@ -53,9 +53,9 @@ def split_target(targets: Tensor) -> tuple[Tensor, Tensor]:
     return (targets, torch.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 
 
-def trapezoidal_rule(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes [Q, *S, N] and weights [Q, 1, …], with sum 1, for expectations over f ~ N(mean, variance)."""
-    nodes = torch.linspace(-REACH, REACH, NODES, dtype=torch.float64).view(-1, *[1] * mean.ndim)
+def trapezoidal_rule(mean: Tensor, variance: Tensor, count: int = NODES) -> tuple[Tensor, Tensor]:
+    """``count`` nodes [Q, *S, N] and weights [Q, 1, …], with sum 1, for expectations over f ~ N(mean, variance)."""
+    nodes = torch.linspace(-REACH, REACH, count, dtype=torch.float64).view(-1, *[1] * mean.ndim)
     weights = (-0.5 * nodes.square()).exp()
     return mean + variance.sqrt() * nodes, weights / weights.sum()
 
@@ -90,8 +90,9 @@ class PointLikelihood(ABC):
         raise NotImplementedError
 
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
-        """This likelihood as a GPyTorch likelihood, with the same quadrature."""
-        return in_float64(QuadratureLikelihood(self, hyper), self)
+        """A GPyTorch likelihood with the same quadrature; with several functions it samples them [*S, C, N]."""
+        several = self.relative or self.functions
+        return ConditionalLikelihood(self, hyper) if several else in_float64(QuadratureLikelihood(self, hyper), self)
 
     def start(self, target: Mapping[str, float], second_mean: float) -> float | Array:
         """Initial constant of f, or [C, 1] for C functions.

@@ -63,8 +63,6 @@ class HierarchicalClient(SiteClient):
         whole = self.predict(request, self.rows.x_test).mean
         return super().held_out_rows(request) | trend_and_deviation(self.preparation, trend, whole)
 
-    # Helpers of the handlers.
-
     def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | RoughDeviation:
         """The rows of the site at θ = ``values``."""
         if self.options.rough:

@@ -109,16 +109,16 @@ def expansion(total: ExpansionShare) -> BoundExpansion:
 
 
 def newton_step(
-    gradient: Float[Tensor, " T"], hessian: Float[Tensor, "T T"], radius: float
+    gradient: Float[Tensor, " T"], hessian: Float[Tensor, "T T"], radius: float, units: Tensor | float = 1.0
 ) -> tuple[Float[Tensor, " T"], float]:
     """A Newton step in units of prior standard deviations, and the increase that it predicts to second order.
 
     Eigenvalues of −H have size at least 1, the curvature of the prior, and the step is shortened to entries of at most
-    ``radius``.
+    ``radius``, each counted in ``units``.
     """
     curvatures, directions = torch.linalg.eigh(-hessian)
     step = directions @ ((directions.mT @ gradient) / curvatures.abs().clamp(min=1.0))
-    step = step * min(1.0, radius / max(float(step.abs().max()), 1e-300))
+    step = step * min(1.0, radius / max(float((units * step).abs().max()), 1e-300))
     return step, float(gradient @ step + 0.5 * step @ hessian @ step)
 
 

@@ -292,5 +292,4 @@ def factors(total: Calibration) -> Array:
 def widened(variance: Array, x: Array, last: float, factors: Array) -> Array:
     """Variances at inputs in [0, 1]; beyond the last row times the squared factor of the nearest cut."""
     factor = float(factors[int(np.abs(CUTS - last).argmin())])
-    wide: Array = np.where(x > last, factor**2, 1.0) * variance
-    return wide
+    return np.asarray(np.where(x > last, factor**2, 1.0) * variance)

@@ -193,13 +193,16 @@ def laplace(conditional: Expansion, point: Array, bends: Array, size: int, fixed
     F = log p(y | v, ψ) − ½ |v|², and A = −∂²F/∂v² at the mode v̂(ψ). The first ``size`` parameters are v, the others ψ,
     and the first ``fixed`` of ψ are β. ``conditional`` expands log p(y | v, ψ). ``bends`` are derivatives of its
     Hessian by v, and empty until v reaches the mode. A Newton step with the result leads to the maximum. The result
-    omits the second derivatives of log|A| between β and the other parameters.
+    omits the second derivatives of log|A| between β and the other parameters. Its value is −∞ where A is not positive
+    definite, far from the maximum: the variance that features do not explain makes log p(y | v, ψ) convex there.
     """
     if not size:
         return conditional
     gradient, hessian, count = conditional.gradient.copy(), conditional.hessian.copy(), len(point) - size
     gradient[:size] -= point[:size]
     hessian[:size, :size] -= np.eye(size)
+    if np.linalg.eigvalsh(hessian[:size, :size])[-1] >= 0:
+        return Expansion(-math.inf, gradient, hessian)
     factor = np.linalg.cholesky(-hessian[:size, :size])
     value = conditional.value - 0.5 * float(point[:size] @ point[:size]) - float(np.log(factor.diagonal()).sum())
     if not len(bends):

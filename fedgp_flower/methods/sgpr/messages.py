@@ -241,10 +241,10 @@ class Expectations:
     def refusal(self, described: Described) -> str | None:
         """Return why this cannot come from the described rows, or None: log p(y | f) ≤ 0, and it is concave in f.
 
-        Neither holds for likelihoods with parameters, as Student-t. The density of a real-valued target with a function
-        for its noise may exceed 1. Masked summands are checked in O(M²) only.
+        Neither holds for likelihoods with parameters, as Student-t, or for the noise of grades. The density of a
+        real-valued target with a function for its noise may exceed 1. Masked summands are checked in O(M²) only.
         """
-        if any(name.startswith("likelihood.") for name in self.values):
+        if any(name.startswith(("likelihood.", "kernel.grade.")) for name in self.values):
             return None
         real = any(name.startswith("kernel.noise.") for name in self.values)
         if not real and float(self.fit) > SINGLE_SLACK * described.rows:
