@@ -12,6 +12,7 @@ from test_sgpr import rows, unit_values
 
 from fedgp_flower.gp.fitc import evidence, posterior, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, SparseGP
+from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import enlarging, sgpr
@@ -148,8 +149,7 @@ def test_the_evidence_and_its_best_scale_are_those_of_the_textbook_density(kerne
 def test_sums_of_parts_are_those_of_all_and_hold_those_of_the_first_points():
     (x, y), model = rows(), model_of("rbf + l1")
     whole, parts = weighted_sums(model, x, y), zip(x.split([7, 53]), y.split([7, 53]), strict=True)
-    first, second = (weighted_sums(model, *part) for part in parts)
-    for name, array in vars(first + second).items():
+    for name, array in vars(add(weighted_sums(model, *part) for part in parts)).items():
         np.testing.assert_allclose(array, getattr(whole, name), rtol=1e-12)
     curve = evidence(whole).curve
     for count in (1, 4, 7):

@@ -1,8 +1,5 @@
 """Sums of a sparse GP equal the pooled GPyTorch SGPR, whatever the partition; devices and precision."""
 
-import functools
-import operator
-
 import gpytorch
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
+from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 
@@ -105,7 +103,7 @@ def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, s
     bound = plain_bound(sparse, inputs, targets)
     expected = dict(zip(names, torch.autograd.grad(bound, parameters), strict=True))
     chunks = list(zip(inputs.tensor_split(sites), targets.tensor_split(sites), strict=True))
-    pooled = functools.reduce(operator.add, (pooled_sums(sparse, *chunk) for chunk in chunks))
+    pooled = add(pooled_sums(sparse, *chunk) for chunk in chunks)
     server = bound_gradient(pooled, float(sparse.noise.detach().log()))
     shares = [rows_gradient(sparse, *chunk, server) for chunk in chunks]
     shares.append(inducing_gradient(sparse, pooled, server))

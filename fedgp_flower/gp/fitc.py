@@ -31,7 +31,7 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 @message()
 class WeightedSums:
-    """Sums over rows at fixed hyperparameters and inducing points, each row weighted by 1/λ; ``+`` pools sites."""
+    """Sums over rows at fixed hyperparameters and inducing points, each row weighted by 1/λ."""
 
     gram: Float[ndarray, "Q Q"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), λ = σ² + k(x, x) − |w|²", symmetric=True)
     projection: Float[ndarray, " Q"] = leaves("b = Σ w y/λ")
@@ -39,10 +39,6 @@ class WeightedSums:
     log_variances: Float[ndarray, ""] = leaves("ℓ = Σ log λ")
     target_squares: Float[ndarray, ""] = leaves("Σ y²")
     count: Float[ndarray, ""] = leaves("number of rows")
-
-    def __add__(self, other: WeightedSums) -> WeightedSums:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return WeightedSums(*(np.asarray(a + b) for a, b in pairs))
 
     def weighted(self, weight: float) -> WeightedSums:
         """Return the sums with this weight of every row."""

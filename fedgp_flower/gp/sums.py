@@ -35,16 +35,13 @@ LEAST_NOISE = 1e-6
 
 @message()
 class SparseSums:
-    """Sufficient statistics of rows under fixed hyperparameters and inducing points; ``+`` pools them."""
+    """Sufficient statistics of rows under fixed hyperparameters and inducing points."""
 
     gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
     projection: Float[ndarray, " M"] = leaves("b = W y")
     target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
     prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
     count: Float[ndarray, ""] = leaves("number of rows")
-
-    def __add__(self, other: SparseSums) -> SparseSums:
-        return SparseSums(*(np.asarray(a + b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def factor(self, noise: float) -> Square:
         """The Cholesky factor of B = I + A/σ²."""

@@ -21,6 +21,7 @@ from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient
+from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from simulations.common import Row, fit, kept_table
 from simulations.studies.evaluation import least
@@ -53,7 +54,7 @@ def evaluated(rows: int) -> Iterator[Row]:
     for number in range(SITES):
         x, y = site_rows(number, count)
         summand = timed("sums", lambda x=x, y=y: pooled_sums(model, x, y, sums_at))
-        total = summand if total is None else total + summand
+        total = summand if total is None else add([total, summand])
     bound = timed("server", lambda: bound_gradient(total, model.log_noise))
     assert total is not None
     timed("server", lambda: inducing_gradient(model, total, bound))
