@@ -150,7 +150,7 @@ def test_the_default_is_the_posterior_of_sgpr_one_exchange_earlier():
 
 
 def test_few_rounds_leave_a_visit_for_everyone():
-    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), 3))
+    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}, pvi__exchanges=50), 3))
     assert (end.round, end.details()["visits"]) == (4, {"0": 1, "1": 1, "2": 1})
     assert not end.converged(end.current)  # Z and β had gains to come, as `sgpr` would say
     assert math.isfinite(end.outcome.metrics["test"]["nll"])
