@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["cluster", "datasets", "optimize", "pd", "special"]
+__all__ = ["cluster", "datasets", "lapack", "optimize", "pd", "special"]
 
 
 class Lazy(ModuleType):
@@ -22,9 +22,11 @@ class Lazy(ModuleType):
 if TYPE_CHECKING:
     import pandas as pd
     from scipy import optimize, special
+    from scipy.linalg import lapack
     from sklearn import cluster, datasets
 else:
     pd = Lazy("pandas")
+    lapack = Lazy("scipy.linalg.lapack")
     special = Lazy("scipy.special")
     optimize = Lazy("scipy.optimize")
     cluster, datasets = Lazy("sklearn.cluster"), Lazy("sklearn.datasets")

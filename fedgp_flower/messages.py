@@ -17,6 +17,7 @@ JSON as text in an array of bytes.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.lazy import lapack
 from fedgp_flower.typing import Facts, NamedArrays
 
 M = TypeVar("M")
@@ -39,6 +41,9 @@ _KEYS = TypeAdapter(list[str])
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
 _COUNTED = "num_parameters"
 
+ROUNDING = 1e-14
+"""Share of the largest entry of a matrix, for each of its rows, that its factor may lose."""
+
 Layout: TypeAlias = list[list[Any]]
 """Name, shape and type (``int64`` or ``float64``) of each array of a summand."""
 
@@ -47,16 +52,18 @@ def leaves(
     meaning: str,
     *,
     symmetric: bool = False,
+    rank: str = "",
     as_sent: bool = False,
     within: float | str = np.inf,
     default: Any = dataclasses.MISSING,
 ) -> Any:
     """Declare a field of a message; the owner of a site reads its ``meaning``.
 
-    ``symmetric`` matrices are sent packed. Arrays ``as_sent`` have the names and shapes of the request's field and
-    differ from it by at most ``within``, a number or the name of a number in the request.
+    ``symmetric`` matrices are sent packed. Without a mask, a positive semi-definite one whose ``rank`` is at most the
+    named number of rows is sent as its factor if that is smaller. Arrays ``as_sent`` have the names and shapes of the
+    request's field and differ from it by at most ``within``, a number or the name of a number in the request.
     """
-    facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent, "within": within}
+    facts = {"meaning": meaning, "symmetric": symmetric, "rank": rank, "as_sent": as_sent, "within": within}
     return dataclasses.field(default=default, metadata=facts)
 
 
@@ -138,6 +145,7 @@ class _Field:
     has_default: bool
     meaning: str = ""
     symmetric: bool = False
+    rank: str = ""
     as_sent: bool = False
     within: float | str = np.inf
 
@@ -240,9 +248,16 @@ def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = 
 
 
 def to_parts(value: object) -> tuple[NamedArrays, dict[str, float | int]]:
-    """Split a message into arrays and numbers for Flower's configuration or metrics; a bool becomes an integer."""
+    """Split a message into arrays and numbers for Flower's configuration or metrics; a bool becomes an integer.
+
+    Matrices of low rank become factors, which :func:`decode` reads as well.
+    """
     arrays = encode(value)
     numbers = {spec.name: spec.inner for spec in _fields(type(value)) if spec.form == "number" and spec.name in arrays}
+    for spec in (spec for spec in _fields(type(value)) if spec.rank):
+        matrices, rows = getattr(value, spec.name), int(np.max(getattr(value, spec.rank)))
+        if 2 * rows < matrices.shape[-1] and (factors := low_rank_factors(matrices, rows)) is not None:
+            arrays[spec.name] = factors
     rest = {name: array for name, array in arrays.items() if name not in numbers}
     return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
 
@@ -322,7 +337,10 @@ class _Reader:
         self.seen.add(name)
         array, size = np.asarray(self.arrays[name]), 0
         shape = array.shape
-        if spec.symmetric:
+        factored = bool(spec.rank) and array.ndim == len(spec.letters)
+        if factored:
+            shape = (*shape[:-2], shape[-1], shape[-1])
+        elif spec.symmetric:
             axes = len(spec.letters) - 1
             length = shape[-1] if axes - spec.open <= array.ndim <= axes else -1
             size = int((np.sqrt(8 * max(length, 0) + 1) - 1) / 2)
@@ -335,6 +353,8 @@ class _Reader:
             self._match(name, spec.lengths(shape), spec.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
+        if factored:
+            return np.stack([part.T @ part for part in array.reshape(-1, *array.shape[-2:])]).reshape(shape)
         return unpacked(array, size) if spec.symmetric else array
 
     def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:
@@ -460,6 +480,24 @@ def packed(matrix: NDArray[Any]) -> NDArray[Any]:
 def unpacked(lower: NDArray[Any], size: int) -> NDArray[Any]:
     """Return the matrices of :func:`packed` triangles, with M = ``size``."""
     return np.asarray(lower.take(_places(size)[1], axis=-1))
+
+
+def low_rank_factors(matrices: NDArray[Any], rank: int) -> NDArray[Any] | None:
+    """Return R [..., r, M] with Rᵀ R = A for positive semi-definite matrices A [..., M, M] of at most this rank r.
+
+    R is the pivoted Cholesky factor of A and holds nothing that A does not. None for other matrices, by the diagonal.
+    """
+    size = matrices.shape[-1]
+    factors = np.zeros((math.prod(matrices.shape[:-2]), rank, size))
+    for factor, matrix in zip(factors, matrices.reshape(-1, size, size), strict=True):
+        diagonal = np.diagonal(matrix)
+        lower, pivots, found, _ = lapack.dpstrf(matrix, lower=1, tol=np.finfo(float).eps * float(diagonal.max()))
+        found = min(found, rank)
+        factor[:found, pivots - 1] = np.tril(lower)[:, :found].T
+        left = np.abs(diagonal - np.square(factor).sum(0)).max()
+        if not left <= ROUNDING * size * float(diagonal.max()):  # not a number is no less either
+            return None
+    return factors.reshape(*matrices.shape[:-2], rank, size)
 
 
 @lru_cache(maxsize=4)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from numpy import ndarray
-from scipy.linalg.lapack import dpstrf
 
 from fedgp_flower.gp.models import LOCATIONS, sparse_gp
 from fedgp_flower.gp.sparse import Whitener
+from fedgp_flower.lazy import lapack
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -40,7 +40,7 @@ def ordered(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays
     Each point has the largest conditional variance given those before it. Points with nearly none are left out.
     """
     covariance, variance = sparse_gp(section, values).inducing_covariance()
-    _, pivots, rank, _ = dpstrf((covariance / variance).numpy(), lower=1, tol=MINIMUM_VARIANCE)
+    _, pivots, rank, _ = lapack.dpstrf((covariance / variance).numpy(), lower=1, tol=MINIMUM_VARIANCE)
     return {**values, LOCATIONS: values[LOCATIONS][pivots[:rank].astype(np.int64) - 1]}
 
 

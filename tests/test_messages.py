@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, to_parts
+from fedgp_flower.gp.sums import SparseSums
+from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, packed, to_parts
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
@@ -73,6 +75,26 @@ def test_symmetric_matrices_travel_packed_and_come_back_bit_by_bit():
     assert decode(Stacks, arrays, {"J": 4, "M": 3}).grams.tobytes() == entry.grams.tobytes()
     with pytest.raises(ProtocolError, match=r"shape \(4, 12\) is no packed symmetric matrix"):
         decode(Stacks, {"grams": arrays["grams"].reshape(4, 12)})
+
+
+def low_rank(rows: int, size: int = 12) -> SparseSums:
+    weights = np.random.default_rng(0).standard_normal((size, rows))
+    return SparseSums(weights @ weights.T, weights.sum(1), *map(np.asarray, (1.0 * rows, 1.0, float(rows))))
+
+
+def test_a_matrix_of_few_rows_travels_as_its_factor():
+    parts = to_parts(few := low_rank(5))
+    assert parts[0]["gram"].shape == (5, 12)
+    back = from_parts(SparseSums, *parts, {"M": 12})
+    assert np.allclose(back.gram, few.gram, rtol=0, atol=1e-13)
+    assert to_parts(low_rank(6))[0]["gram"].shape == (78,)
+    with pytest.raises(ProtocolError, match=r"gram: shape \(12, 12\), expected 'M M' with M = 11"):
+        from_parts(SparseSums, *parts, {"M": 11})
+
+
+@pytest.mark.parametrize("gram", [-low_rank(5).gram, low_rank(7).gram, np.full((12, 12), np.nan)])
+def test_a_matrix_that_has_no_factor_of_its_rows_travels_as_it_is(gram):
+    assert np.array_equal(to_parts(replace(low_rank(5), gram=gram))[0]["gram"], packed(gram), equal_nan=True)
 
 
 @settings(max_examples=20, deadline=None)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 
-LOG_RANGE = 16.0
+LOG_RANGE = 20.0
 """Optimisers keep log hyperparameters within ± this, so that kernel matrices have a factor in float64."""
 
 _repairs: ContextVar[Counter[str] | None] = ContextVar("repairs", default=None)

@@ -37,7 +37,7 @@ LEAST_NOISE = 1e-6
 class SparseSums:
     """Sufficient statistics of rows under fixed hyperparameters and inducing points."""
 
-    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
+    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True, rank="count")
     projection: Float[ndarray, " M"] = leaves("b = W y")
     target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
     prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")

@@ -123,7 +123,9 @@ class ValueCounts:
 class TrialSums:
     """:class:`WeightedSums` at each of several parameters."""
 
-    grams: Float[ndarray, "T M M"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), at each candidate", symmetric=True)
+    grams: Float[ndarray, "T M M"] = leaves(
+        "A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), at each candidate", symmetric=True, rank="counts"
+    )
     projections: Float[ndarray, "T M"] = leaves("b = Σ w y/λ, λ = σ² + k(x, x) − |w|²")
     weighted_squares: Float[ndarray, " T"] = leaves("s = Σ y²/λ")
     log_variances: Float[ndarray, " T"] = leaves("ℓ = Σ log λ")
