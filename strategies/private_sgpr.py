@@ -95,7 +95,9 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         summed: Summed[PrivateSums] = yield Total(
             PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
         )
-        if summed.total is None or summed.silent:
+        if summed.total is None:
+            raise RunError(f"no site sent noisy sums, so the run has no result. {self.network.latest_failures()}")
+        if summed.silent:
             raise RunError("some sites added zero to the noisy sums; another answer would exceed the privacy budget")
         rows = sum(roster.rows[site] for site in summed.sites)
         noise = self.budget.noise * math.sqrt(len(summed.sites) / sharing)

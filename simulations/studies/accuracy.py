@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fedgp_flower.run.user_config import parse_assignments
 from simulations import common
 from simulations.common import Keys, Row, averaged, cost, figures, fit, kept_table, remembered, sites_of, tuned
 from simulations.studies.classes import table
@@ -115,7 +116,7 @@ def study(
     keys: tuple[str, ...] = ("",),
 ) -> Iterator[Row]:
     """A row for each set, method and split, and the means; without ``splits`` those that are not for choosing."""
-    more, found = dict(word.split("=", 1) for word in keys if word), []
+    more, found = parse_assignments([word for word in keys if word]), []
     for name in sets:
         for split in SPLITS[name] if -1 in (*splits, *SPLITS[name]) else splits:
             for method in methods if not common.CHECKING else ("default",):
