@@ -61,7 +61,7 @@ def evaluated(
     values: Mapping[str, np.ndarray], noisy: PrivateSums, rows: int, noise: float, section: ModelSection
 ) -> Tried:
     """Clean the noisy sums and evaluate the bound; ``noise`` is the sd of the noise in the total, in its units."""
-    sums, left_out = cleaned(noisy, rows, 1.0, noise)
+    sums, left_out = cleaned(noisy, rows, noise)
     return Tried(*pooled_bound.at_best_amplitude(values, sums, section), profiled(sums).value, left_out)
 
 

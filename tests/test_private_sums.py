@@ -120,12 +120,12 @@ def test_sums_without_noise_come_back_and_noise_alone_says_nothing():
     rng = np.random.default_rng(2)
     a = rows_of(400, rng)
     exact = sums_of(a, y := a @ rng.standard_normal(SIZE))
-    back, left_out = cleaned(disturbed(exact, 1.0, 1e-9, rng), 400, 1.0, 1e-9)
+    back, left_out = cleaned(disturbed(exact, 1.0, 1e-9, rng), 400, 1e-9)
     assert left_out == 0
     np.testing.assert_allclose(back.gram, exact.gram, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(back.projection, exact.projection, rtol=1e-6, atol=1e-6)
     assert float(back.target_squares) == pytest.approx(float(y @ y), rel=1e-5)
-    _, left_out = cleaned(disturbed(exact, 1.0, 1e4, rng), 400, 1.0, 1e4)
+    _, left_out = cleaned(disturbed(exact, 1.0, 1e4, rng), 400, 1e4)
     assert left_out >= SIZE - 1
 
 

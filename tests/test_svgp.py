@@ -15,6 +15,7 @@ from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.steps import ABSENT
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
+from fedgp_flower.messages import encode
 from fedgp_flower.methods.sgpr.duals import Duals, expectations, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import REAL_VALUED, ModelSection
@@ -106,6 +107,18 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
     np.testing.assert_allclose(seen.projection, sums.projection / 0.2, rtol=1e-9, atol=1e-9)
     alone = bound + 30 * np.log(0.4 * np.pi) + (sums.target_squares + sums.prior_variance - np.trace(sums.gram)) / 0.4
     assert at_unit_noise(seen)[0] == pytest.approx(float(alone), abs=1e-8)
+
+
+@pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES, *SEVERAL])
+def test_expectations_are_computed_where_the_rows_are(likelihood: str) -> None:
+    """Each new tensor names the device of the rows: on the default one, here without values, nothing is computed."""
+    data, model = rows_of(likelihood), latent(likelihood)
+    q = settled(model, data, 2, 0.7).posterior()
+    expected = encode(expectations(model, *data, q, factor(model)))
+    with torch.device("meta"):
+        found = encode(expectations(model, *data, q, factor(model)))
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear", "steps(rbf)"])

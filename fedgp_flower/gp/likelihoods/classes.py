@@ -40,7 +40,7 @@ class Softmax(PointLikelihood):
         """Closed form: α_c = 1[y = c] − E softmax(f)_c, β_c = E softmax(f)_c (1 − softmax(f)_c), both [C, N]."""
         mean, variance = mean.double(), variance.double()
         value, probability, curvature = expected_log_sum_exp(mean, variance)
-        indicator = (targets.long() == torch.arange(len(mean))[:, None].to(targets)).to(mean)
+        indicator = (targets.long() == torch.arange(len(mean), device=mean.device)[:, None]).to(mean)
         total = of_class(targets, mean).sum() - value.sum()
         return total, indicator - probability, curvature, torch.zeros_like(hyper)
 

@@ -16,10 +16,10 @@ SPACING = 0.3
 """Spacing of the trapezoidal rule over x = log t; the error is below 1e-10 if integrands decay as exp(−eˣ)."""
 
 
-def logarithmic_rule(low: float, high: float, trailing: int) -> Tensor:
-    """Nodes eˣ with equally spaced x from ``low`` to ``high``, [Q, 1, …] with ``trailing`` axes of length 1."""
-    nodes = torch.arange(low, high, SPACING, dtype=torch.float64).exp()
-    return nodes.view(-1, *[1] * trailing)
+def logarithmic_rule(low: float, high: float, like: Tensor) -> Tensor:
+    """Nodes eˣ with equally spaced x from ``low`` to ``high``, [Q, 1, …] to be broadcast with ``like``."""
+    nodes = torch.arange(low, high, SPACING, dtype=torch.float64, device=like.device).exp()
+    return nodes.view(-1, *[1] * like.ndim)
 
 
 STEP, WIDTH, GROWTH, RIGHT, LEFT = 0.25, 1.5, 0.18, 4.0, 60.0
@@ -132,13 +132,13 @@ def _integrate_maximum(
     mean: Tensor, sd: Tensor, low: Tensor, high: Tensor, reach: int, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`expected_log_sum_exp` with ``reach`` steps from 0 to the end of f, and ``count`` from low to high."""
-    x = torch.linspace(-EDGE, EDGE, 2 * reach + 1).to(mean)
+    x = torch.linspace(-EDGE, EDGE, 2 * reach + 1, dtype=mean.dtype, device=mean.device)
     weight = (-0.5 * x.square()).exp()
     weight = weight / weight.sum()
     step = (high - low) / count  # [N]
     t = ((mean + sd * x[:, None, None]) - low).exp()  # e^{f − u} at the first u, [Q, C, N]
     value, probability, curvature = high - np.euler_gamma, torch.zeros_like(mean), torch.zeros_like(mean)
-    for nodes in torch.arange(count + 1).to(mean).split(math.ceil(AT_ONCE / t.numel())):
+    for nodes in torch.arange(count + 1, device=mean.device).split(math.ceil(AT_ONCE / t.numel())):
         rate = t[..., None] * (-step[:, None] * nodes).exp()  # [Q, C, N, U]
         density = (-rate).exp()
         cdf, density = torch.tensordot(weight, density, 1), density.mul_(rate)

@@ -130,7 +130,7 @@ class HeavyTailed(MixedNoise):
         freedom, distance = freedom_of(hyper), (targets - mean).square()
         scale = freedom * (2.0 * hyper[..., -1:]).exp()
         size = scale + distance + variance
-        t = logarithmic_rule(-13.0, 17.0, size.ndim)
+        t = logarithmic_rule(-13.0, 17.0, size)
         widened = 1.0 + 2.0 * t * variance / size
         transform = (-t * (scale + distance / widened) / size).exp() * widened.rsqrt()
         logarithm = size.log() + SPACING * ((-t).exp() - transform).sum(0)
@@ -142,7 +142,7 @@ class HeavyTailed(MixedNoise):
         self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Student-t noise is Gaussian with variance σ²/g, g ~ Gamma(ν/2, ν/2)."""
-        g, half = logarithmic_rule(-45.0 if fine else -9.0, 3.2, variance.ndim), freedom_of(hyper) / 2.0
+        g, half = logarithmic_rule(-45.0 if fine else -9.0, 3.2, variance), freedom_of(hyper) / 2.0
         weights = SPACING * (half * (half * g).log() - half * g - torch.lgamma(half)).exp()
         return mean, variance + (2.0 * hyper[..., -1:]).exp() / g, weights
 

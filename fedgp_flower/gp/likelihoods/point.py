@@ -55,7 +55,7 @@ def split_target(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def trapezoidal_rule(mean: Tensor, variance: Tensor, count: int = NODES) -> tuple[Tensor, Tensor]:
     """``count`` nodes [Q, *S, N] and weights [Q, 1, …], with sum 1, for expectations over f ~ N(mean, variance)."""
-    nodes = torch.linspace(-REACH, REACH, count, dtype=torch.float64).view(-1, *[1] * mean.ndim)
+    nodes = torch.linspace(-REACH, REACH, count, dtype=torch.float64, device=mean.device).view(-1, *[1] * mean.ndim)
     weights = (-0.5 * nodes.square()).exp()
     return mean + variance.sqrt() * nodes, weights / weights.sum()
 
@@ -164,7 +164,8 @@ class PointLikelihood(ABC):
     def _at_nodes(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Gauss–Hermite nodes [Q, *S, N] and weights [Q, 1, …] for f ~ N(mean, variance)."""
         shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
-        return mean + (2.0 * variance).sqrt() * self.nodes.view(shape), self.weights.view(shape)
+        nodes, weights = (part.to(mean.device).view(shape) for part in (self.nodes, self.weights))
+        return mean + (2.0 * variance).sqrt() * nodes, weights
 
 
 class LearnedLikelihood(gpytorch.Module):

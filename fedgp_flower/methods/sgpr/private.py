@@ -93,21 +93,21 @@ def disturbed(sums: SparseSums, amplitude: float, noise: float, rng: np.random.G
     return PrivateSums(*(np.asarray((np.rint(exact / step) + draw) * step) for exact, draw, step in parts))
 
 
-def cleaned(noisy: PrivateSums, rows: int, amplitude: float, noise: float) -> tuple[SparseSums, int]:
+def cleaned(noisy: PrivateSums, rows: int, noise: float) -> tuple[SparseSums, int]:
     """Return sums that rows can have, and the number of eigenvectors of A left out because noise dominates them.
 
-    The largest eigenvalue of the noise in A is about ν κ √(2M) (Wigner). Smaller eigenvalues of A, and b along their
-    eigenvectors, are set to zero. The residual s − bᵀA⁻¹b is raised to at least the standard deviation of its noise,
-    whose variance for u = A⁻¹b is ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴).
+    The kernel has amplitude 1. The largest eigenvalue of the noise in A is about ν √(2M) (Wigner). Smaller eigenvalues
+    of A, and b along their eigenvectors, are set to zero. The residual s − bᵀA⁻¹b is raised to at least the standard
+    deviation of its noise, whose variance for u = A⁻¹b is ν² (2C⁴ + 4C²‖u‖² + ‖u‖⁴).
     """
     spectrum, vectors = np.linalg.eigh(noisy.gram)
-    kept: Array = vectors[:, spectrum > noise * amplitude * math.sqrt(2 * len(spectrum))]
+    kept: Array = vectors[:, spectrum > noise * math.sqrt(2 * len(spectrum))]
     values, weights = spectrum[len(spectrum) - kept.shape[1] :], kept.T @ noisy.projection
     gram, projection = (kept * values) @ kept.T, kept @ weights
     least_squares = weights / values
-    size = amplitude * float(least_squares @ least_squares)
+    size = float(least_squares @ least_squares)
     deviation = noise * math.sqrt(2 * EDGE**4 + 4 * EDGE**2 * size + size**2)
     squares = max(float(noisy.target_squares), float(weights @ least_squares) + deviation)
-    prior_variance = max(rows * amplitude, float(np.trace(gram)))
+    prior_variance = max(float(rows), float(np.trace(gram)))
     numbers = map(np.asarray, (squares, prior_variance, float(rows)))
     return SparseSums(gram, projection, *numbers), len(spectrum) - kept.shape[1]
