@@ -354,7 +354,11 @@ class _Reader:
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
         if factored:
-            return np.stack([part.T @ part for part in array.reshape(-1, *array.shape[-2:])]).reshape(shape)
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = np.stack([part.T @ part for part in array.reshape(-1, *array.shape[-2:])]).reshape(shape)
+            if not np.isfinite(found).all():
+                raise self._error(name, "the matrix of this factor is not finite")
+            return found
         return unpacked(array, size) if spec.symmetric else array
 
     def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:

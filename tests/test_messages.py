@@ -13,8 +13,10 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, packed, to_parts
+from fedgp_flower.methods.sgpr.messages import TrialSums
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
@@ -90,6 +92,16 @@ def test_a_matrix_of_few_rows_travels_as_its_factor():
     assert to_parts(low_rank(6))[0]["gram"].shape == (78,)
     with pytest.raises(ProtocolError, match=r"gram: shape \(12, 12\), expected 'M M' with M = 11"):
         from_parts(SparseSums, *parts, {"M": 11})
+    with pytest.raises(ProtocolError, match="gram: the matrix of this factor is not finite"):
+        from_parts(SparseSums, {**parts[0], "gram": np.full((5, 12), 1e200)}, parts[1], {"M": 12})
+
+
+def test_several_matrices_of_few_rows_travel_as_factors():
+    sums = [low_rank(5), low_rank(4)]
+    trials = TrialSums.of([WeightedSums(s.gram, s.projection, *(np.asarray(1.0),) * 3, s.count) for s in sums])
+    parts = to_parts(trials)
+    assert parts[0]["grams"].shape == (2, 5, 12)
+    assert np.allclose(from_parts(TrialSums, *parts, {"M": 12}).grams, trials.grams, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("gram", [-low_rank(5).gram, low_rank(7).gram, np.full((12, 12), np.nan)])
