@@ -23,6 +23,8 @@ from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Doubt, Roster, Summed, Total
 
+COMPARED_POINTS = 500
+"""Sites are compared at the first so many inducing points, because a comparison costs O(M³) for each site."""
 ROWS_PER_POINT = 3
 """With fewer rows per inducing point, sums nearly reveal the rows."""
 RECENT_ROUNDS, FORECAST_EXCHANGES = 5, 20
@@ -127,8 +129,13 @@ def total_statistics(
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     if summed.total is None:
         raise RunError("no site sent usable sums; see the failures above")
-    yield from report_contradictions(summed.parts, unit_function(SparseGP.from_arrays(section, parameters)))
+    yield from report_contradictions(summed.parts, unit_function(SparseGP.from_arrays(section, compared(parameters))))
     return summed.total
+
+
+def compared(parameters: Mapping[str, ndarray]) -> NamedArrays:
+    """Return the parameters with the inducing points at which sites are compared."""
+    return {**parameters, LOCATIONS: parameters[LOCATIONS][:COMPARED_POINTS]}
 
 
 @torch.no_grad()
@@ -143,7 +150,8 @@ def report_contradictions(
     parts: Mapping[str, SparseSums], unit_function: Array, evidence: Evidence = at_best
 ) -> Asking[None]:
     """Report the sites whose sums contradict those of the others; under masks there are no parts to compare."""
-    for site, (every, others) in contradicting(parts, unit_function, evidence).items():
+    leading, level = {site: sums.leading(COMPARED_POINTS) for site, sums in parts.items()}, unit_function
+    for site, (every, others) in contradicting(leading, level[:COMPARED_POINTS], evidence).items():
         yield Doubt(
             site,
             "its sums run against the prediction from the other sites' rows. The sums may be false, or the site's data"

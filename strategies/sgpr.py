@@ -194,7 +194,8 @@ def at_best_scale(values: Mapping[str, ndarray], totals: WeightedSums, section: 
     names, priors = (*amplitude_names(section, num_inputs), LOG_NOISE), priors_of(section, num_inputs)
     prior_slope = sum(float(np.sum((values[name] - priors[name][0]) / priors[name][1] ** 2)) for name in names)
     prior_curvature = sum(values[name].size / priors[name][1] ** 2 for name in names)
-    log_evidence_scale, half = math.log(evidence(totals).scale), float(totals.count) / 2
+    found, half = evidence(totals), float(totals.count) / 2
+    log_evidence_scale = math.log(found.scale)
     log_scale = log_evidence_scale
     for _ in range(NEWTON_STEPS):
         residual = half * math.exp(log_evidence_scale - log_scale)
@@ -202,8 +203,8 @@ def at_best_scale(values: Mapping[str, ndarray], totals: WeightedSums, section: 
         log_scale += slope / (residual + prior_curvature)
     log_scale = max(log_scale, -LOG_RANGE - float(values[LOG_NOISE][0]))
     values = {**values, **{name: np.asarray(values[name] + log_scale) for name in names}}
-    sums = totals.scaled(math.exp(log_scale))
-    return values, sums, at_unit_scale(sums) + prior_of(values, section)[0]
+    height = found.at(math.exp(log_scale), 2 * half) + prior_of(values, section)[0]
+    return values, totals.scaled(math.exp(log_scale)), height
 
 
 def prior_of(values: Mapping[str, ndarray], section: ModelSection) -> tuple[float, NamedArrays]:
@@ -281,7 +282,7 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
             state = yield from search(problem, state)
     if state.totals is None:
         return state, {}
-    value = at_unit_scale(state.totals)
+    value = state.height - prior_of(state.values, problem.model)[0]
     figures = {"evidence": value, "objective": value / state.rows, "noise": pooled_bound.noise_of(state.values)}
     return state, figures | {"points": float(len(state.values[LOCATIONS]))}
 
@@ -302,9 +303,10 @@ def sums_at(
     best = max(range(len(found)), key=lambda number: found[number][2])
     unit_noise = {}  # sums of y/√λ, which has noise 1
     for site, answer in summed.parts.items():
-        own = answer.each()[best]
+        own = answer.each()[best].leading(pooled_bound.COMPARED_POINTS)
         unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
-    unit_function = pooled_bound.unit_function(SparseGP.from_arrays(problem.model, candidates[best]))
+    model = SparseGP.from_arrays(problem.model, pooled_bound.compared(candidates[best]))
+    unit_function = pooled_bound.unit_function(model)
     yield from pooled_bound.report_contradictions(unit_noise, unit_function, at_unit_noise)
     return found[best], summed.sites
 

@@ -12,6 +12,7 @@ from test_sgpr import rows, unit_values
 
 from fedgp_flower.gp.fitc import evidence, posterior, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -142,6 +143,7 @@ def test_the_evidence_and_its_best_scale_are_those_of_the_textbook_density(kerne
     at = lambda scale: multivariate_normal(np.zeros(len(x)), scale * covariance).logpdf(y.numpy())  # noqa: E731
     assert found.value == pytest.approx(at(found.scale), abs=1e-8)
     assert max(at(0.5 * found.scale), at(2 * found.scale)) < found.value
+    assert found.at(0.5, float(len(x))) == pytest.approx(at(0.5), abs=1e-8)
     folded = evidence(sums.scaled(found.scale))
     assert (folded.value, folded.scale) == (pytest.approx(found.value), pytest.approx(1.0))
 
@@ -151,9 +153,12 @@ def test_sums_of_parts_are_those_of_all_and_hold_those_of_the_first_points():
     whole, parts = weighted_sums(model, x, y), zip(x.split([7, 53]), y.split([7, 53]), strict=True)
     for name, array in vars(add(weighted_sums(model, *part) for part in parts)).items():
         np.testing.assert_allclose(array, getattr(whole, name), rtol=1e-12)
-    curve = evidence(whole).curve
+    curve, values = evidence(whole).curve, model.to_arrays()
     for count in (1, 4, 7):
         assert curve[count - 1] == pytest.approx(evidence(whole.leading(count)).value)
+        first = SparseGP.from_arrays(ModelSection(kernel="rbf + l1"), {**values, LOCATIONS: values[LOCATIONS][:count]})
+        for name, array in vars(pooled_sums(model, x, y).leading(count)).items():
+            np.testing.assert_allclose(array, getattr(pooled_sums(first, x, y), name), rtol=1e-6)
 
 
 def test_the_posterior_predicts_what_the_textbook_joint_does():

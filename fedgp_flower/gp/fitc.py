@@ -46,7 +46,7 @@ class WeightedSums:
 
     def leading(self, count: int) -> WeightedSums:
         """Return the sums at the first ``count`` inducing points; λ stays that at all points."""
-        return replace(self, gram=self.gram[:count, :count], projection=self.projection[:count])
+        return replace(self, gram=self.gram[:count, :count].copy(), projection=self.projection[:count])
 
     def scaled(self, by: float) -> WeightedSums:
         """Return the sums for ``by`` times k and σ²: w is multiplied by √by and λ by ``by``."""
@@ -63,6 +63,11 @@ class Evidence:
     scale: float  # τ²
     curve: Array
     """Log evidence at the first m inducing points and the best scale there, for every m [M]; ends with ``value``."""
+
+    def at(self, scale: float, count: float) -> float:
+        """Return the log evidence of ``count`` rows at another scale, F − ½ N (r − 1 − log r), r = τ²/``scale``."""
+        ratio = self.scale / scale
+        return self.value - count * (ratio - 1 - math.log(ratio)) / 2
 
 
 def evidence(sums: WeightedSums) -> Evidence:
@@ -83,8 +88,7 @@ def evidence(sums: WeightedSums) -> Evidence:
 
 def at_unit_scale(sums: WeightedSums) -> float:
     """Return the log evidence at the scale of the sums, τ² = 1: −½ [N log 2π + ℓ + log|B| + s − bᵀB⁻¹b] in nats."""
-    found = evidence(sums)
-    return found.value - float(sums.count) * (found.scale - 1 - math.log(found.scale)) / 2
+    return evidence(sums).at(1.0, float(sums.count))
 
 
 def posterior(sums: WeightedSums) -> WhitenedPosterior:

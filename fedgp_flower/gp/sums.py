@@ -43,6 +43,10 @@ class SparseSums:
     prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
     count: Float[ndarray, ""] = leaves("number of rows")
 
+    def leading(self, count: int) -> SparseSums:
+        """The sums at the first ``count`` inducing points: L is lower triangular, so W there is part of W."""
+        return replace(self, gram=self.gram[:count, :count].copy(), projection=self.projection[:count])
+
     def factor(self, noise: float) -> Square:
         """The Cholesky factor of B = I + A/σ²."""
         b = torch.as_tensor(self.gram) / noise
