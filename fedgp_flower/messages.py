@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
@@ -376,31 +376,34 @@ class _Reader:
 
 
 def add(parts: Iterable[M]) -> M:
-    """Return the sum of summands, in the given order so that the last digit is reproducible."""
-    summands = list(parts)
-    if not summands:
+    """Return the sum of summands, in the given order so that the last digit is reproducible; reads one at a time."""
+    total: M | None = None
+    for summand in parts:
+        total = _plus(summand, total)
+    if total is None:
         raise ProtocolError("a total needs at least one site")
-    totals: Facts = {}
-    for spec in _fields(type(summands[0])):
-        values = [getattr(summand, spec.name) for summand in summands]
+    return total
+
+
+def _plus(summand: M, total: M | None) -> M:
+    """Add to a total in place; without a total, return a copy."""
+    found: dict[str, Any] = {}
+    for spec in _fields(type(summand)):
+        value, before = getattr(summand, spec.name), None if total is None else getattr(total, spec.name)
         match spec.form:
             case "message":
-                total = add(values)
+                found[spec.name] = _plus(value, before)
             case "number":
-                total = spec.inner(sum(values))
+                found[spec.name] = value if before is None else spec.inner(before + value)
             case "arrays":
-                total = {key: _sum([value[key] for value in values]) for key in values[0]}
+                found[spec.name] = {key: _sum(value[key], before and before[key]) for key in before or value}
             case _:
-                total = _sum(values)
-        totals = {**totals, spec.name: total}
-    return type(summands[0])(**totals)
+                found[spec.name] = _sum(value, before)
+    return type(summand)(**found)
 
 
-def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    total = np.array(values[0])
-    for value in values[1:]:
-        np.add(total, value, out=total)
-    return total
+def _sum(value: NDArray[Any], total: NDArray[Any] | None) -> NDArray[Any]:
+    return np.array(value) if total is None else np.add(total, value, out=np.asarray(total))
 
 
 def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | None:

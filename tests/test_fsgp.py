@@ -1,5 +1,6 @@
 """FSGP as a federation does it: equal to one analyst with all rows, whatever the partition."""
 
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -119,9 +120,11 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total():
         question, described = Total(SparseStatistics, None), dict.fromkeys(answers, Described(10))
         contract = Contract(question, {"M": size}, described, {}, [], added=True)
         replies = [SimpleNamespace(site=site) for site in answers]
-        contract.seen.update({id(reply): (reply, answers[reply.site]) for reply in replies})
         found = {}
-        with mock.patch("strategies.server.network.claimed_site", lambda reply: reply.site):
+        with (
+            mock.patch("strategies.server.network.claimed_site", lambda reply: reply.site),
+            mock.patch.object(Contract, "read", lambda _, reply: answers[reply.site]),
+        ):
             contract.settled(replies, found.__setitem__)
         return found
 
@@ -134,6 +137,31 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total():
     assert refused({"honest": honest, "liar": lie}) == {}
     posterior = exact_posterior(total, noise)
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
+
+
+def test_a_total_reads_the_answers_of_sites_one_at_a_time():
+    """At 4000 points an answer has 128 MB, and a hundred sites may send one."""
+    read_so_far, alive = [], []
+
+    def read(_, reply):
+        answer = stated(reply.site * np.eye(40))
+        read_so_far.append(weakref.ref(answer.gram))
+        alive.append(sum(gram() is not None for gram in read_so_far))
+        return answer
+
+    sites = (0.125, 0.25, 0.5, 1.0)
+    described = {str(site): Described(10) for site in sites}
+    contract = Contract(Total(SparseStatistics, None), {}, described, {}, [], added=True)
+    replies = [SimpleNamespace(site=site) for site in sites]
+    with (
+        mock.patch("strategies.server.network.claimed_site", lambda reply: reply.site),
+        mock.patch.object(Contract, "read", read),
+    ):
+        summed = contract.settled(replies, pytest.fail)
+        parts = [float(part.gram[0, 0]) for part in summed.parts.values()]
+    assert float(summed.total.gram[0, 0]) == sum(parts) == sum(sites)
+    assert len(alive) > len(sites)
+    assert max(alive) == 2  # while one is added, the next is read
 
 
 def correlated(rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -74,6 +74,23 @@ class ContradictionError(FedGPError):
 
 
 @dataclass(frozen=True, slots=True)
+class Answers(Mapping[str, Any]):
+    """The answers of sites, decoded whenever they are read: memory holds one large answer at a time."""
+
+    read: Callable[[Message], Any]
+    replies: Mapping[str, Message]
+
+    def __getitem__(self, site: str) -> Any:
+        return self.read(self.replies[site])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.replies)
+
+    def __len__(self) -> int:
+        return len(self.replies)
+
+
+@dataclass(frozen=True, slots=True)
 class Contract:
     """A question with its messages, and the form of an answer: its class, known lengths, each site's number of rows.
 
@@ -90,8 +107,6 @@ class Contract:
     """Whether a refusal is no failure: before the first round, the other sites agree again without that site."""
     added: bool = False
     """Whether the answers are summands of a total."""
-    seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
-    """Replies read so far with their answers, by identity."""
     contradicted: dict[str, str] = field(default_factory=dict)
     """Sites whose answers cannot come from the rows they described, with the reason."""
 
@@ -116,33 +131,40 @@ class Contract:
             self.contradicted[site] = reason
         return None if self.enrolling else reason
 
-    def settled(self, replies: Iterable[Message], fail: Callable[[str, str], None]) -> Summed[Any] | dict[str, Any]:
+    def settled(self, replies: Iterable[Message], fail: Callable[[str, str], None]) -> Summed[Any] | Mapping[str, Any]:
         """Return the answers, or their total, without impossible answers, which count as failures."""
         if self.contradicted:
             raise ContradictionError(self.contradicted)
-        answers = {site: self.read(reply) for site, reply in by_site(replies).items()}
-        described = self.described
+        answers: Mapping[str, Any] = Answers(self.read, by_site(replies))
+        answers, described = answers if self.added else dict(answers), self.described
         rows = {site: described[site].rows for site in answers}
         compare = getattr(self.question.answer, "outliers", None)
         refused: dict[str, str] = {} if compare is None else compare(answers, rows)
-        kept = {site: answer for site, answer in answers.items() if site not in refused}
-        if self.added and kept and refusal_of(add(kept.values()), Described(sum(rows[site] for site in kept))):
+        kept = without(answers, refused)
+        total = add(kept.values()) if self.added and kept else None
+        if total is not None and refusal_of(total, Described(sum(rows[site] for site in kept))):
             found = {site: refusal_of(answer, described[site]) for site, answer in kept.items()}
             refused |= {site: reason for site, reason in found.items() if reason}
-            kept = {site: answer for site, answer in kept.items() if site not in refused}
+            kept = without(kept, refused)
+            total = add(kept.values()) if kept else None
         for site, reason in refused.items():
             fail(site, reason)
-        return Summed(add(kept.values()) if kept else None, tuple(kept), parts=kept) if self.added else kept
+        return Summed(total, tuple(kept), parts=kept) if self.added else kept
 
     def read(self, reply: Message) -> Any:
-        """Return the answer in a reply, from the cache if it was read before."""
-        if id(reply) not in self.seen:
-            try:
-                numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
-            except Exception as error:  # any error in decoding foreign bytes is the sender's fault
-                raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
-            self.seen[id(reply)] = reply, from_parts(self.question.answer, arrays, numbers, self.sizes)
-        return self.seen[id(reply)][1]
+        """Return the answer in a reply."""
+        try:
+            numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
+        except Exception as error:  # any error in decoding foreign bytes is the sender's fault
+            raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
+        return from_parts(self.question.answer, arrays, numbers, self.sizes)
+
+
+def without(answers: Mapping[str, Any], sites: Collection[str]) -> Mapping[str, Any]:
+    """Return the answers of the other sites."""
+    if isinstance(answers, Answers):
+        return Answers(answers.read, without(answers.replies, sites))
+    return {site: answer for site, answer in answers.items() if site not in sites}
 
 
 Asked: TypeAlias = Contract | MaskedContract
