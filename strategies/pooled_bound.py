@@ -129,7 +129,8 @@ def total_statistics(
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     if summed.total is None:
         raise RunError("no site sent usable sums; see the failures above")
-    yield from report_contradictions(summed.parts, unit_function(SparseGP.from_arrays(section, compared(parameters))))
+    level = unit_function(SparseGP.from_arrays(section, compared(parameters)))
+    yield Doubt(contradictions(summed.parts, level))
     return summed.total
 
 
@@ -146,17 +147,16 @@ def unit_function(model: SparseGP) -> Array:
     return torch.linalg.solve_triangular(factor, ones, upper=False)[..., 0].numpy()
 
 
-def report_contradictions(
+def contradictions(
     parts: Mapping[str, SparseSums], unit_function: Array, evidence: Evidence = at_best
-) -> Asking[None]:
-    """Report the sites whose sums contradict those of the others; under masks there are no parts to compare."""
+) -> dict[str, str]:
+    """Return the sites whose sums contradict those of the others; under masks there are no parts to compare."""
     leading, level = {site: sums.leading(COMPARED_POINTS) for site, sums in parts.items()}, unit_function
-    for site, (every, others) in contradicting(leading, level[:COMPARED_POINTS], evidence).items():
-        yield Doubt(
-            site,
-            "its sums run against the prediction from the other sites' rows. The sums may be false, or the site's data"
-            f" follow another relation. The evidence is {every:.3g} nats per row with it and {others:.3g} without it",
-        )
+    return {
+        site: "its sums run against the prediction from the other sites' rows. The sums may be false, or the data of"
+        f" the site follow another relation. The evidence is {every:.3g} nats per row with it, {others:.3g} without it"
+        for site, (every, others) in contradicting(leading, level[:COMPARED_POINTS], evidence).items()
+    }
 
 
 def at_best_amplitude(

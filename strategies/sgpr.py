@@ -55,7 +55,7 @@ from fedgp_flower.shared_messages import OneArray, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import enlarging, pooled_bound
 from strategies.pooled_bound import Problem
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
+from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -306,8 +306,7 @@ def sums_at(
         own = answer.each()[best].leading(pooled_bound.COMPARED_POINTS)
         unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
     model = SparseGP.from_arrays(problem.model, pooled_bound.compared(candidates[best]))
-    unit_function = pooled_bound.unit_function(model)
-    yield from pooled_bound.report_contradictions(unit_noise, unit_function, at_unit_noise)
+    yield Doubt(pooled_bound.contradictions(unit_noise, pooled_bound.unit_function(model), at_unit_noise))
     return found[best], summed.sites
 
 

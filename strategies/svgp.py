@@ -31,7 +31,7 @@ from fedgp_flower.shared_messages import Nothing, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import Problem
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
+from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -134,9 +134,10 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     if state.evaluations % COMPARISON_PERIOD == 0 and HYPER not in found.values:  # Student-t noise is not log-concave
         pseudo = [pseudo_sums(part, request.mean, roster.rows[site]) for site, part in summed.parts.items()]
         ones = np.broadcast_to(pooled_bound.unit_function(new), request.mean.shape)
+        reasons: dict[str, str] = {}
         for one, *each in zip(ones.reshape(-1, ones.shape[-1]), *pseudo, strict=True):  # for each function
-            parts = dict(zip(summed.parts, each, strict=True))
-            yield from pooled_bound.report_contradictions(parts, one, at_unit_noise)
+            reasons |= pooled_bound.contradictions(dict(zip(summed.parts, each, strict=True)), one, at_unit_noise)
+        yield Doubt(reasons)
     if summed.sites != state.sites:
         state = with_memory(state, 0)
     local = gradient_at_server(duals, old, new, found)

@@ -11,6 +11,7 @@ from faults import (
     Fault,
     FaultyGrid,
     Recorder,
+    arrays,
     blamed,
     configured,
     csv_nodes,
@@ -451,6 +452,15 @@ def test_a_site_whose_projections_are_false_is_named_and_stays(method, points, s
     assert sum("site 1 contradicts the others" in text for text in caplog.messages) == (size < 1)
     assert set(recorder.snapshots[-1].facts["doubted"]) == ({"1"} if size < 1 else set())
     assert not blamed(strategy)
+
+
+def test_a_site_that_contradicts_the_others_at_first_only_is_cleared(caplog):
+    """Before training, honest sites may seem to contradict each other; the report is of the latest comparison."""
+    lie = arrays(lambda own: {**own, "projections": -own["projections"]})
+    fault = Fault("1", lie, ("query.trials",), range(1, 2))
+    strategy = run(FaultyGrid(configured(**KEYS, num_server_rounds=2), 3, fault))
+    assert any("site 1 contradicts the others" in text for text in caplog.messages)
+    assert not any("contradicts" in text for text in strategy.outcome.metrics["warnings"])
 
 
 @pytest.mark.parametrize("size", [-1.0, 0.0, 1.0])

@@ -309,19 +309,22 @@ class Session:
         match question:
             case Refuse(site, reason):
                 return self.network.fail(site, reason)
-            case Doubt(site, reason):
-                return self._doubt(site, reason)
+            case Doubt(reasons):
+                return self._doubt(reasons)
             case First():
                 return self._first(question)
         asked = self.prepare(question)
         return self.read(asked, self.network.exchange(asked.messages, asked.refusal, retries=question.retries))
 
-    def _doubt(self, site: str, reason: str) -> None:
-        """Log a site at its first contradiction; the run's warnings give the latest reason."""
-        if site not in self.doubted:
+    def _doubt(self, reasons: Mapping[str, str]) -> None:
+        """Log sites that contradict the others now and did not before; the run's warnings are of the latest comparison.
+
+        Before training, sums of honest sites in distant places may seem to contradict each other.
+        """
+        for site in reasons.keys() - self.doubted.keys():
             label = self.preparation.labels.get(site, site)
-            logger.warning("round %d: site %s contradicts the others: %s", self.network.round, label, reason)
-        self.doubted[site] = reason
+            logger.warning("round %d: site %s contradicts the others: %s", self.network.round, label, reasons[site])
+        self.doubted = dict(reasons)
 
     def run(self, asking: Asking[S]) -> S:
         """Run a generator outside of a round, such as the one that returns the first state."""
