@@ -454,8 +454,10 @@ def test_a_site_whose_projections_are_false_is_named_and_stays(method, points, s
     assert not blamed(strategy)
 
 
-def test_a_site_that_contradicts_the_others_at_first_only_is_cleared(caplog):
+@pytest.mark.parametrize("kept", [0, 1 << 31])
+def test_a_site_that_contradicts_the_others_at_first_only_is_cleared(kept, caplog, monkeypatch):
     """Before training, honest sites may seem to contradict each other; the report is of the latest comparison."""
+    monkeypatch.setattr("strategies.server.session.KEPT_BYTES", kept)
     lie = arrays(lambda own: {**own, "projections": -own["projections"]})
     fault = Fault("1", lie, ("query.trials",), range(1, 2))
     strategy = run(FaultyGrid(configured(**KEYS, num_server_rounds=2), 3, fault))

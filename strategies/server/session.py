@@ -63,6 +63,7 @@ from strategies.server.totals import MaskedContract, Masking
 logger = logging.getLogger("fedgp")
 
 SPARE_BYTES = 1 << 16  # allowance for names and shapes of the arrays of a reply
+KEPT_BYTES = 1 << 31  # decoded answers to a question that are kept; the others are decoded whenever they are read
 
 
 class ContradictionError(FedGPError):
@@ -75,7 +76,7 @@ class ContradictionError(FedGPError):
 
 @dataclass(frozen=True, slots=True)
 class Answers(Mapping[str, Any]):
-    """The answers of sites, decoded whenever they are read: memory holds one large answer at a time."""
+    """The answers of sites, decoded when they are read, so that memory need not hold them all."""
 
     read: Callable[[Message], Any]
     replies: Mapping[str, Message]
@@ -107,6 +108,8 @@ class Contract:
     """Whether a refusal is no failure: before the first round, the other sites agree again without that site."""
     added: bool = False
     """Whether the answers are summands of a total."""
+    seen: dict[int, tuple[Message, Any, int]] = field(default_factory=dict)
+    """Replies with their answers and the bytes of these, by identity, up to :data:`KEPT_BYTES`."""
     contradicted: dict[str, str] = field(default_factory=dict)
     """Sites whose answers cannot come from the rows they described, with the reason."""
 
@@ -152,12 +155,18 @@ class Contract:
         return Summed(total, tuple(kept), parts=kept) if self.added else kept
 
     def read(self, reply: Message) -> Any:
-        """Return the answer in a reply."""
+        """Return the answer in a reply; large answers of many sites are decoded whenever they are read."""
+        if id(reply) in self.seen:
+            return self.seen[id(reply)][1]
         try:
             numbers, arrays = reply.content["metrics"], arrays_of(reply.content, "arrays")
         except Exception as error:  # any error in decoding foreign bytes is the sender's fault
             raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
-        return from_parts(self.question.answer, arrays, numbers, self.sizes)
+        answer = from_parts(self.question.answer, arrays, numbers, self.sizes)
+        size = sum(getattr(part, "nbytes", 0) for part in vars(answer).values())
+        if size + sum(kept for *_, kept in self.seen.values()) <= KEPT_BYTES:
+            self.seen[id(reply)] = reply, answer, size
+        return answer
 
 
 def without(answers: Mapping[str, Any], sites: Collection[str]) -> Mapping[str, Any]:

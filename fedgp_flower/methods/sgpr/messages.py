@@ -144,8 +144,9 @@ class TrialSums:
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Return the sites whose sums per row far exceed the median, with the reason."""
-        found = oversized(answers, rows, "`grams`", lambda answer: max_abs(answer.grams))
-        return found | oversized(answers, rows, "`weighted_squares`", lambda answer: max_abs(answer.weighted_squares))
+        sizes = {site: (max_abs(each.grams), max_abs(each.weighted_squares)) for site, each in answers.items()}
+        found = oversized(sizes, rows, "`grams`", lambda pair: pair[0])
+        return found | oversized(sizes, rows, "`weighted_squares`", lambda pair: pair[1])
 
     def refusal(self, described: Described) -> str | None:
         """Return why the sums cannot come from the described rows, or None; see :func:`gram_refusal`."""
