@@ -151,11 +151,11 @@ def contradictions(
     parts: Mapping[str, SparseSums], unit_function: Array, evidence: Evidence = at_best
 ) -> dict[str, str]:
     """Return the sites whose sums contradict those of the others; under masks there are no parts to compare."""
-    leading, level = {site: sums.leading(COMPARED_POINTS) for site, sums in parts.items()}, unit_function
+    leading = {site: sums.leading(COMPARED_POINTS) for site, sums in parts.items()}
     return {
         site: "its sums run against the prediction from the other sites' rows. The sums may be false, or the data of"
         f" the site follow another relation. The evidence is {every:.3g} nats per row with it, {others:.3g} without it"
-        for site, (every, others) in contradicting(leading, level[:COMPARED_POINTS], evidence).items()
+        for site, (every, others) in contradicting(leading, unit_function[:COMPARED_POINTS], evidence).items()
     }
 
 

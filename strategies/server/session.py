@@ -330,7 +330,7 @@ class Session:
 
         Before training, sums of honest sites in distant places may seem to contradict each other.
         """
-        for site in reasons.keys() - self.doubted.keys():
+        for site in (site for site in reasons if site not in self.doubted):
             label = self.preparation.labels.get(site, site)
             logger.warning("round %d: site %s contradicts the others: %s", self.network.round, label, reasons[site])
         self.doubted = dict(reasons)
