@@ -12,7 +12,8 @@ common scale of kernel and noise. Rounds end when a step promises less than a mi
 
 *Enlarging.* The server asks for sums at 1024 inducing points and doubles their number while the evidence gains
 (:mod:`strategies.enlarging`). Training goes on at 1024 points if twice as many may follow, since few points cannot
-represent a rough function. The posterior uses the fewest points that reach nearly the best evidence.
+represent a rough function; then training at few points ends early if a doubling promises far more. The posterior uses
+the fewest points that reach nearly the best evidence.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ FIRST_SIZE = 1024
 """Number of inducing points at the first enlargement; two doublings fill a message of the default size."""
 EXCHANGES_PER_SIZE, ROUNDS_PER_SIZE = 3, 1
 """Exchanges for each number of inducing points after training, and rounds among them."""
+FEW_POINTS, FIRST_OF_SEVERAL = 1 / 2, 3 / 5
+"""Shares of all exchanges after which training leaves the few points it began with, and the first of several sizes."""
+JUDGED_ROUNDS, SHARE_OF_DOUBLING = 2, 0.05
+"""Few points also suffice once each of so many rounds gains less than this share of what a doubling promises."""
 ROUND_COST = 3
 """Computing time of a round in evaluations of sums; the gradient takes as long as two of them."""
 NOISE_SIGNIFICANCE, MINIMUM_NOISE_GAIN = 1e-3, 0.02
@@ -150,9 +155,14 @@ class SGPRState:
         return evidence(self.totals).curve / self.rows
 
     @property
+    def several_sizes(self) -> bool:
+        """Whether there may be a second doubling, so that training goes on at the first size."""
+        return self.most // 2 >= FIRST_SIZE
+
+    @property
     def training(self) -> bool:
         """Whether rounds train without a limit per size: before enlarging, or at the first of several sizes."""
-        return not self.asked or self.asked == FIRST_SIZE <= self.most // 2
+        return not self.asked or (self.asked == FIRST_SIZE and self.several_sizes)
 
     @property
     def next_size(self) -> int:
@@ -161,6 +171,18 @@ class SGPRState:
             return min(FIRST_SIZE, self.most) if self.most > len(self.values[LOCATIONS]) else 0
         enlarges = self.most > self.asked and enlarging.doubling_gain(self.evidence_curve) >= enlarging.MINIMUM_GAIN
         return min(2 * self.asked, self.most) if enlarges else 0
+
+    @property
+    def worthwhile_gain(self) -> float:
+        """Gain of a round at few points, in nats per row, below which several sizes with more points follow."""
+        return SHARE_OF_DOUBLING * enlarging.doubling_gain(self.evidence_curve) if self.rows else 0.0
+
+    @property
+    def outpaced(self) -> bool:
+        """Whether the latest rounds at few points gain little beside what a doubling promises."""
+        best = float(self.gains[-JUDGED_ROUNDS:].max(initial=0.0))
+        judged = self.several_sizes and not self.asked and len(self.gains) >= JUDGED_ROUNDS
+        return judged and best < self.worthwhile_gain
 
     def promised_gain(self) -> float:
         """Gain of a full step in the quadratic model, ½ ∇Jᵀ C⁻¹ ∇J, in nats per row."""
@@ -428,17 +450,22 @@ def sizes_from(first: int, most: int) -> list[int]:
 
 
 def exchanges_left(problem: Problem, state: SGPRState) -> int:
-    """Return how many exchanges remain at the current number of inducing points; half, if training goes on at more."""
-    if state.training:
-        goes_on = not state.asked and state.most // 2 >= FIRST_SIZE
-        limit = (EXCHANGES_BEFORE + problem.exchanges) // 2 if goes_on else problem.exchanges
-        return limit + EXCHANGES_PER_SIZE * bool(state.asked) - state.exchanges
-    return EXCHANGES_PER_ROUND * (ROUNDS_PER_SIZE - state.rounds)
+    """Return how many exchanges remain at the current number of inducing points."""
+    if not state.training:
+        return EXCHANGES_PER_ROUND * (ROUNDS_PER_SIZE - state.rounds)
+    if state.several_sizes and (not state.asked or state.next_size):
+        return share_of(problem, FIRST_OF_SEVERAL if state.asked else FEW_POINTS) - state.exchanges
+    return problem.exchanges + EXCHANGES_PER_SIZE * bool(state.asked) - state.exchanges
+
+
+def share_of(problem: Problem, share: float) -> int:
+    """Return a share of the exchanges before and in training."""
+    return int(share * (EXCHANGES_BEFORE + problem.exchanges))
 
 
 def settled(problem: Problem, state: SGPRState) -> bool:
-    """Return whether training at this number of points has converged or has no exchanges left for another round."""
-    return state.converged or exchanges_left(problem, state) < EXCHANGES_PER_ROUND
+    """Return whether training at this number of points has converged, gains little, or has no exchanges left."""
+    return state.converged or state.outpaced or exchanges_left(problem, state) < EXCHANGES_PER_ROUND
 
 
 def finished(problem: Problem, state: SGPRState) -> bool:
@@ -533,8 +560,8 @@ class SGPR(FederatedStrategy[SGPRState]):
         sizes = sizes_from(state.next_size, state.most) if state.rows else []
         work = (1 + ROUNDS_PER_SIZE * ROUND_COST) / EXCHANGES_PER_SIZE
         enlargements = [(EXCHANGES_PER_SIZE, work * size**2) for size in sizes]
-        if sizes and sizes[0] == FIRST_SIZE <= state.most // 2:
-            rest = self.problem.exchanges - state.exchanges - left
+        if sizes and sizes[0] == FIRST_SIZE and state.several_sizes:
+            rest = max(0, share_of(self.problem, FIRST_OF_SEVERAL) - state.exchanges - left)
             enlargements[0] = (EXCHANGES_PER_SIZE + rest, work * FIRST_SIZE**2)
         return [(left, self.work(state, state)), *enlargements]
 

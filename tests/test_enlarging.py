@@ -10,7 +10,7 @@ from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
 from scipy.stats import multivariate_normal
 from test_sgpr import rows, unit_values
 
-from fedgp_flower.gp.fitc import evidence, posterior, weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import WeightedSums, evidence, posterior, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import add
@@ -71,13 +71,31 @@ KEYS = {"method": "sgpr", "sgpr__exchanges": 8, "num_server_rounds": 20, "model_
 LARGE = KEYS | {"model__max_megabytes": 1, "sgpr__exchanges": 12}
 
 
+def on_a_curve(**now) -> sgpr.SGPRState:
+    """A state whose evidence per row at the first m of four points is −½ log s_m, s_m = (s − b₁² − … − b_m²)/N."""
+    scales = np.exp(-2 * np.array([0.1, 0.3, 0.4, 0.5]))  # from two to four points .2 nats, as from one to two
+    parts = np.zeros((4, 4)), np.sqrt(-100 * np.diff(scales, prepend=1.0)), 100.0, 0.0, 100.0, 100.0
+    totals = WeightedSums(*map(np.asarray, parts))
+    state = sgpr.SGPRState({LOCATIONS: np.empty((4, 1))}, np.empty((0, 0)), np.empty((0, 0)), totals)
+    assert doubling_gain(state.evidence_curve) == pytest.approx(0.2)
+    return replace(state, **now)
+
+
 def test_training_goes_on_at_the_first_size_where_twice_as_many_may_follow():
-    first, none = sgpr.FIRST_SIZE, np.empty((0, 0))
-    state = sgpr.SGPRState({}, none, none, most=2 * first, asked=first, rounds=3, exchanges=52)
-    settled = lambda **now: sgpr.settled(sgpr.Problem(ModelSection(), exchanges=51), replace(state, **now))  # noqa: E731
-    assert (settled(), settled(exchanges=53), settled(converged=True)) == (False, True, True)  # 51, and 3 for the size
-    assert (settled(asked=2 * first), settled(asked=2 * first, rounds=0)) == (True, False)
-    assert settled(most=2 * first - 1)
+    first, problem = sgpr.FIRST_SIZE, sgpr.Problem(ModelSection(), exchanges=51)
+    settled = lambda **now: sgpr.settled(problem, on_a_curve(**{"most": 2 * first, "asked": first} | now))  # noqa: E731
+    assert (settled(exchanges=31), settled(exchanges=32), settled(converged=True)) == (False, True, True)  # 3/5 of 55
+    assert (settled(asked=2 * first, rounds=1), settled(asked=2 * first)) == (True, False)
+    assert settled(most=2 * first - 1, rounds=1)
+
+
+def test_few_points_suffice_when_rounds_gain_little_beside_a_doubling():
+    first = sgpr.FIRST_SIZE
+    outpaced = lambda gains, **now: on_a_curve(**{"most": 2 * first, "gains": np.array(gains)} | now).outpaced  # noqa: E731
+    assert (outpaced([0.1, 0.009, 0.0]), outpaced([0.1, 0.011, 0.0])) == (True, False)  # less than .05 x .2, or not
+    assert not outpaced([0.0])
+    assert not outpaced([0.0, 0.0], most=2 * first - 1)
+    assert not outpaced([0.0, 0.0], asked=first)
 
 
 def nodes(tmp_path):
