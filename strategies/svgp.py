@@ -19,7 +19,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
-from fedgp_flower.gp.optimisers import pack, two_loops, unpack
+from fedgp_flower.gp.optimisers import on_grid, pack, two_loops, unpack
 from fedgp_flower.gp.steps import num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.messages import encode, message
@@ -183,7 +183,7 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     limit = LARGEST_STEP if pairs else FIRST_STEP
     largest = float(np.abs(step).max())
     step *= limit / largest if largest > limit or not pairs else 1.0
-    return unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
+    return unpack(on_grid(pack(state.values) + 0.5**state.halvings * step * scale), state.values)
 
 
 def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:

@@ -27,6 +27,8 @@ COOLING = 0.25
 """Fraction of Adam's steps with a fifth of the learning rate."""
 WINDOW, TOLERANCE = 50, 1e-3
 """Adam's steps in a window, and the smallest increase between windows for which it continues, in nats per row."""
+GRID = 2.0**-16
+"""Spacing of log hyperparameters that a server asks sites for."""
 PAIRS = 20
 """Steps and gradient changes in the memory of L-BFGS."""
 
@@ -209,6 +211,15 @@ def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Arra
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
         direction = direction + (weight - change @ direction / (step @ change)) * step
     return direction
+
+
+def on_grid(values: Array) -> Array:
+    """Return multiples of :data:`GRID`, so that steps from sums that differ by rounding alone are equal.
+
+    >>> on_grid(np.array([0.1, 0.1 + 1e-9])) * 2**16
+    array([6554., 6554.])
+    """
+    return np.asarray(np.rint(values / GRID) * GRID)
 
 
 def pack(arrays: Mapping[str, ndarray]) -> Array:
