@@ -173,16 +173,12 @@ class SGPRState:
         return min(2 * self.asked, self.most) if enlarges else 0
 
     @property
-    def worthwhile_gain(self) -> float:
-        """Gain of a round at few points, in nats per row, below which several sizes with more points follow."""
-        return SHARE_OF_DOUBLING * enlarging.doubling_gain(self.evidence_curve) if self.rows else 0.0
-
-    @property
     def outpaced(self) -> bool:
         """Whether the latest rounds at few points gain little beside what a doubling promises."""
-        best = float(self.gains[-JUDGED_ROUNDS:].max(initial=0.0))
-        judged = self.several_sizes and not self.asked and len(self.gains) >= JUDGED_ROUNDS
-        return judged and best < self.worthwhile_gain
+        if self.asked or not self.rows or not self.several_sizes or len(self.gains) < JUDGED_ROUNDS:
+            return False
+        promise = enlarging.doubling_gain(self.evidence_curve)
+        return float(self.gains[-JUDGED_ROUNDS:].max()) < SHARE_OF_DOUBLING * promise
 
     def promised_gain(self) -> float:
         """Gain of a full step in the quadratic model, ½ ∇Jᵀ C⁻¹ ∇J, in nats per row."""

@@ -28,7 +28,7 @@ COOLING = 0.25
 WINDOW, TOLERANCE = 50, 1e-3
 """Adam's steps in a window, and the smallest increase between windows for which it continues, in nats per row."""
 GRID = 2.0**-16
-"""Spacing of log hyperparameters that a server asks sites for."""
+"""Spacing of the parameters that a server steps to: log hyperparameters, and in ``svgp`` inducing points."""
 PAIRS = 20
 """Steps and gradient changes in the memory of L-BFGS."""
 
