@@ -137,6 +137,13 @@ def test_masked_points_and_evidence_are_the_plain_ones():
     assert masked.details()["evidence"] == pytest.approx(plain.details()["evidence"], rel=1e-9)
 
 
+def test_steps_of_svgp_under_masks_are_the_plain_ones():
+    keys = KEYS | {"method": "svgp", "model__likelihood": "student-t", "sgpr__exchanges": 12}
+    plain, masked = (run(FaultyGrid(configured(**keys, privacy__secure_aggregation=on), 3)) for on in (False, True))
+    for name, array in plain.current.values.items():
+        assert np.array_equal(masked.current.values[name], array), name
+
+
 KERNELS = ("rbf", "rbf + l1", "matern52 + linear", "warp(rbf + l1)")
 
 
