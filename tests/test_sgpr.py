@@ -3,44 +3,18 @@
 from dataclasses import replace
 from functools import cached_property
 
+import faults as kit
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import (
-    Fault,
-    FaultyGrid,
-    Recorder,
-    arrays,
-    blamed,
-    configured,
-    csv_nodes,
-    false_projections,
-    lost,
-    parameters,
-    rows_of,
-    run,
-    waves,
-)
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, run, waves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import METHODS
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.cells import (
-    LEAST_ALIKE,
-    LEAST_ROWS,
-    cells,
-    common_values,
-    dependence_tree,
-    drawn,
-    pair_counts,
-    repeats,
-    values_of,
-    weight_of,
-    with_pairs,
-    with_values,
-)
+from fedgp_flower.gp import cells
 from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import LOG_RANGE
@@ -241,14 +215,14 @@ def test_the_outlook_goes_on_as_a_geometric_series_does():
 def test_cells_count_every_row_once_and_none_alone():
     draw, anchors = np.random.default_rng(0), np.random.default_rng(1).standard_normal((64, 3))
     parts = [draw.standard_normal((count, 3)) for count in (3, 40, 301)]
-    sums = [cells(part, anchors) for part in parts]
+    sums = [cells.cells(part, anchors) for part in parts]
     for part, (count, first, second) in zip(parts, sums, strict=True):
         assert count.sum() == len(part)
-        assert count[count > 0].min() >= min(LEAST_ROWS, len(part))
+        assert count[count > 0].min() >= min(cells.LEAST_ROWS, len(part))
         assert first.sum(0) == pytest.approx(part.sum(0))
         assert second.sum(0) == pytest.approx((part**2).sum(0))
     total = [sum(own) for own in zip(*sums, strict=True)]
-    draws, everyone = drawn(*total, 4000, np.random.default_rng(0)), np.concatenate(parts)
+    draws, everyone = cells.drawn(*total, 4000, np.random.default_rng(0)), np.concatenate(parts)
     assert draws.mean(0) == pytest.approx(everyone.mean(0), abs=0.05)
     assert np.cov(draws.T) == pytest.approx(np.cov(everyone.T), abs=0.1)
 
@@ -259,9 +233,9 @@ def test_values_that_many_rows_have_are_met_and_none_of_one_or_two_rows_is_told(
     parts = [np.stack([draw.choice([3.0, 7.0, 28.0, n + 100.0], 60, p=[0.3, 0.3, 0.37, 0.03]),
                        draw.standard_normal(60)], 1) for n in range(4)]  # fmt: skip
     everyone = np.concatenate(parts)
-    sums = [values_of(part, everyone) for part in parts]
+    sums = [cells.values_of(part, everyone) for part in parts]
     for count, total in sums:
-        assert set(count[count > 0] >= LEAST_ALIKE) == {True}
+        assert set(count[count > 0] >= cells.LEAST_ALIKE) == {True}
         assert (total[count == 0] == 0).all()
     rows_in, total = (sum(own) for own in zip(*sums, strict=True))
     for exact in (3.0, 7.0, 28.0):
@@ -269,14 +243,14 @@ def test_values_that_many_rows_have_are_met_and_none_of_one_or_two_rows_is_told(
         assert total[0][slot] == pytest.approx(exact * rows_in[0][slot], rel=1e-12)
         assert rows_in[0][slot] == (everyone[:, 0] == exact).sum()
     points = draw.multivariate_normal([0, 0], [[1, 0.8], [0.8, 1]], 500)
-    moved = with_values(points, rows_in, total)
+    moved = cells.with_values(points, rows_in, total)
     assert np.isin(np.round(moved[:, 0], 9), (3.0, 7.0, 28.0)).mean() > 0.95
     assert np.quantile(moved[:, 1], [0.1, 0.5, 0.9]) == pytest.approx(
         np.quantile(everyone[:, 1], [0.1, 0.5, 0.9]), abs=0.15
     )
     for column in range(2):  # in the order of the points
         assert (np.diff(moved[np.argsort(points[:, column]), column]) >= 0).all()
-    assert values_of(everyone[:2], everyone)[0].sum() == 0  # two rows say nothing
+    assert cells.values_of(everyone[:2], everyone)[0].sum() == 0  # two rows say nothing
 
 
 @given(st.integers(0, 10**6))
@@ -284,11 +258,11 @@ def test_values_that_many_rows_have_are_met_and_none_of_one_or_two_rows_is_told(
 def test_pairs_of_common_values_are_counted_as_in_all_rows_and_rare_ones_are_not(seed):
     draw = np.random.default_rng(seed)
     inputs, values = draw.integers(0, 4, (40, 3)).astype(float), np.tile([0.0, 1.0, 2.0], (3, 1))
-    counts = pair_counts(inputs, values)
+    counts = cells.pair_counts(inputs, values)
     for pair, (i, j) in enumerate([(0, 1), (0, 2), (1, 2)]):
         for a, b in np.ndindex(3, 3):
             rows = ((inputs[:, i] == a) & (inputs[:, j] == b)).sum()
-            assert counts[pair, a, b] == (rows if rows >= LEAST_ALIKE else 0)
+            assert counts[pair, a, b] == (rows if rows >= cells.LEAST_ALIKE else 0)
 
 
 def test_the_tree_of_dependence_is_that_of_a_chain():
@@ -300,8 +274,8 @@ def test_the_tree_of_dependence_is_that_of_a_chain():
     order = [2, 0, 3, 1]  # columns are x3, x1, x4, x2
     inputs = np.stack([*chain, draw.integers(0, 4, 4000)], 1)[:, order].astype(float)
     pairs = np.zeros((4, 4, 4, 4))
-    pairs[np.triu_indices(4, 1)] = pair_counts(inputs, np.tile(np.arange(4.0), (4, 1)))
-    edges = {frozenset(edge) for edge in dependence_tree(pairs, 4000.0)}
+    pairs[np.triu_indices(4, 1)] = cells.pair_counts(inputs, np.tile(np.arange(4.0), (4, 1)))
+    edges = {frozenset(edge) for edge in cells.dependence_tree(pairs, 4000.0)}
     assert {frozenset((0, 3)), frozenset((3, 1))} <= edges
     assert len(edges) == 3
 
@@ -312,11 +286,11 @@ def test_points_have_the_pairs_of_values_that_rows_have_and_keep_each_input():
     shape, height = np.array([1.0, 2.0, 3.0, 4.0]), np.array([7.0, 3.5, 3.5, 7.0])
     parts = [np.stack([shape[k], height[k], draw.standard_normal(100)], 1) for k in draw.integers(0, 4, (3, 100))]
     everyone = np.concatenate(parts)
-    rows_in, total = (sum(of) for of in zip(*(values_of(part, everyone) for part in parts), strict=True))
+    rows_in, total = (sum(of) for of in zip(*(cells.values_of(part, everyone) for part in parts), strict=True))
     points = draw.standard_normal((2000, 3))
-    moved, common = with_values(points, rows_in, total), common_values(rows_in, total)
-    counts = sum(pair_counts(part, common) for part in parts)
-    joint = with_pairs(points, moved, common, counts, 300.0)
+    moved, common = cells.with_values(points, rows_in, total), cells.common_values(rows_in, total)
+    counts = sum(cells.pair_counts(part, common) for part in parts)
+    joint = cells.with_pairs(points, moved, common, counts, 300.0)
     assert (height[np.searchsorted(shape, joint[:, 0] - 1e-9)] != moved[:, 1]).mean() > 0.3  # by ranks alone
     assert joint[:, 1] == pytest.approx(height[np.searchsorted(shape, joint[:, 0] - 1e-9)])
     assert (joint[:, 2] == moved[:, 2]).all()  # no value of an age is common
@@ -325,7 +299,7 @@ def test_points_have_the_pairs_of_values_that_rows_have_and_keep_each_input():
         [(everyone[:, 0] == value).mean() for value in shape],
         atol=1e-3,
     )
-    few = with_pairs(points, moved, common, counts * 0.5, 300.0)  # half of the rows are in pairs that are too rare
+    few = cells.with_pairs(points, moved, common, counts * 0.5, 300.0)  # half of the rows are in rare pairs
     np.testing.assert_array_equal(few, moved)
 
 
@@ -367,8 +341,8 @@ def test_few_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypat
     grid = FaultyGrid(configured(**KEYS | {"sgpr__exchanges": 21}, num_server_rounds=100), 5)
     few = run(grid)
     details, count = few.details(), sum(few.preparation.rows.values())
-    model = SparseGP.from_arrays(few.config.model, parameters(few))
-    data = rows_of(grid, few, "01234")
+    model = SparseGP.from_arrays(few.config.model, kit.parameters(few))
+    data = kit.rows_of(grid, few, "01234")
     named = {name: p for name, p in model.wire_parameters().items() if name != LOCATIONS}
     priors = hyperpriors(model.kernel, data[0].shape[1])
 
@@ -444,7 +418,7 @@ def test_a_site_whose_projections_are_false_is_named_and_stays(method, points, s
     """
     monkeypatch.setattr("strategies.pooled_bound.COMPARED_POINTS", points)
     keys, recorder = METHODS[method] | {"num_server_rounds": 2, "evaluate_every": 1}, Recorder()
-    with false_projections("1", size):
+    with kit.false_projections("1", size):
         strategy = run(FaultyGrid(configured(**keys), 3), recorder)
     said = [text for text in strategy.outcome.metrics["warnings"] if "site 1 contradicts the others" in text]
     assert len(said) == (size < 1)
@@ -484,13 +458,13 @@ def test_copies_of_rows_count_as_one_row():
     Rows whose targets have few levels are no copies, whatever their inputs.
     """
     x, y = (part.numpy() for part in rows(60))
-    assert weight_of(repeats(x, y), 60.0) == 1.0
+    assert cells.weight_of(cells.repeats(x, y), 60.0) == 1.0
     five = [np.tile(x, (5, 1)), np.tile(y, 5)]
     mixed = np.random.default_rng(2).permutation(300)
-    parts = [repeats(five[0][part], five[1][part]) for part in np.split(mixed, [50, 170])]
-    assert sum(parts) == pytest.approx(repeats(*five))
-    assert 1 / 5 / 1.6 < weight_of(sum(parts), 300.0) <= 1 / 5
-    assert weight_of(repeats(np.sign(five[0]), np.sign(five[1])), 300.0) == 1.0
+    parts = [cells.repeats(five[0][part], five[1][part]) for part in np.split(mixed, [50, 170])]
+    assert sum(parts) == pytest.approx(cells.repeats(*five))
+    assert 1 / 5 / 1.6 < cells.weight_of(sum(parts), 300.0) <= 1 / 5
+    assert cells.weight_of(cells.repeats(np.sign(five[0]), np.sign(five[1])), 300.0) == 1.0
     model = SparseGP.from_arrays(ModelSection(), unit_values())
     once, often = (weighted_sums(model, *map(torch.from_numpy, data)) for data in ((x, y), five))
     assert evidence(often.weighted(1 / 5)).value == pytest.approx(evidence(once).value)
