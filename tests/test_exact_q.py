@@ -58,7 +58,7 @@ def start(inducing, multiples=(1.0,)):
 
 
 def federate(units, inducing, rounds, *, multiples=(1.0,), unsmoothed=0):
-    """The whole protocol in one process; returns every state and every unit's parameters."""
+    """The whole protocol in one process, in which every answer is consistent; all states, and parameters of units."""
     data = {str(i): UnitData.build(x, y, inducing) for i, (x, y) in enumerate(units)}
     state = start(inducing, multiples)
     first = statistics(data["0"], state.latents, one_unit.starting_parameters(data["0"], state.latents))
@@ -71,6 +71,7 @@ def federate(units, inducing, rounds, *, multiples=(1.0,), unsmoothed=0):
             phi = moved(data[site], memory[site], state.reports[site].move)[1] if site in memory else None
             smooth = not state.unsmoothed
             memory[site], replies[site] = respond(data[site], state.latents, state.posterior, moves, phi, smooth=smooth)
+            assert consistent(replies[site], moves, state.posterior, len(data[site].y))
         state = merge(state, replies, moves=moves)
         states.append(state)
     return states, {s: moved(data[s], memory[s], state.reports[s].move)[1] for s in memory}, data
@@ -259,19 +260,9 @@ def asked(num_units, rounds, dims=1):
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
 def test_honest_answers_are_consistent(num_latents, dims):
     """From newcomers to convergence, stretched moves included, and where the noise is at its floor."""
-    units, W = signals(dims), grid(dims)
+    units = signals(dims)
     units[2] = (units[2][0], np.zeros(ROWS) + 1e-9 * units[2][1])
-    state = start(W, (1.0, 2.0)[:num_latents])
-    data = [UnitData.build(x, y, W) for x, y in units]
-    memory = [None] * len(data)
-    for _ in range(5):
-        moves, replies = trial_moves(state), {}
-        for m, rows in enumerate(data):
-            before, name = memory[m], str(m)
-            phi = None if before is None else moved(rows, before, state.reports[name].move)[1]
-            memory[m], replies[name] = respond(rows, state.latents, state.posterior, moves, phi)
-            assert consistent(replies[name], moves, state.posterior, ROWS)
-        state = merge(state, replies, moves=moves)
+    federate(units, grid(dims), 5, multiples=(1.0, 2.0)[:num_latents])  # asks every answer
 
 
 AT_TRIALS = {
