@@ -82,7 +82,7 @@ def test_a_node_gets_the_same_rows_on_every_visit_and_others_by_seed():
 
 def test_rows_of_groups_that_are_left_out_are_scored_nowhere_and_the_groups_are_named(tmp_path):
     town = ["a"] * 30 + ["b"] * 25 + ["c"] * 5 + ["d"]
-    frame = pd.DataFrame({"x": np.arange(61.0), "town": town, "y": np.arange(61.0) ** 2})
+    frame = pd.DataFrame({"x": np.arange(61.0), "town": town, "income": np.arange(61.0) ** 2})
     frame.assign(split=["test" if i % 5 == 0 else "train" for i in range(61)]).to_csv(tmp_path / "t.csv", index=False)
     keys = {"dataset": str(tmp_path / "t.csv"), "split": 0, "partitioner": "natural"}
     small = config(**keys, partition={"column": "town", "min-rows": 10})
@@ -204,7 +204,6 @@ def test_sizes_are_what_the_names_say():
     for name, weight in (("linear", k), ("square", k**2), ("exponential", np.exp(k))):
         assert np.abs(np.array(sizes(by(name, 4))) - N * weight / weight.sum()).max() < 4
     assert sizes(by("sizes", 3, ratio=3.0)) == [40, 80, 120]
-    assert sizes(by("blocks", 5)) == [48] * 5
 
 
 def test_blocks_are_contiguous_along_the_first_principal_component():
@@ -395,14 +394,6 @@ def test_malformed_splits_are_refused(folder, content, message):
     write_splits(folder, content)
     with pytest.raises(DataError, match=f"salt.splits.json.gz: .*{message}"):
         table("lab/salt", **{"data-dir": str(folder)})
-
-
-def test_a_column_of_train_and_test_is_a_split(tmp_path):
-    frame = pd.DataFrame({"a": range(6), "income": [1, 2, 4, 2, 1, 5], "split": ["train"] * 4 + ["test"] * 2})
-    frame.to_csv(tmp_path / "t.csv", index=False)
-    found = table(str(tmp_path / "t.csv"))
-    assert (found.features, found.target) == (("a",), "income")
-    assert found.rows(0)[1].tolist() == [4, 5]
 
 
 def test_columns_are_chosen_by_configuration(tmp_path):
