@@ -104,10 +104,7 @@ def test_the_mean_predicts_by_the_spread_of_a_new_row():
     assert found.variance == pytest.approx(y.var(ddof=1) / 4 * (1 + 1 / 3))
     assert not found.weights.any()
     assert constant({"share": 0.2}, 3, 2, "bernoulli", (0.0, 1.0)).intercept == pytest.approx(math.log(0.25))
-
-
-def test_the_mean_of_counts_has_their_mean_and_variance():
-    found = constant({"mean": 3.0, "sd": 2.5}, 100, 1, "poisson", (0.0, 1.0))
+    found = constant({"mean": 3.0, "sd": 2.5}, 100, 1, "poisson", (0.0, 1.0))  # mean and variance of the counts
     m, v = found.intercept, found.variance
     rate = math.exp(m + v / 2)
     assert rate == pytest.approx(3.0)
@@ -317,7 +314,7 @@ def test_scores_of_pieces_add_to_the_scores_of_the_whole(kind):
         np.testing.assert_allclose(sum(piece.arrays[name] for piece in pieces), expected, rtol=1e-12)
 
 
-def test_bernoulli_scores_by_hand():
+def test_bernoulli_scores_and_figures_by_hand():
     scores = bernoulli_scores([0.9, 0.2, 0.6, 1.0], [1, 0, 0, 1])
     assert (scores.sums["count"], scores.sums["correct"]) == (4, 3)
     assert scores.sums["nll"] == pytest.approx(-(math.log(0.9) + math.log(0.8) + math.log(0.4)))
@@ -326,6 +323,11 @@ def test_bernoulli_scores_by_hand():
     assert bernoulli_scores([0.0], [1]).sums["nll"] == math.inf  # a wrong certainty
     np.testing.assert_allclose(reliability[9], [2, 1.9, 2])
     np.testing.assert_allclose(reliability.sum(axis=0), [4, 2.7, 2])
+    result = combine({"x": ScoreSums.of(scores)}, 5.0)  # figures of classes have no units
+    expected = {"accuracy": 3 / 4, "nll": scores.sums["nll"] / 4, "brier": 0.41 / 4}
+    assert {name: result["test"][name] for name in expected} == pytest.approx(expected)
+    assert result["test_standardised"] == result["test"]
+    assert result["per_site"][0]["accuracy"] == 3 / 4
 
 
 def test_class_scores_by_hand():
@@ -420,13 +422,3 @@ def test_standardised_figures_are_those_of_standardised_predictions():
     assert found["test_standardised"] == pytest.approx(expected, rel=1e-10)
     assert found["test"]["nll"] == pytest.approx(expected["nll"] + math.log(5.0))
     assert found["test"]["crps"] == pytest.approx(expected["crps"] * 5.0)
-
-
-def test_classification_figures_have_no_units():
-    sites = {"x": bernoulli_scores([0.8, 0.4], [1, 1]), "y": bernoulli_scores([0.1], [0])}
-    result = combine({site: ScoreSums.of(score) for site, score in sites.items()}, 1.0)
-    nll = -(math.log(0.8) + math.log(0.4) + math.log(0.9)) / 3
-    expected = {"accuracy": 2 / 3, "nll": nll, "brier": (0.04 + 0.36 + 0.01) / 3}
-    assert {name: result["test"][name] for name in expected} == pytest.approx(expected)
-    assert result["test_standardised"] == result["test"]
-    assert result["per_site"][0]["accuracy"] == 0.5
