@@ -33,7 +33,9 @@ from strategies.server.strategy import FederatedStrategy
 Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""
 
-TINY: dict[str, Any] = {
+ALONE = {"baselines.linear": False, "baselines.local-only": False, "baselines.pooled": False}
+"""Nothing beside the model."""
+TINY: dict[str, Any] = ALONE | {
     "method": "sgpr",
     "sgpr.exchanges": 20,
     "dataset": "sine",
@@ -41,9 +43,6 @@ TINY: dict[str, Any] = {
     "num-server-rounds": 4,
     "evaluate-every": 0,
     "keep-predictions": False,
-    "baselines.linear": False,
-    "baselines.local-only": False,
-    "baselines.pooled": False,
     "baselines.max-evaluations": 20,
     "round-timeout": 5.0,
     "wait-seconds": 5.0,

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from faults import ALONE
 from scipy.integrate import quad
 from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import minimize
@@ -277,7 +278,6 @@ def test_laplace_has_exact_derivatives():
 
 
 KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
-ALONE = {"baselines.linear": False, "baselines.local-only": False, "baselines.pooled": False}
 
 
 def fitted(name, folder, **more):

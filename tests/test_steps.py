@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from faults import ALONE
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
@@ -103,13 +104,7 @@ def test_a_jump_at_one_value_is_learned_and_saved(tmp_path: Any) -> None:
     chance = np.where(dose == 7, 0.95, 0.2)
     table = pd.DataFrame({"dose": dose, "weight": weight, "ill": np.where(draw.random(900) < chance, "yes", "no")})
     options = {"output-dir": str(tmp_path), "model.likelihood": "bernoulli", "model.num-inducing": 15}
-    options |= {
-        "baselines.linear": False,
-        "baselines.local-only": False,
-        "baselines.pooled": False,
-        "evaluate-every": 0,
-    }
-    finished = fg.run(table, target="ill", sites=3, num_rounds=15, options=options)
+    finished = fg.run(table, target="ill", sites=3, num_rounds=15, options=options | ALONE | {"evaluate-every": 0})
     assert finished.config["model.kernel"] == "steps(rbf)"
     posterior = fg.load_run(finished.path).posterior
     near = posterior.predict(pd.DataFrame({"dose": [6, 7, 8], "weight": 0.0}))["probability of yes"]
