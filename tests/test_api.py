@@ -8,6 +8,7 @@ from copy import deepcopy
 import numpy as np
 import pandas as pd
 import pytest
+import test_predict
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
@@ -130,12 +131,7 @@ def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_
 
 def admissions(rows: int = 72) -> pd.DataFrame:
     """Whole numbers, text and real numbers in units far from standard ones."""
-    rng = np.random.default_rng(4)
-    frame = pd.DataFrame({"age": rng.integers(20, 80, rows), "clinic": rng.choice(["north", "south", "west"], rows)})
-    frame["dose"] = rng.lognormal(3, 0.5, rows)
-    effect = frame["clinic"].map({"north": 0.0, "south": 8.0, "west": -5.0})
-    frame["outcome"] = 300 + frame["age"] + 9 * np.sin(frame["dose"] / 9) + effect + rng.normal(0, 3, rows)
-    return frame
+    return test_predict.table(rows).drop(columns="sex").astype({"age": int})
 
 
 SHORT = {"pvi.steps": 4, "pvi.local-update": "adam"}
@@ -194,7 +190,7 @@ def test_no_column_is_moved_beyond_its_rows(tmp_path):
 
 def test_the_joint_distribution_is_in_original_units(finished):
     posterior, new = finished.posterior, admissions(12)
-    with pytest.raises(DataError, match="DataFrame with the columns age, clinic, dose; got ndarray"):
+    with pytest.raises(DataError, match="DataFrame with the columns age, dose, clinic; got ndarray"):
         posterior.distribution(np.zeros((2, 3)))
     table, latent = posterior.predict(new), posterior.distribution(new)
     observed = posterior.distribution(new, noise=True)
