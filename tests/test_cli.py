@@ -113,8 +113,6 @@ def test_what_is_wrong_with_a_table_names_its_file_once(fedgp, tmp_path):
         assert (status, one_line(err).count(f"{name}.csv: "), words in one_line(err)) == (2, 1, True)
     status, out, _ = fedgp("run", "--sites", 3, f"dataset={tmp_path / 'ids.csv'}", "--dry-run")
     assert (status, out.count("90 levels in 90 rows")) == (2, 1)
-    status, _, err = fedgp("run", f"dataset={tmp_path}", "target=y")
-    assert (status, "is a folder, not a table" in err) == (2, True)
 
 
 def test_ctrl_c_says_what_is_kept_and_how_to_go_on(fedgp, tmp_path, monkeypatch):

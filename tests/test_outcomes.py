@@ -482,4 +482,3 @@ def test_grades_that_are_words_need_their_order(tmp_path):
     assert list(table) == [f"probability of {grade}" for grade in ("none", "mild", "severe", "worst")] + ["median"]
     assert found.metrics.test["accuracy"] > 0.4
     assert found.metrics.local_only["nll"] > found.metrics.test["nll"]
-    assert (found.path / "report.html").exists() or found.report().exists()
