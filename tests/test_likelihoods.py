@@ -54,24 +54,19 @@ def test_they_are_the_likelihoods_of_gpytorch(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_closed_forms_are_what_quadrature_finds(name):
-    """The base class integrates; what a likelihood replaces by a closed form stays the same integral."""
+    """The base class integrates; what a likelihood replaces by a closed form stays the same integral.
+
+    Moments follow from those given f: the laws of total expectation and variance, over 100 nodes.
+    """
     _, y, mean, _, hyper = setting(name)
     variance, point = 0.3 + mean.abs(), build_point_likelihood(name, noise=0.3, nodes=100)
     base = super(type(point), point)
-    if name == "student-t":  # narrower than what nodes for wide f tell apart
-        variance = variance / 30
-    arguments = y, mean, variance, hyper
+    narrower = variance / 30 if name == "student-t" else variance  # than what nodes for wide f tell apart
+    arguments = y, mean, narrower, hyper
     torch.testing.assert_close(point.expected(*arguments), base.expected(*arguments), rtol=1e-9, atol=1e-9)
     narrow = 1e-4 if name == "gaussian" else 1e-9  # a density narrower than f
     found, wanted = (own.log_predictive(*arguments) for own in (point, base))
     torch.testing.assert_close(found, wanted, rtol=narrow, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_moments_follow_from_those_given_f(name):
-    """The laws of total expectation and variance, over 100 nodes."""
-    point, _, mean, _, hyper = setting(name)
-    variance = 0.3 + mean.abs()
     nodes, weights = (torch.from_numpy(part)[:, None, None] for part in np.polynomial.hermite_e.hermegauss(100))
     f = mean + variance.sqrt() * nodes
     centre, spread = point.moments(f, torch.zeros_like(f), hyper)
