@@ -84,7 +84,7 @@ def low_rank(rows: int, size: int = 12) -> SparseSums:
     return SparseSums(weights @ weights.T, weights.sum(1), *map(np.asarray, (1.0 * rows, 1.0, float(rows))))
 
 
-def test_a_matrix_of_few_rows_travels_as_its_factor():
+def test_matrices_of_few_rows_travel_as_their_factors():
     parts = to_parts(few := low_rank(5))
     assert parts[0]["gram"].shape == (5, 12)
     back = from_parts(SparseSums, *parts, {"M": 12})
@@ -94,11 +94,8 @@ def test_a_matrix_of_few_rows_travels_as_its_factor():
         from_parts(SparseSums, *parts, {"M": 11})
     with pytest.raises(ProtocolError, match="gram: the matrix of this factor is not finite"):
         from_parts(SparseSums, {**parts[0], "gram": np.full((5, 12), 1e200)}, parts[1], {"M": 12})
-
-
-def test_several_matrices_of_few_rows_travel_as_factors():
-    sums = [low_rank(5), low_rank(4)]
-    trials = TrialSums.of([WeightedSums(s.gram, s.projection, *(np.asarray(1.0),) * 3, s.count) for s in sums])
+    several = few, low_rank(4)
+    trials = TrialSums.of([WeightedSums(s.gram, s.projection, *(np.asarray(1.0),) * 3, s.count) for s in several])
     parts = to_parts(trials)
     assert parts[0]["grams"].shape == (2, 5, 12)
     assert np.allclose(from_parts(TrialSums, *parts, {"M": 12}).grams, trials.grams, rtol=0, atol=1e-13)
