@@ -160,12 +160,6 @@ def test_cavities_of_all_sites_at_once_are_those_of_each():
     assert list(cavities(PVIState(state.prior))) == []
 
 
-def test_forgetting_refuses_to_leave_an_improper_posterior():
-    sites = {"a": contribution_of(4.0), "b": contribution_of(-2.0)}
-    with pytest.raises(NumericsError, match="improper"):
-        forget(PVIState(blocks(b=Gaussian.standard(1)), sites), "a")
-
-
 def test_an_improper_site_does_not_hold_up_the_others():
     """Precisions: prior 1, a proposes 4, b −3, c −1e20. Alone b is proper at ρ/4, c at none; together a and b are."""
     state = PVIState(blocks(b=Gaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
@@ -337,11 +331,14 @@ def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again():
     assert set(question.requests) == {"0"}
 
 
-def test_a_site_without_a_factor_that_is_forgotten_is_named():
-    problem = Problem(2)
-    for site, words in (("1", "no factor in this posterior; sites that have one: 0"), ("0", "has the only factor")):
+def test_what_cannot_be_forgotten_is_named():
+    """A site without a factor, the only one with a factor, and one without which the posterior is improper."""
+    one = trained(Problem(2), Plan(), 1)
+    two = PVIState(blocks(b=Gaussian.standard(1)), {"a": contribution_of(4.0), "b": contribution_of(-2.0)})
+    cases = (one, "1", "no factor in this posterior; sites that have one: 0"), (one, "0", "has the only factor")
+    for state, site, words in (*cases, (two, "a", "improper")):
         with pytest.raises(NumericsError, match=words):
-            forget(trained(problem, Plan(), 1), site)
+            forget(state, site)
 
 
 def collapsed_local_bound(draws, others, data):
