@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
+from faults import FaultyGrid, Recorder, alike, configured, csv_nodes, run, waves
 from scipy.stats import multivariate_normal
 from test_sgpr import rows, unit_values
 
@@ -140,8 +140,7 @@ def test_masked_points_and_evidence_are_the_plain_ones():
 def test_steps_of_svgp_under_masks_are_the_plain_ones():
     keys = KEYS | {"method": "svgp", "model__likelihood": "student-t", "sgpr__exchanges": 12}
     plain, masked = (run(FaultyGrid(configured(**keys, privacy__secure_aggregation=on), 3)) for on in (False, True))
-    for name, array in plain.current.values.items():
-        assert np.array_equal(masked.current.values[name], array), name
+    alike(masked.current.values, plain.current.values)
 
 
 KERNELS = ("rbf", "rbf + l1", "matern52 + linear", "warp(rbf + l1)")
@@ -177,14 +176,12 @@ def test_the_evidence_and_its_best_scale_are_those_of_the_textbook_density(kerne
 def test_sums_of_parts_are_those_of_all_and_hold_those_of_the_first_points():
     (x, y), model = rows(), model_of("rbf + l1")
     whole, parts = weighted_sums(model, x, y), zip(x.split([7, 53]), y.split([7, 53]), strict=True)
-    for name, array in vars(add(weighted_sums(model, *part) for part in parts)).items():
-        np.testing.assert_allclose(array, getattr(whole, name), rtol=1e-12)
+    alike(vars(add(weighted_sums(model, *part) for part in parts)), vars(whole), rtol=1e-12)
     curve, values = evidence(whole).curve, model.to_arrays()
     for count in (1, 4, 7):
         assert curve[count - 1] == pytest.approx(evidence(whole.leading(count)).value)
         first = SparseGP.from_arrays(ModelSection(kernel="rbf + l1"), {**values, LOCATIONS: values[LOCATIONS][:count]})
-        for name, array in vars(pooled_sums(model, x, y).leading(count)).items():
-            np.testing.assert_allclose(array, getattr(pooled_sums(first, x, y), name), rtol=1e-6)
+        alike(vars(pooled_sums(model, x, y).leading(count)), vars(pooled_sums(first, x, y)), rtol=1e-6)
 
 
 def test_the_posterior_predicts_what_the_textbook_joint_does():

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, lost, run
+from faults import Fault, FaultyGrid, Recorder, alike, blamed, configured, lost, run
 
 import fedgp_flower as fg
 from fedgp_flower.clients import baselines
@@ -118,8 +118,7 @@ def test_expectations_are_computed_where_the_rows_are(likelihood: str) -> None:
     expected = encode(expectations(model, *data, q, factor(model)))
     with torch.device("meta"):
         found = encode(expectations(model, *data, q, factor(model)))
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+    alike(found, expected)
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear", "steps(rbf)"])
