@@ -6,6 +6,7 @@ import gpytorch
 import numpy as np
 import pandas as pd
 import pytest
+import test_svgp
 import torch
 from scipy import stats
 from scipy.special import logsumexp, softmax
@@ -80,11 +81,8 @@ def settled(likelihood, data, classes, steps=60, **keys):
     """A model of so many functions, the best q, and the bound there."""
     model = LatentGP(ModelSection(**keys), torch.linspace(-2, 2, 6).double()[:, None])
     model.observed = likelihood
-    size = (classes, 6) if likelihood.relative else (6,)
-    model.constant = torch.nn.Parameter(torch.zeros(*size[:-1], 1).double())
-    duals = Duals(torch.zeros(*size, 6).double(), torch.zeros(size).double(), likelihood.relative)
-    for _ in range(steps):
-        duals = duals.stepped(expectations(model, *data, duals.posterior()), 0.7)
+    model.constant = torch.nn.Parameter(torch.zeros(*[classes] * likelihood.relative, 1).double())
+    duals = test_svgp.settled(model, data, steps, 0.7)
     return model, duals, float(expectations(model, *data, duals.posterior()).fit) - float(duals.divergence())
 
 
@@ -166,8 +164,7 @@ def test_the_exported_model_predicts_the_same():
     draw = np.random.default_rng(3)
     x, y = torch.from_numpy(draw.normal(size=(60, 2))), torch.from_numpy(draw.integers(0, 3, 60).astype(float))
     model = LatentGP(ModelSection(likelihood="categorical"), x[:8]).begin({"a": 0.2, "b": 0.5, "c": 0.3}, 1.0)
-    duals = Duals(torch.zeros(3, 8, 8).double(), torch.zeros(3, 8).double(), True)
-    q = duals.stepped(expectations(model, x, y, duals.posterior()), 1.0).posterior()
+    q = test_svgp.settled(model, (x, y), 1, 1.0).posterior()
     exported, likelihood = SavedLatentGP(model, q).export()[0]
     shares = model.predict(x, q)[0]
     assert exported(x).mean.shape == (3, 60)
