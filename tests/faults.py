@@ -23,7 +23,7 @@ from fedgp_flower.gp.sums import SparseSums, exact_posterior
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
+from fedgp_flower.run.in_process import InProcessGrid, run_in_process, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import noise_of
@@ -313,6 +313,14 @@ def keyed(nodes: list[dict[str, str]], folder: Path) -> None:
         identity.write(Path(node["site-key"]))
         trust = trust.with_site(node["site"], identity.public)
     trust.write(folder / "trust.toml")
+
+
+def run_of_units(folder: Path, frame: pd.DataFrame, **keys: Any) -> Path:
+    """The folder of a run over a table whose column ``unit`` names the sites, and ``split`` the rows held out."""
+    frame.to_csv(folder / "units.csv", index=False)
+    dealt = {"dataset": str(folder / "units.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
+    kept = {"keep_predictions": True, "output_dir": str(folder), "name": "run"}
+    return run_in_process(configured(target="y", **dealt, **kept, **keys))
 
 
 def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame], policy: str = "least-cell = 0") -> list[dict[str, str]]:

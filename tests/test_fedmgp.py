@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run, run_of_units
 from flwr.serverapp.strategy import Result
 from scipy import stats
 from scipy.stats import multivariate_normal
@@ -326,11 +326,7 @@ def signals():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with a masked range: the rows that the column ``split`` calls ``test``."""
-    folder = tmp_path_factory.mktemp("finished")
-    signals().to_csv(folder / "signals.csv", index=False)
-    table = {"dataset": str(folder / "signals.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
-    kept = {"keep_predictions": True, "output_dir": str(folder), "name": "run"}
-    return run_in_process(configured(**SHORT, **table, **kept))
+    return run_of_units(tmp_path_factory.mktemp("finished"), signals(), **SHORT)
 
 
 def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished):

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, run, waves
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, run, run_of_units, waves
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 from structured_problems import gp_sites, shaped_gp
@@ -554,16 +554,9 @@ ROUGH = {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "round
 ROUGH |= {"model__num_inducing": 6, "num_server_rounds": 5}
 
 
-def finished(folder, frame, name):
-    frame.to_csv(folder / f"{name}.csv", index=False)
-    own = {"dataset": str(folder / f"{name}.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
-    kept = {"keep_predictions": True, "output_dir": str(folder), "name": name}
-    return run_in_process(configured(**ROUGH, **own, **kept, target="y"))
-
-
 def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     frame = series()
-    folder = finished(tmp_path, frame, "run")
+    folder = run_of_units(tmp_path, frame, **ROUGH)
     told = pd.read_csv(folder / "predictions.csv")
     assert (np.abs(told["mean"] - told["target"]) < 1.96 * told["sd"]).mean() > 0.8
     assert np.sqrt(np.mean((told["mean"] - told["target"]) ** 2)) < 0.3
@@ -578,21 +571,20 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
 
 def test_what_rough_deviations_cannot_do_is_refused(tmp_path):
     with pytest.raises(RunError, match="needs one input, but there are 2"):
-        finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")
+        run_of_units(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), **ROUGH)
 
 
 ROWS = (1, 2, 3, 5, 30, 30, 15, 40)
 
 
-def table(folder):
+def table():
     draw, x = np.random.default_rng(0), np.linspace(0, 1, 40)
     frames = []
     for number, rows in enumerate(ROWS):
         y = (1 + 0.1 * number) * np.sin(4 * x) + 0.05 * draw.standard_normal(len(x))
         split = np.where(np.arange(len(x)) < rows, "train", "test")
         frames.append(pd.DataFrame({"t": x, "unit": f"u{number}", "y": y, "split": split}))
-    pd.concat(frames).to_csv(folder / "units.csv", index=False)
-    return str(folder / "units.csv")
+    return pd.concat(frames)
 
 
 @pytest.mark.parametrize(
@@ -600,15 +592,14 @@ def table(folder):
     [
         {"method": "hierarchical-gp", "hierarchical__deviation": "rough"},
         {"method": "fedmgp-exact"},
-        {"method": "fedmgp", "num_server_rounds": 4},
+        {"method": "fedmgp"},
     ],
     ids=lambda keys: str(keys["method"]),
 )
 def test_units_of_any_size_take_part(keys, tmp_path):
     """Noise that a unit fits to one row is none: its held-out rows then had a negative log density of 80 000."""
-    natural = {"dataset": table(tmp_path), "target": "y", "partitioner": "natural", "partition__column": "unit"}
-    common = {"split": 0, "model__num_inducing": 8, "num_server_rounds": 8, "output_dir": str(tmp_path), "name": "run"}
-    found = read_run(run_in_process(configured(**{**natural, **common, **keys}), 0)).metrics
+    rounds = 4 if keys["method"] == "fedmgp" else 8
+    found = read_run(run_of_units(tmp_path, table(), model__num_inducing=8, num_server_rounds=rounds, **keys)).metrics
     assert len(found.per_site) == sum(rows < 40 for rows in ROWS)
     assert found.data["sites"] == len(ROWS)
     assert max(site["nll"] for site in found.per_site) < 4.0
