@@ -275,6 +275,18 @@ def alike(found: Mapping[str, Any], wanted: Mapping[str, Any], rtol: float = 0.0
         np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
 
 
+@contextlib.contextmanager
+def totals_only(first: int = 0) -> Iterator[None]:
+    """From a round on, algorithms ask plain totals as they ask those under masks."""
+    whole = FederatedStrategy.roster
+
+    def roster(strategy: FederatedStrategy[Any]) -> Any:
+        return replace(whole(strategy), totals_only=strategy.round >= first)
+
+    with mock.patch.object(FederatedStrategy, "roster", roster):
+        yield
+
+
 def parameters(strategy: Any) -> NamedArrays:
     return {name.removeprefix("values."): array for name, array in strategy.public(strategy.current).items()}
 

@@ -1,15 +1,15 @@
 """FedMGP through the real engine: the server holds what the units say; other likelihoods, the report, predictions."""
 
+import contextlib
 import math
-from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
+import faults as kit
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run, run_of_units
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
 from flwr.serverapp.strategy import Result
 from scipy import stats
 from scipy.stats import multivariate_normal
@@ -30,7 +30,6 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from strategies.fedmgp_shared import EVERYONE, collapse
-from strategies.server.strategy import FederatedStrategy
 
 UNITS = ("a", "b", "c", "d")
 
@@ -173,14 +172,10 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
 @pytest.mark.parametrize("method", ["fedmgp-exact", "fedmgp"])
 def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals(tmp_path, method):
     """With all units present, as under masks; the server then keeps nothing of one unit."""
-    flat, whole, objectives = keys(method=method, fedmgp__local_steps=3), FederatedStrategy.roster, []
-    for totals in (False, True):
-
-        def roster(strategy, totals=totals):
-            return replace(whole(strategy), totals_only=totals and strategy.round > 0)
-
-        with mock.patch.object(FederatedStrategy, "roster", roster):
-            recorder = Recorder()
+    flat, objectives = keys(method=method, fedmgp__local_steps=3), []
+    for asked in (contextlib.nullcontext(), kit.totals_only(1)):
+        recorder = Recorder()
+        with asked:
             strategy = run(FaultyGrid(flat, nodes(tmp_path)), recorder)
         objectives.append([row["objective"] for row in recorder.rows])
     np.testing.assert_allclose(*objectives, rtol=1e-7)
@@ -326,7 +321,7 @@ def signals():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with a masked range: the rows that the column ``split`` calls ``test``."""
-    return run_of_units(tmp_path_factory.mktemp("finished"), signals(), **SHORT)
+    return kit.run_of_units(tmp_path_factory.mktemp("finished"), signals(), **SHORT)
 
 
 def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished):

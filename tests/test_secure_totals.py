@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from unittest import mock
 
 import faults as kit
 import numpy as np
@@ -15,7 +14,6 @@ from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.methods.sgpr.client import SGPRClient, SparseClient
 from fedgp_flower.records import numpy_arrays
-from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
 METHODS = {name: FORMS[name] | {"evaluate_every": 2} for name in ("sgpr", "fsgp")}
@@ -48,17 +46,9 @@ def pair(request):
     for more in ({}, MASKED):
         grid, recorder = FaultyGrid(configured(**keys, **more), 4), Recorder()
         alone = not more and keys.get("method") in OF_TOTALS
-        with totals_only() if alone else contextlib.nullcontext():
+        with kit.totals_only() if alone else contextlib.nullcontext():
             found.append((run(grid, recorder), recorder, grid))
     return found
-
-
-@contextlib.contextmanager
-def totals_only():
-    """Algorithms ask plain totals as they ask those under masks."""
-    whole = FederatedStrategy.roster
-    with mock.patch.object(FederatedStrategy, "roster", lambda own: replace(whole(own), totals_only=True)):
-        yield
 
 
 def test_figures_are_those_of_plain_totals(pair):
