@@ -83,7 +83,7 @@ def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog):
 
 def times(**factors):
     """Named sums times a factor."""
-    return kit.arrays(lambda own: {n: a * factors.get(n, 1.0) for n, a in own.items()})
+    return kit.arrays(lambda own: own | {name: own[name] * factor for name, factor in factors.items()})
 
 
 LIES = {
@@ -134,16 +134,8 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
     [
         ("query.shape", each(lambda array: array * 2), "rows that the site described"),
         ("query.shape", kit.arrays(lambda own: own | {"histogram": own["histogram"] + SWAP}), "negative counts"),
-        (
-            "query.shape",
-            kit.arrays(lambda own: own | {"products": -own["products"]}),
-            "rows that the site described",
-        ),
-        (
-            "query.shape",
-            kit.arrays(lambda own: own | {"square": own["square"] * 1.1}),
-            "rows that the site described",
-        ),
+        ("query.shape", times(products=-1.0), "rows that the site described"),
+        ("query.shape", times(square=1.1), "rows that the site described"),
         ("query.shape", kit.arrays(lambda own: dict(list(own.items())[:-1])), "not those that most sites send"),
         ("query.describe", texts(schema="{"), "schema is not JSON"),
         ("query.describe", texts(label=1.0), "lacks a schema or a label"),
