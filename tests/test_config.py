@@ -13,12 +13,11 @@ from fedgp_flower.config import flatten, nest
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.run.registry import METHODS, default_config, load, parse_config
 
-PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
-
 
 def test_pyproject_lists_every_key_with_its_default():
     """`flwr run --run-config` refuses keys that are not there."""
-    assert flatten(PYPROJECT["tool"]["flwr"]["app"]["config"]) == default_config()
+    content = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert flatten(content["tool"]["flwr"]["app"]["config"]) == default_config()
 
 
 def test_defaults_are_a_valid_configuration():

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, arrays, blamed, configured, csv_nodes, lost, run, waves
+from schedules import METHODS
 from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
@@ -22,9 +23,7 @@ from fedgp_flower.run.registry import client_class
 from strategies.pooled_bound import noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
-RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
-PRIVATE = {"method": "sgpr-private", "privacy__epsilon": 1.0, "privacy__ranges": RANGES}
-PRIVATE |= {"num_server_rounds": 9, "evaluate_every": 1}
+PRIVATE = METHODS["sgpr-private"] | {"num_server_rounds": 9, "evaluate_every": 1}
 SIZE = 6
 VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1), LOCATIONS: np.zeros((1, 1))}
 

@@ -198,9 +198,6 @@ def test_shift_keeps_the_conditional(generator):
     assert not torch.allclose(q_local.transform(z_global, new_mean, noise), before)
 
 
-FIVE_ERRORS = 5.0
-
-
 def test_family_density_is_that_of_the_transformed_draws(generator):
     """Both densities against torch's multivariate normal, and the draws against their noise."""
     q = problems.randomised(family.initial_global(4, scale=0.5, triangular=True), generator)
@@ -277,7 +274,7 @@ def test_expected_local_part_is_the_mean_of_the_sampled_one(generator, likelihoo
         sampled = model.log_local(site, z_global, z_local)[:, 0]
         expected = model.site_term(site, q_global, q_local, None) - q_local.entropy()
     error = float(sampled.std()) / math.sqrt(20000)
-    assert abs(float(sampled.mean() - expected)) < FIVE_ERRORS * error
+    assert abs(float(sampled.mean() - expected)) < 5 * error
     assert error < 0.02 * float(expected.abs())
 
 
