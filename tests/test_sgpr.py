@@ -245,9 +245,8 @@ def test_values_that_many_rows_have_are_met_and_none_of_one_or_two_rows_is_told(
     points = draw.multivariate_normal([0, 0], [[1, 0.8], [0.8, 1]], 500)
     moved = cells.with_values(points, rows_in, total)
     assert np.isin(np.round(moved[:, 0], 9), (3.0, 7.0, 28.0)).mean() > 0.95
-    assert np.quantile(moved[:, 1], [0.1, 0.5, 0.9]) == pytest.approx(
-        np.quantile(everyone[:, 1], [0.1, 0.5, 0.9]), abs=0.15
-    )
+    found, wanted = (np.quantile(part[:, 1], [0.1, 0.5, 0.9]) for part in (moved, everyone))
+    assert found == pytest.approx(wanted, abs=0.15)
     for column in range(2):  # in the order of the points
         assert (np.diff(moved[np.argsort(points[:, column]), column]) >= 0).all()
     assert cells.values_of(everyone[:2], everyone)[0].sum() == 0  # two rows say nothing
@@ -294,11 +293,8 @@ def test_points_have_the_pairs_of_values_that_rows_have_and_keep_each_input():
     assert (height[np.searchsorted(shape, joint[:, 0] - 1e-9)] != moved[:, 1]).mean() > 0.3  # by ranks alone
     assert joint[:, 1] == pytest.approx(height[np.searchsorted(shape, joint[:, 0] - 1e-9)])
     assert (joint[:, 2] == moved[:, 2]).all()  # no value of an age is common
-    np.testing.assert_allclose(
-        [(joint[:, 0] == value).mean() for value in shape],
-        [(everyone[:, 0] == value).mean() for value in shape],
-        atol=1e-3,
-    )
+    found, wanted = ([(rows[:, 0] == value).mean() for value in shape] for rows in (joint, everyone))
+    np.testing.assert_allclose(found, wanted, atol=1e-3)
     few = cells.with_pairs(points, moved, common, counts * 0.5, 300.0)  # half of the rows are in rare pairs
     np.testing.assert_array_equal(few, moved)
 

@@ -257,10 +257,7 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps(monkeypatch: pytes
     for name, value in state.values.items():
         whole, half = trial(proud, model)[name] - value, trial(back, model)[name] - value
         assert half == pytest.approx(whole / 2, rel=1e-12, abs=1e-15)
-    whole, half = (
-        natural_step(proud).precision - state.duals.precision,
-        natural_step(back).precision - state.duals.precision,
-    )
+    whole, half = (natural_step(own).precision - state.duals.precision for own in (proud, back))
     torch.testing.assert_close(half, whole / 2)
     for _ in range(3):
         back = rejected(back)
