@@ -10,6 +10,7 @@ are divided among sites.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field, replace
 
@@ -19,9 +20,10 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
-from fedgp_flower.gp.optimisers import on_grid, pack, two_loops, unpack
+from fedgp_flower.gp.optimisers import on_grid, pack, unpack
 from fedgp_flower.gp.steps import num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
+from fedgp_flower.lazy import optimize
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, ValueCounts
@@ -173,16 +175,16 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
         return dict(state.values)
     scale = units(state.values, model)
     points, gradients = state.points / scale, state.gradients * scale
-    pairs = [
-        (s, -y)
-        for s, y in zip(np.diff(points, axis=0), np.diff(gradients, axis=0), strict=True)
-        if -s @ y > 1e-10 * np.linalg.norm(s) * np.linalg.norm(y)
-    ]
-    inverse = pairs[-1][0] @ pairs[-1][1] / (pairs[-1][1] @ pairs[-1][1]) if pairs else 1.0
-    step = two_loops(gradients[-1], pairs, np.full(len(scale), inverse))
-    limit = LARGEST_STEP if pairs else FIRST_STEP
+    steps, changes = np.diff(points, axis=0), -np.diff(gradients, axis=0)
+    along = (steps * changes).sum(1)
+    kept = along > 1e-10 * np.linalg.norm(steps, axis=1) * np.linalg.norm(changes, axis=1)
+    first, steps, changes = not kept.any(), steps[kept], changes[kept]
+    root = 1.0 if first else math.sqrt(along[kept][-1]) / float(np.linalg.norm(changes[-1]))
+    inverse = optimize.LbfgsInvHessProduct(steps / root, root * changes)  # it starts from I, so in units of the root
+    step = root * (inverse @ (root * gradients[-1]))
+    limit = FIRST_STEP if first else LARGEST_STEP
     largest = float(np.abs(step).max())
-    step *= limit / largest if largest > limit or not pairs else 1.0
+    step *= limit / largest if largest > limit or first else 1.0
     return unpack(on_grid(pack(state.values) + 0.5**state.halvings * step * scale), state.values)
 
 

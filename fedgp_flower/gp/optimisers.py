@@ -1,4 +1,4 @@
-"""Optimisers: of torch parameters in place, Adam with explicit state, and parts of a federated L-BFGS."""
+"""Optimisers of torch parameters in place, Adam with explicit state, forecasts, and parameters as one vector."""
 
 from __future__ import annotations
 
@@ -199,18 +199,6 @@ def rounds_to_come(gains: Array, rounds: int, threshold: float) -> int | None:
         return 0
     ratio = _ratio(gains)
     return None if ratio == 1 else math.ceil(math.log(threshold / gain) / math.log(ratio))
-
-
-def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:
-    """H times the gradient (Nocedal and Wright, Algorithm 7.4); ``scale`` is the diagonal of the initial H."""
-    direction, weights = gradient.copy(), []
-    for step, change in reversed(pairs):
-        weights.append(step @ direction / (step @ change))
-        direction = direction - weights[-1] * change
-    direction = scale * direction
-    for (step, change), weight in zip(pairs, reversed(weights), strict=True):
-        direction = direction + (weight - change @ direction / (step @ change)) * step
-    return direction
 
 
 def on_grid(values: Array) -> Array:
