@@ -11,11 +11,10 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
-from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting, exact_posterior, profiled, scaled
+from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting, exact_posterior
 from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -157,17 +156,6 @@ def contradictions(
         f" the site follow another relation. The evidence is {every:.3g} nats per row with it, {others:.3g} without it"
         for site, (every, others) in contradicting(leading, unit_function[:COMPARED_POINTS], evidence).items()
     }
-
-
-def at_best_amplitude(
-    values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection
-) -> tuple[NamedArrays, SparseSums]:
-    """Return the parameters with the amplitude and noise that maximise the bound, and the totals there."""
-    best = profiled(totals)
-    names = amplitude_names(section, values[LOCATIONS].shape[1])
-    amplitudes = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
-    noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
-    return {**values, **amplitudes, **noise}, scaled(totals, best.amplitude)
 
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:

@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.models import LOCATIONS
-from fedgp_flower.gp.sums import SparseSums, profiled
+from fedgp_flower.gp.kernels import amplitude_names
+from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE
+from fedgp_flower.gp.sums import SparseSums, profiled, scaled
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
@@ -60,9 +61,13 @@ class PrivateState:
 def evaluated(
     values: Mapping[str, np.ndarray], noisy: PrivateSums, rows: int, noise: float, section: ModelSection
 ) -> Tried:
-    """Clean the noisy sums and evaluate the bound; ``noise`` is the sd of the noise in the total, in its units."""
+    """Clean the noisy sums and maximise the bound; ``noise`` is the sd of the noise in the total, in its units."""
     sums, left_out = cleaned(noisy, rows, noise)
-    return Tried(*pooled_bound.at_best_amplitude(values, sums, section), profiled(sums).value, left_out)
+    best = profiled(sums)
+    names = amplitude_names(section, values[LOCATIONS].shape[1])
+    amplitudes = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
+    at_best = {**values, **amplitudes, LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
+    return Tried(at_best, scaled(sums, best.amplitude), best.value, left_out)
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):

@@ -59,11 +59,7 @@ def collapsed_bound(sums: SparseSums, noise: float) -> float:
 
     F = -N/2 log 2πσ² - ½ log|B| - s/2σ² + bᵀB⁻¹b/2σ⁴ - (c - tr A)/2σ²,  B = I + A/σ²  (Guo et al. Eq. 9 times N).
     """
-    factor, projection = sums.factor(noise), torch.as_tensor(sums.projection)
-    explained = float(torch.linalg.solve_triangular(factor, projection[:, None], upper=False).square().sum()) / noise
-    left = float(sums.target_squares - explained + sums.prior_variance - np.trace(sums.gram)) / noise
-    determinant = 2 * float(factor.diagonal().log().sum())
-    return -0.5 * (float(sums.count) * math.log(2 * math.pi * noise) + determinant + left)
+    return bound_gradient(sums, math.log(noise)).value
 
 
 @dataclass(frozen=True)
@@ -129,11 +125,6 @@ class Profile:
     value: float  # F, nats
     amplitude: float  # a, factor of the kernel
     noise: float  # σ²
-
-    @property
-    def log_ratio(self) -> float:
-        """Log a/σ²."""
-        return math.log(self.amplitude / self.noise)
 
 
 def profiled(sums: SparseSums) -> Profile:
