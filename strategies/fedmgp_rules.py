@@ -18,6 +18,7 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, UnitStatistics, from_natural
 from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import semidefinite, sharing
@@ -81,11 +82,7 @@ def least_sites(options: FedMGPOptions) -> int:
 
 def merged(rule: Rule, options: FedMGPOptions, updates: Sequence[Mapping[str, Array]]) -> NamedArrays:
     """Merge the named updates of several units by a rule."""
-    names = sorted(updates[0])
-    rows = np.stack([np.concatenate([np.ravel(update[name]) for name in names]) for update in updates])
-    ends = np.cumsum([np.size(updates[0][name]) for name in names])[:-1]
-    parts = zip(names, np.split(rule(rows, options), ends), strict=True)
-    return {name: part.reshape(np.shape(updates[0][name])) for name, part in parts}
+    return unpack(rule(np.stack([pack(update) for update in updates]), options), updates[0])
 
 
 def merge_natural(
