@@ -69,7 +69,9 @@ def ascend(
     steps: int,
     learning_rate: float,
 ) -> float:
-    """Take ascent steps; return the objective before the last step, or the final one of L-BFGS."""
+    """Take ascent steps; return the objective before the last step, or the final one of L-BFGS or without steps."""
+    if not steps:
+        return float(objective().detach())
     if name == "lbfgs":
         return maximise(objective, parameters, max_evaluations=steps)[-1]
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]

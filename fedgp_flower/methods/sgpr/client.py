@@ -207,12 +207,9 @@ class FGPRClient(SiteClient):
 
 def stepped(client: SiteClient, model: WiredModel, objective: Callable[[], Tensor], request: Step) -> Stepped:
     """Take local gradient steps; none if all targets are equal, since the noise variance would shrink to zero."""
-    local = client.config.optimizer
-    if np.ptp(client.rows.y) == 0:
-        value = float(objective().detach())
-    else:
-        rate, parameters = request.learning_rate, list(model.parameters())
-        value = ascend(objective, parameters, name=local.name, steps=local.steps, learning_rate=rate)
+    local, parameters = client.config.optimizer, list(model.parameters())
+    steps = local.steps if np.ptp(client.rows.y) else 0
+    value = ascend(objective, parameters, name=local.name, steps=steps, learning_rate=request.learning_rate)
     return Stepped.of(request, model.to_arrays(), value)
 
 
