@@ -20,7 +20,7 @@ from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.options import ModelSection, kernel_names
-from fedgp_flower.scores import TargetUnits
+from fedgp_flower.scores import TargetUnits, bernoulli_scores
 
 KINDS = ("gaussian", "bernoulli", "poisson", "student-t")
 
@@ -201,6 +201,14 @@ def test_noise_that_is_certain_is_constant():
     same = constant.scores(CENTRES[0].numpy(), WIDTHS[0].numpy(), Y.numpy(), log_sd, TargetUnits(0.0, 1.0))
     found = point.scores(centres.numpy(), widths.numpy(), Y.numpy(), HYPER, TargetUnits(0.0, 1.0))
     assert found.sums == pytest.approx(same.sums)
+
+
+@pytest.mark.parametrize("point", [Logit(), build_point_likelihood("bernoulli")])
+def test_two_classes_are_scored_by_the_probability_of_the_second(point):
+    mean, variance, y = np.array([0.4, -1.0, 2.0]), np.array([0.3, 1.5, 0.1]), np.array([1.0, 0.0, 0.0])
+    probability = point.moments(torch.tensor(mean), torch.tensor(variance), point.initial)[0].numpy()
+    found = point.scores(mean, variance, y, point.initial, TargetUnits(0.0, 1.0))
+    assert found.sums == pytest.approx(bernoulli_scores(probability, y).sums)
 
 
 @pytest.mark.parametrize(("mean", "sd"), [(0.3, 0.1), (-2.0, 1.0), (4.0, 6.0), (-1.0, 40.0)])

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes
-from fedgp_flower.scores import Scores, TargetUnits, class_scores, shares_of
+from fedgp_flower.gp.likelihoods.point import ClassLikelihood, Slopes
+from fedgp_flower.scores import shares_of
 from fedgp_flower.typing import Array
 
 
-class Softmax(PointLikelihood):
+class Softmax(ClassLikelihood):
     """Classes y ∈ {0, …, C − 1}; functions, means and variances are [C, N], and q makes functions independent."""
 
     relative = True
@@ -46,19 +46,13 @@ class Softmax(PointLikelihood):
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """Log E softmax(f)_y."""
-        return of_class(targets, self.moments(mean, variance, hyper)[0].mT).log()
+        return of_class(targets, self.probability(mean, variance, hyper).mT).log()
 
-    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """Class probabilities p = E softmax(f) [N, C], and p (1 − p)."""
-        with torch.no_grad():
-            probability = expected_log_sum_exp(mean, variance)[1].mT
-        probability = probability / probability.sum(-1, keepdim=True)
-        return probability, probability * (1.0 - probability)
-
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Scores of the class probabilities."""
-        probability, _ = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
-        return class_scores(probability.numpy(), target)
+    @torch.no_grad()
+    def probability(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """E softmax(f) [N, C]."""
+        probability = expected_log_sum_exp(mean, variance)[1].mT
+        return probability / probability.sum(-1, keepdim=True)
 
     def conditional(self, function: Tensor, hyper: Tensor) -> Categorical:
         """The class given functions [*S, C, N]."""

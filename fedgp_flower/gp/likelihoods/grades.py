@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes, trapezoidal_rule
+from fedgp_flower.gp.likelihoods.point import ClassLikelihood, Slopes, trapezoidal_rule
 from fedgp_flower.lazy import special
-from fedgp_flower.scores import Scores, TargetUnits, class_scores, shares_of
+from fedgp_flower.scores import shares_of
 from fedgp_flower.typing import Array
 
 BEYOND = 1e4
@@ -22,7 +22,7 @@ NODES, LIKE = 25, 128
 """Number of nodes of quadrature over g, and most rows of a batch."""
 
 
-class Grades(PointLikelihood):
+class Grades(ClassLikelihood):
     """Grades y ∈ {0, …, K − 1}, P(y ≤ k | f, g) = Φ((b_k − f) / σ(g)); the parameters are log(b_{k+1} − b_k) [K − 2].
 
     The noise σ of :func:`sd_of` varies with the inputs (McCullagh 1980). The constant
@@ -90,16 +90,10 @@ class Grades(PointLikelihood):
         least, most = torch.special.log_ndtr(low), torch.special.log_ndtr(high)
         return most + (-torch.expm1(least - most)).log()
 
-    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities p of the grades [*S, N, K], and p (1 − p)."""
+    def probability(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """Probabilities of the grades [*S, N, K]."""
         m, sd, weights = self._components(mean, variance)
-        probability = (weights[..., None] * masses(edges_of(hyper), m, sd)).sum(0)
-        return probability, probability * (1 - probability)
-
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Scores of the probabilities of the grades."""
-        centre, spread = torch.from_numpy(mean), torch.from_numpy(variance)
-        return class_scores(self.moments(centre, spread, hyper.detach().double().cpu())[0].numpy(), target)
+        return (weights[..., None] * masses(edges_of(hyper), m, sd)).sum(0)
 
     def conditional(self, function: Tensor, hyper: Tensor) -> Categorical:
         """The grade given functions [*S, 2, N]."""

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.distributions import Bernoulli
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, Slopes, in_float64
+from fedgp_flower.gp.likelihoods.point import ClassLikelihood, Slopes, in_float64
 from fedgp_flower.lazy import special
-from fedgp_flower.scores import Scores, TargetUnits, bernoulli_scores
-from fedgp_flower.typing import Array
 
 
-class Probit(PointLikelihood):
+class Probit(ClassLikelihood):
     """Labels y ∈ {0, 1} with p(y = 1 | f) = Φ(f); the predictive probability is Φ(m / √(1 + v))."""
 
     def start(self, target: Mapping[str, float], second_mean: float) -> float:
@@ -42,18 +40,13 @@ class Probit(PointLikelihood):
         """Log Φ(±m / √(1 + v))."""
         return self.log_density(targets, mean / (1.0 + variance).sqrt(), hyper)
 
-    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """P = E Φ(f) = Φ(m / √(1 + v)) and p (1 − p)."""
-        probability = torch.special.ndtr(mean / (1.0 + variance).sqrt())
-        return probability, probability * (1.0 - probability)
-
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Scores of the probability of the second class."""
-        probability, _ = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
-        return bernoulli_scores(probability.numpy(), target)
+    def probability(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """E Φ(f) = Φ(m / √(1 + v))."""
+        values: Tensor = torch.special.ndtr(mean / (1.0 + variance).sqrt())
+        return values
 
 
-class Logit(PointLikelihood):
+class Logit(ClassLikelihood):
     """Labels y ∈ {0, 1} with p(y = 1 | f) = σ(f)."""
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
@@ -80,7 +73,6 @@ class Logit(PointLikelihood):
         z = (2.0 * targets - 1.0) * mean / (variance + width.square()).sqrt()
         return torch.logsumexp(weight.log() + torch.special.log_ndtr(z), 0)
 
-    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
-        """P = E σ(f) and p (1 − p)."""
-        probability = expected_softplus(mean, variance)[1]
-        return probability, probability * (1.0 - probability)
+    def probability(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """E σ(f)."""
+        return expected_softplus(mean, variance)[1]

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
-from fedgp_flower.scores import Scores, TargetUnits, gaussian_scores
+from fedgp_flower.scores import Scores, TargetUnits, bernoulli_scores, class_scores, gaussian_scores
 from fedgp_flower.typing import Array, Targets
 
 WEAK = 0.01
@@ -166,6 +166,25 @@ class PointLikelihood(ABC):
         shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
         nodes, weights = (part.to(mean.device).view(shape) for part in (self.nodes, self.weights))
         return mean + (2.0 * variance).sqrt() * nodes, weights
+
+
+class ClassLikelihood(PointLikelihood):
+    """A likelihood of classes; moments are those of the indicator of the second of two classes, or of each class."""
+
+    @abstractmethod
+    def probability(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """Predictive probability of the second of two classes [*S, N], or of each class [*S, N, C]."""
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """The probability p, and p (1 − p)."""
+        probability = self.probability(mean, variance, hyper)
+        return probability, probability * (1.0 - probability)
+
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
+        """Scores of the probabilities."""
+        moments = torch.from_numpy(mean), torch.from_numpy(variance)
+        probability = self.probability(*moments, hyper.detach().double().cpu()).numpy()
+        return bernoulli_scores(probability, target) if probability.ndim == 1 else class_scores(probability, target)
 
 
 class LearnedLikelihood(gpytorch.Module):
