@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
+from fedgp_flower.messages import unpacked
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.typing import Scalar, Square, Vector
@@ -93,10 +94,9 @@ def expansion(total: ExpansionShare) -> BoundExpansion:
     sums = Sums(*known)
     q_global, factor = posterior(sums.precision, sums.shift)
     mean, size = q_global.mean, len(sums.shift)
-    rows, columns = torch.tril_indices(size, size)
-    precision, shift, constant = slopes.new_zeros(len(slopes), size, size), slopes[:, len(rows) : -1], slopes[:, -1]
-    precision[:, rows, columns] = slopes[:, : len(rows)]
-    precision[:, columns, rows] = slopes[:, : len(rows)]
+    triangle = size * (size + 1) // 2
+    precision = torch.tensor(unpacked(total.slopes[:, :triangle], size))
+    shift, constant = slopes[:, triangle:-1], slopes[:, -1]
     value = sums.constant - factor.diagonal().log().sum() + 0.5 * sums.shift @ mean
     second = torch.einsum("tij,ij->t", precision, second_moment(q_global))
     gradient = constant - 0.5 * second + shift @ mean

@@ -23,6 +23,7 @@ from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.messages import unpacked
 from fedgp_flower.methods.mixed_model.effects import LOG_2PI, Terms
 from fedgp_flower.methods.mixed_model.smooth import Smooths
 from fedgp_flower.typing import Array, Facts, Json, Scalar
@@ -72,16 +73,13 @@ class Totals:
         self.values, self.slopes, self.count = torch.tensor(values), torch.tensor(slopes), count
         self.widths = torch.tensor(widths, dtype=torch.int64)
         self.amplitudes = torch.tensor(amplitudes, dtype=torch.float64)
-        size = len(slopes)
-        rows, columns = torch.tril_indices(size, size)
-        symmetric = torch.zeros(size, size, len(values), dtype=torch.float64)
-        symmetric[rows, columns] = symmetric[columns, rows] = torch.tensor(curvatures)
-        self.curvatures, self.size = symmetric, int((math.sqrt(8 * (len(values) - len(widths)) - 7) - 1) / 2)
+        self.curvatures = torch.tensor(unpacked(curvatures.T, len(slopes)))  # [Q, T, T]
+        self.size = int((math.sqrt(8 * (len(values) - len(widths)) - 7) - 1) / 2)
 
     def joint(self, step: Float[Tensor, " B"]) -> tuple[Scalar, Float[Tensor, "R R"], Float[Tensor, " M"]]:
         """After a step: log|V| + Σ a² R, the Cholesky factor of S for (u, X, y) with the prior of u, and a by u."""
         step, amplitudes = step[: len(self.slopes)], self.amplitudes + step[len(self.slopes) :]
-        entries = self.values + step @ self.slopes + 0.5 * torch.einsum("i,j,ijq->q", step, step, self.curvatures)
+        entries = self.values + step @ self.slopes + 0.5 * torch.einsum("i,j,qij->q", step, step, self.curvatures)
         rows, columns = torch.tril_indices(self.size, self.size)
         end = 1 + len(rows)
         matrix = entries.new_zeros(self.size, self.size).index_put((rows, columns), entries[1:end])
@@ -207,9 +205,7 @@ def laplace(conditional: Expansion, point: Array, bends: Array, size: int, fixed
     value = conditional.value - 0.5 * float(point[:size] @ point[:size]) - float(np.log(factor.diagonal()).sum())
     if not len(bends):
         return Expansion(value, gradient, hessian)
-    lower, symmetric = np.tril_indices(size), np.zeros((len(bends), size, size))
-    symmetric[:, *lower] = symmetric[:, *lower[::-1]] = bends
-    first, second = np.split(np.linalg.solve(factor, np.linalg.solve(factor, symmetric).mT), 2)
+    first, second = np.split(np.linalg.solve(factor, np.linalg.solve(factor, unpacked(bends, size)).mT), 2)
     along, twice = (0.5 * part.trace(axis1=1, axis2=2) for part in (first, second))
     gradient[size:] += along[:count]
     bend = 0.5 * np.einsum("iab,jab->ij", first[:count], first[:count]) + np.diag(twice[:count])

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.messages import leaves, message
+from fedgp_flower.messages import leaves, message, unpacked
 from fedgp_flower.shared_messages import Described, indefinite
 
 
@@ -75,12 +75,10 @@ class MarginalSums:
 
     def refusal(self, described: Described) -> str | None:
         """Why the described rows cannot give this sum, or None."""
-        above = (
-            "`values` are above 0, which no log probability of counts or classes is"
-            if (self.values > 1e-6).any()
-            else None
-        )
-        return described.rows_mismatch("count", self.count) or above
+        if reason := described.rows_mismatch("count", self.count):
+            return reason
+        above = (self.values > 1e-6).any()
+        return "`values` are above 0, which no log probability of counts or classes is" if above else None
 
 
 @message()
@@ -114,9 +112,7 @@ class SiteEffect:
 def lower(entries: Float[ndarray, " Q"]) -> Float[ndarray, "R R"]:
     """The symmetric matrix with the lower triangle ``entries``, row by row; further entries are ignored."""
     size = int((np.sqrt(8 * len(entries) + 1) - 1) / 2)
-    matrix = np.zeros((size, size))
-    matrix[np.tril_indices(size)] = entries[: size * (size + 1) // 2]
-    return np.tril(matrix, -1).T + matrix
+    return unpacked(entries[: size * (size + 1) // 2], size)
 
 
 def pieces(arrays: Mapping[str, ndarray], prefix: str) -> list[ndarray]:
