@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -20,6 +21,14 @@ def logarithmic_rule(low: float, high: float, like: Tensor) -> Tensor:
     """Nodes eˣ with equally spaced x from ``low`` to ``high``, [Q, 1, …] to be broadcast with ``like``."""
     nodes = torch.arange(low, high, SPACING, dtype=torch.float64, device=like.device).exp()
     return nodes.view(-1, *[1] * like.ndim)
+
+
+def hermite_rule(count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Nodes [count^size, size] and log weights of the product Gauss–Hermite rule for N(0, I) in ``size`` dimensions."""
+    x, w = np.polynomial.hermite_e.hermegauss(count)
+    nodes = torch.tensor(list(product(x, repeat=size)))
+    weights = torch.tensor(list(product(np.log(w / math.sqrt(2 * math.pi)), repeat=size)))
+    return nodes, weights.sum(1)
 
 
 STEP, WIDTH, GROWTH, RIGHT, LEFT = 0.25, 1.5, 0.18, 4.0, 60.0

@@ -17,9 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy, deepcopy
-from itertools import product
 
-import numpy as np
 import torch
 from gpytorch import settings
 from jaxtyping import Float
@@ -27,6 +25,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.gp.kernels import prior_variance
+from fedgp_flower.gp.likelihoods.integrals import hermite_rule
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
@@ -217,9 +216,7 @@ class SmoothDeviation:
         """
         with torch.enable_grad():
             mode, precision = self.mode(q_global)
-        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        grid = torch.tensor([*product(nodes, repeat=self.width)], dtype=torch.float64)
-        log_weight = torch.tensor([*product(np.log(weights), repeat=self.width)], dtype=torch.float64).sum(-1)
+        grid, log_weight = hermite_rule(NODES, self.width)
         scale = cholesky(precision, of="curvature of a site's shape")
         offsets = mode + torch.linalg.solve_triangular(scale.mT, grid.mT, upper=True).mT
         known = self.model.shared(self.features)

@@ -78,12 +78,9 @@ class MixedClient(SiteClient):
 
     def marginal(self, request: Trials) -> MarginalSums:
         """The log marginal likelihood at each trial, with derivatives by all parameters."""
-        points, turns, inputs = (
-            torch.tensor(request.points),
-            torch.tensor(request.turns),
-            self.smooths.at(self.site.train),
-        )
-        sums = derivatives(self.crossed, FAMILIES[self.likelihood], points, self.smooths, inputs, turns)
+        family, inputs = FAMILIES[self.likelihood], self.smooths.at(self.site.train)
+        points, turns = torch.tensor(request.points), torch.tensor(request.turns)
+        sums = derivatives(self.crossed, family, points, self.smooths, inputs, turns)
         values, gradients, hessians, bends = (part.numpy() for part in sums)
         return MarginalSums(values, gradients, hessians, bends, *self.counts)
 

@@ -12,19 +12,19 @@ the diagonal matrix of the weights of the rows, −∂² log p(y | η)/∂η².
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import grad_and_value, jacfwd, vmap
 
 from fedgp_flower.errors import DataError, NumericsError
+from fedgp_flower.gp.likelihoods.integrals import hermite_rule
 from fedgp_flower.methods.mixed_model.smooth import NONE, Smooths
 from fedgp_flower.typing import Scalar
 
@@ -41,6 +41,8 @@ STRIDE = 1e-4
 TOGETHER = 8
 """Largest number of trials in one batch."""
 LOG_2PI = math.log(2 * math.pi)
+Parts: TypeAlias = tuple[Tensor, Tensor]
+"""The part of the inner factor, often [G, q, …], and the part of all other factors [D, …]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,7 @@ class Terms:
         factors = []
         for q, part in zip(self.widths, theta.split([q * (q + 1) // 2 for q in self.widths]), strict=True):
             rows, columns = torch.tril_indices(q, q)
-            selection = torch.zeros(q * q, len(part)).to(theta)
-            selection[rows * q + columns, torch.arange(len(part))] = 1.0
-            factors.append((selection @ part).reshape(q, q))
+            factors.append(part.new_zeros(q, q).index_put((rows, columns), part))
         return factors
 
     @property
@@ -149,32 +149,26 @@ class Terms:
 class Arrow:
     """The Cholesky factor C of H, from A [G, q, q], B [G, q, D], C [D, D] and (Λ_a, Λ_d)."""
 
-    def __init__(self, blocks: Tensor, across: Tensor, rest: Tensor, scales: tuple[Tensor, Tensor]) -> None:
-        self.scales = scales  # Λ_a, Λ_d
-        inner, dense = scales
+    def __init__(self, blocks: Tensor, across: Tensor, rest: Tensor, scales: Parts) -> None:
+        inner, dense = scales  # Λ_a, Λ_d
         self.blocks = torch.linalg.cholesky(torch.eye(len(inner)).to(inner) + inner.mT @ blocks @ inner)
         self.across = torch.linalg.solve_triangular(self.blocks, inner.mT @ across @ dense, upper=False)
-        schur = (
-            torch.eye(len(dense)).to(dense)
-            + dense.mT @ rest @ dense
-            - torch.einsum("gqd,gqe->de", self.across, self.across)
-        )
-        self.dense = torch.linalg.cholesky(schur)
+        whole = torch.eye(len(dense)).to(dense) + dense.mT @ rest @ dense
+        self.dense = torch.linalg.cholesky(whole - torch.einsum("gqd,gqe->de", self.across, self.across))
 
     @property
     def log_determinant(self) -> Scalar:
         """Log |H|."""
         return 2 * sum(part.diagonal(dim1=-2, dim2=-1).log().sum() for part in (self.blocks, self.dense))
 
-    def whitened(self, blocks: Float[Tensor, "G q m"], rest: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
-        """C⁻¹ Λᵀ v with C Cᵀ = H, for the parts v of the inner factor and of the other factors."""
-        inner, dense = self.scales
-        first = torch.linalg.solve_triangular(self.blocks, inner.mT @ blocks, upper=False)
-        remainder = dense.mT @ rest - torch.einsum("gqd,gqm->dm", self.across, first)
+    def whitened(self, blocks: Float[Tensor, "G q m"], rest: Float[Tensor, "D m"]) -> Parts:
+        """C⁻¹ v with C Cᵀ = H."""
+        first = torch.linalg.solve_triangular(self.blocks, blocks, upper=False)
+        remainder = rest - torch.einsum("gqd,gqm->dm", self.across, first)
         return first, torch.linalg.solve_triangular(self.dense, remainder, upper=False)
 
-    def solved(self, first: Float[Tensor, "G q m"], second: Float[Tensor, "D m"]) -> tuple[Tensor, Tensor]:
-        """C⁻ᵀ w, for the two parts of w = C⁻¹ v: the parts of H⁻¹ v."""
+    def solved(self, first: Float[Tensor, "G q m"], second: Float[Tensor, "D m"]) -> Parts:
+        """C⁻ᵀ w, which is H⁻¹ v for w = C⁻¹ v."""
         rest = torch.linalg.solve_triangular(self.dense.mT, second, upper=True)
         return torch.linalg.solve_triangular(self.blocks.mT, first - self.across @ rest, upper=True), rest
 
@@ -199,10 +193,8 @@ class Crossed:
         ordered = [factors[k] for k in self.order]
         self.inner, self.others = (ordered or [no_factor(fixed)])[0], ordered[1:]
         width = sum(factor.count * factor.effects.shape[1] for factor in self.others)
-        if (
-            self.inner.count * max(1, self.inner.effects.shape[1]) * (width + fixed.shape[1] + 1) > MOST
-            or len(y) * width > MOST
-        ):
+        of_blocks = self.inner.count * max(1, self.inner.effects.shape[1]) * (width + fixed.shape[1] + 1)
+        if max(of_blocks, len(y) * width) > MOST:
             raise DataError(
                 f"`formula`: {self.inner.count} groups crossed with {width} random effects need too much memory"
             )
@@ -216,7 +208,7 @@ class Crossed:
         ]
         return torch.cat([self.fixed[:, :0], *parts], dim=1)
 
-    def scales(self, theta: Float[Tensor, " T"]) -> tuple[Tensor, Tensor]:
+    def scales(self, theta: Float[Tensor, " T"]) -> Parts:
         """Λ_a and Λ_d."""
         factors = self.terms.factors(theta)
         inner = torch.block_diag(*(factors[k] for k in self.inner.terms)) if self.inner.terms else theta.new_zeros(0, 0)
@@ -230,18 +222,23 @@ class Crossed:
         """The sum of rows [N, …] over each group of the inner factor [G, …]."""
         return rows.new_zeros(self.inner.count, *rows.shape[1:]).index_add(0, self.inner.level[: len(rows)], rows)
 
-    def sides(self, rows: Float[Tensor, "N m"]) -> tuple[Tensor, Tensor]:
+    def sides(self, rows: Float[Tensor, "N m"]) -> Parts:
         """Z_aᵀ rows by group [G, q, m], and Z_dᵀ rows [D, m]."""
         empty = rows.new_zeros(0, 0, rows.shape[1])
         inner = self.by_group(self.inner.effects[:, :, None] * rows[:, None]) if self.inner.terms else empty
         return inner, self.dense.mT @ rows
 
-    def arrow(self, weight: Float[Tensor, " N"], scales: tuple[Tensor, Tensor]) -> Arrow:
+    def scaled_sides(self, rows: Float[Tensor, "N m"], scales: Parts) -> Parts:
+        """Λᵀ Zᵀ rows."""
+        blocks, rest = self.sides(rows)
+        return scales[0].mT @ blocks, scales[1].mT @ rest
+
+    def arrow(self, weight: Float[Tensor, " N"], scales: Parts) -> Arrow:
         """The Cholesky factor of H for the weights of the rows."""
         blocks, _ = self.sides(weight[:, None] * self.inner.effects)
         return Arrow(blocks, *self.sides(weight[:, None] * self.dense), scales)
 
-    def predictor(self, scales: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Float[Tensor, " N"]:
+    def predictor(self, scales: Parts, u: Parts) -> Float[Tensor, " N"]:
         """Z Λ u."""
         inner = (self.inner.effects * (u[0] @ scales[0].mT)[self.inner.level]).sum(1) if self.inner.terms else 0.0
         return inner + self.dense @ (scales[1] @ u[1])
@@ -266,9 +263,10 @@ def restricted_sums(
     def at(point: Float[Tensor, " T"]) -> Float[Tensor, " Q"]:
         parts = features(point[rows.terms.count :])
         r = torch.cat([*parts, rows.fixed, (rows.y - rows.offset)[:, None]], dim=1)
-        arrow = Arrow(blocks, across, rest, rows.scales(point[: rows.terms.count]))
+        scales = rows.scales(point[: rows.terms.count])
+        arrow = Arrow(blocks, across, rest, scales)
         lower = torch.tril_indices(r.shape[1], r.shape[1])
-        first, second = arrow.whitened(*rows.sides(r))
+        first, second = arrow.whitened(*rows.scaled_sides(r, scales))
         products = r.mT @ r - torch.einsum("gqm,gqn->mn", first, first) - second.mT @ second
         unexplained = [(1 - part.square().sum(1)).sum()[None] for part in parts]
         return torch.cat([arrow.log_determinant[None], products[lower[0], lower[1]], *unexplained])
@@ -345,28 +343,21 @@ class Marginal:
     def __init__(self, rows: Crossed, family: Family) -> None:
         self.rows, self.family = rows, family
 
-    def joint(self, fixed: Tensor, scales: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]) -> Scalar:
+    def joint(self, fixed: Tensor, scales: Parts, u: Parts) -> Scalar:
         """Log p(y | u) − ½|u|², with ``fixed`` = Xβ + offset [N]."""
         eta = fixed + self.rows.predictor(scales, u)
         return self.family.log_density(self.rows.y, eta).sum() - 0.5 * sum(part.square().sum() for part in u)
 
-    def newton(
-        self, fixed: Tensor, scales: tuple[Tensor, Tensor], u: tuple[Tensor, Tensor]
-    ) -> tuple[Arrow, tuple[Tensor, Tensor]]:
-        """The Cholesky factor of H at u, and the Newton step from u."""
+    def newton(self, fixed: Tensor, scales: Parts, u: Parts) -> tuple[Arrow, Parts]:
+        """The Cholesky factor of H at u, and the Newton step from u, with the gradient Λᵀ Zᵀ r − u."""
         rows, eta = self.rows, fixed + self.rows.predictor(scales, u)
         arrow = rows.arrow(self.family.weight(rows.y, eta), scales)
-        blocks, rest = rows.sides(self.family.slope(rows.y, eta)[:, None])
-        # The gradient is Λᵀ Zᵀ r − u. `whitened` multiplies r by C⁻¹ Λᵀ; the lines below multiply u by C⁻¹.
-        first, second = arrow.whitened(blocks, rest)
-        prior = torch.linalg.solve_triangular(arrow.blocks, u[0][:, :, None], upper=False)
-        remainder = u[1][:, None] - torch.einsum("gqd,gqm->dm", arrow.across, prior)
-        other = torch.linalg.solve_triangular(arrow.dense, remainder, upper=False)
-        step = arrow.solved(first - prior, second - other)
-        return arrow, (step[0][:, :, 0], step[1][:, 0])
+        blocks, rest = rows.scaled_sides(self.family.slope(rows.y, eta)[:, None], scales)
+        step = arrow.solved(*arrow.whitened(blocks - u[0][..., None], rest - u[1][..., None]))
+        return arrow, (step[0][..., 0], step[1][..., 0])
 
     @torch.no_grad()
-    def mode(self, fixed: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
+    def mode(self, fixed: Tensor, theta: Tensor) -> Parts:
         """The u that maximises :meth:`joint`, by Newton's method with step halving; NumericsError if it fails."""
         rows, scales = self.rows, self.rows.scales(theta)
         u = fixed.new_zeros(rows.inner.count, len(scales[0])), fixed.new_zeros(len(scales[1]))
@@ -388,7 +379,7 @@ class Marginal:
                 break
         return u
 
-    def log_evidence(self, fixed: Tensor, theta: Tensor, mode: tuple[Tensor, Tensor], unexplained: Tensor) -> Scalar:
+    def log_evidence(self, fixed: Tensor, theta: Tensor, mode: Parts, unexplained: Tensor) -> Scalar:
         """Log p(y), by adaptive Gauss–Hermite quadrature (Pinheiro and Bates 1995) or the Laplace approximation.
 
         Two more Newton steps from ``mode`` make u carry the first and second derivatives of the mode by (β, θ).
@@ -414,7 +405,7 @@ class Marginal:
     def _quadrature(
         self,
         fixed: Tensor,
-        scales: tuple[Tensor, Tensor],
+        scales: Parts,
         mode_and_factor: tuple[Tensor, Tensor],
         rule: tuple[Tensor, Tensor],
         groups: tuple[int, int],
@@ -445,7 +436,7 @@ class Marginal:
         mode = self.mode(centre, theta)
         arrow, _ = self.newton(centre, scales, mode)
         weight = self.family.weight(rows.y, centre + rows.predictor(scales, mode))
-        slopes = arrow.solved(*arrow.whitened(*rows.sides(-weight[:, None] * rows.fixed)))
+        slopes = arrow.solved(*arrow.whitened(*rows.scaled_sides(-weight[:, None] * rows.fixed, scales)))
         ordered = [factors[k] for k in rows.order]
         inner, others = (ordered or [no_factor(fixed)])[0], ordered[1:]
         a, known = inner.effects @ scales[0], inner.level >= 0
@@ -469,11 +460,3 @@ class Marginal:
             sensitivity = sensitivity + torch.einsum("nq,nqe->ne", a, slopes[0][level])
         second = torch.linalg.solve_triangular(arrow.dense, d.mT, upper=False)
         return mean, prior + second.square().sum(0), sensitivity
-
-
-def hermite_rule(nodes: int, width: int) -> tuple[Tensor, Tensor]:
-    """Nodes [K, q] and log weights [K] of the product Gauss–Hermite rule for N(0, I)."""
-    x, w = np.polynomial.hermite_e.hermegauss(nodes)
-    points = torch.tensor(list(itertools.product(x, repeat=width)))
-    weights = torch.tensor(list(itertools.product(np.log(w / math.sqrt(2 * math.pi)), repeat=width)))
-    return points, weights.sum(1)

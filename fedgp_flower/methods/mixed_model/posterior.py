@@ -140,10 +140,8 @@ def panels(run: Run) -> list[Panel]:
 def curves(model: NewGroup) -> Figure:
     """The figure of each smooth term along each of its inputs, in units of the table."""
     places = [(k, d) for k, length in enumerate(model.smooth.lengths) for d in range(length)]
-    figure, grid = (
-        Figure(figsize=(3.2 * len(places), 2.6), dpi=DPI, layout="constrained"),
-        np.linspace(-2, 2, 121),
-    )
+    figure = Figure(figsize=(3.2 * len(places), 2.6), dpi=DPI, layout="constrained")
+    grid = np.linspace(-2, 2, 121)
     for ax, (k, d) in zip(figure.subplots(1, len(places), squeeze=False)[0], places, strict=True):
         term, (mean, sd) = model.smooth.terms[k], model.curve(k, d, grid)
         x = term.mean[d] + term.scale[d] * grid
