@@ -232,7 +232,7 @@ class Whitener:
         """Return the derivatives through K_xz and k(x, x) by wire name, from their adjoints [N, M] and [N]."""
         if self.closed is not None and rows.closed is not None:
             return self.closed.pulled_back(rows.closed, incoming.numpy(), float(by_variances.sum()), rows.inputs)
-        return _by_autograd(model, model.covariances(rows.inputs), (incoming.mT, by_variances))
+        return by_autograd(model, model.covariances(rows.inputs), (incoming.mT, by_variances))
 
     def pulled_back_factor(self, model: SparseGP, product: Tensor) -> NamedArrays:
         """Return the derivatives through K_zz = L Lᵀ and its jitter by wire name, from Q [M, M] with L̄ = −tril L⁻ᵀ Q.
@@ -246,7 +246,7 @@ class Whitener:
         incoming = half + half.mT
         by_variance = model.jitter * incoming.diagonal().sum()
         if self.closed is None:
-            return _by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
+            return by_autograd(model, model.inducing_covariance(), (incoming, by_variance))
         return self.closed.pulled_back(self.terms, incoming.numpy(), float(by_variance))
 
 
@@ -301,7 +301,7 @@ def inducing_gradient(
     return whitener.pulled_back_factor(model, product)
 
 
-def _by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> NamedArrays:
+def by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> NamedArrays:
     """Return the gradients of the parameters by wire name, from adjoints of the outputs."""
     named = model.wire_parameters()
     grads = torch.autograd.grad(outputs, [*named.values()], incoming, allow_unused=True, materialize_grads=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior, shared_divergence
 from fedgp_flower.gp.placement import to_array, to_arrays
+from fedgp_flower.gp.sparse import by_autograd
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Targets
@@ -53,8 +54,9 @@ class Duals:
 
     def divergence(self) -> Scalar:
         """Return KL(q(v) ‖ N(0, I)) in nats, for ``relative`` duals that of the differences."""
-        q, log_determinant = self.posterior(), 2 * diagonals(self.factor()).log().sum()
-        whole = diagonals(q.covariance).sum() + q.mean.square().sum() - q.mean.numel() + log_determinant
+        q, log_determinant = self.posterior(), 2 * torch.linalg.diagonal(self.factor()).log().sum()
+        trace = torch.linalg.diagonal(q.covariance).sum()
+        whole = trace + q.mean.square().sum() - q.mean.numel() + log_determinant
         if self.relative:
             return 0.5 * whole - shared_divergence(q, torch.eye(q.mean.shape[-1]).to(q.mean) + self.precision)
         return 0.5 * whole
@@ -104,11 +106,6 @@ class Duals:
 def product(matrix: Float[Tensor, "*A M N"], vector: Float[Tensor, "*B N"]) -> Float[Tensor, "*C M"]:
     """Return the product of matrix and vector for each function."""
     return (matrix @ vector[..., None])[..., 0]
-
-
-def diagonals(matrix: Float[Tensor, "*C M M"]) -> Float[Tensor, "*C M"]:
-    """Return the diagonal of each function's matrix."""
-    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 def transferred(duals: Duals, old: LatentGP, new: LatentGP, factor: Float[Tensor, "*K M M"]) -> Duals:
@@ -199,7 +196,6 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
     It has terms through L, through q(v), which depends on w by :func:`transferred`, and from the prior:
     L̄ = −tril L⁻ᵀ [μ (W α)ᵀ + (I − S) B̄]; the expected log likelihood has the derivatives W α by μ and −½ B̄ by S.
     """
-    named = new.wire_parameters()
     with torch.enable_grad():
         factor = new.factor()
         moved = transferred(duals, old, new, factor)
@@ -210,6 +206,4 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
         products = products.sum_to_size(factor.shape)  # over functions that share a kernel
         by_factor = -torch.linalg.solve_triangular(factor.mT, products, upper=True).tril()
         adjoints = by_factor, slope, -curvature / 2, torch.ones_like(known)
-    outputs = factor, q.mean, q.covariance, known
-    grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True, materialize_grads=True)
-    return dict(zip(named, to_arrays(*grads), strict=True))
+    return by_autograd(new, (factor, q.mean, q.covariance, known), adjoints)
