@@ -252,7 +252,6 @@ class SVGP(FederatedStrategy[SVGPState]):
 
     def predictive(self, state: SVGPState, roster: Roster) -> Asking[Predicted]:
         """Return the posterior at the accepted parameters, without an exchange."""
-        del roster
         yield from ()
         found, gains = posterior(state), np.diff(state.objectives[-pooled_bound.RECENT_ROUNDS - 1 :])
         details = pooled_bound.progress(state.exchanges, gains, 1, sum(self.preparation.rows.values()))
