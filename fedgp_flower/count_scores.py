@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,28 +19,11 @@ COUNT_STEPS = 400
 """Largest number of integers, at equal ratios, at which the CRPS of a count evaluates F."""
 
 
-@runtime_checkable
-class Law(Protocol):
-    """The distribution of a count k given f; arrays broadcast."""
-
-    def log_mass(self, count: Array, f: Array) -> Array:
-        """Return log p(k | f)."""
-
-    def cumulative(self, count: Array, f: Array) -> Array:
-        """Return P(y ≤ k | f)."""
-
-    def mean(self, mean: Array, variance: Array) -> Array:
-        """Return E y for f ~ N(m, v)."""
-
-    def end(self, f: float) -> float:
-        """Return a count with a negligible probability of a larger one."""
-
-
 class PoissonLaw:
     """Poisson counts with rate eᶠ."""
 
     def log_mass(self, count: Array, f: Array) -> Array:
-        """Return k f − eᶠ − log k!."""
+        """Return log p(k | f) = k f − eᶠ − log k!."""
         return count * f - np.exp(f) - special.gammaln(count + 1)
 
     def cumulative(self, count: Array, f: Array) -> Array:
@@ -48,11 +31,11 @@ class PoissonLaw:
         return np.asarray(special.pdtr(count, np.exp(f)))
 
     def mean(self, mean: Array, variance: Array) -> Array:
-        """Return E eᶠ = exp(m + ½ v)."""
+        """Return E y = E eᶠ = exp(m + ½ v) for f ~ N(m, v)."""
         return np.exp(mean + variance / 2)
 
     def end(self, f: float) -> float:
-        """Return the mean plus several standard deviations."""
+        """Return a count with a negligible probability of a larger one: the mean plus several standard deviations."""
         rate = float(np.exp(f))
         return rate + RATE_REACH * rate**0.5 + 10
 
@@ -105,6 +88,10 @@ class BinomialLaw:
     def end(self, f: float) -> float:
         """Return the largest number of trials plus one."""
         return float(self.trials.max(initial=0.0)) + 1
+
+
+Law: TypeAlias = PoissonLaw | BinomialLaw
+"""The distribution of a count k given f; arrays broadcast."""
 
 
 def count_scores(mean: Array, variance: Array, target: Array, law: Law | None = None) -> Scores:
