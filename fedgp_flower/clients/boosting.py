@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -53,24 +54,6 @@ class Boosted:
         return units.gaussian_scores(Prediction(mean, spread), rows.y_test)
 
 
-def grown(likelihood: str, seed: int, rate: float, leaves: int, trees: int, *, stops: bool) -> Trees:
-    """Unfitted trees with the loss of a likelihood; ``stops`` turns on early stopping."""
-    from sklearn import ensemble  # noqa: PLC0415 - slow to import, and only a simulation needs it
-
-    kind = "HistGradientBoostingClassifier" if likelihood in CLASSIFICATION else "HistGradientBoostingRegressor"
-    made = getattr(ensemble, kind)(
-        loss=LOSSES[likelihood],
-        learning_rate=rate,
-        max_leaf_nodes=leaves,
-        max_iter=trees,
-        min_samples_leaf=LEAST_LEAF,
-        early_stopping=stops,
-        n_iter_no_change=PATIENCE,
-        random_state=seed,
-    )
-    return cast("Trees", made)
-
-
 def boosted(
     x: Array, y: Array, likelihood: str, seed: int = 0, *, rate: float = 0.1, leaves: int = 16, most: int = 400
 ) -> Boosted:
@@ -78,14 +61,25 @@ def boosted(
 
     The folds are stratified by target. Trees of the other rows stop when the loss of a fold no longer falls.
     """
+    from sklearn import ensemble  # noqa: PLC0415 - slow to import, and only a simulation needs it
+
+    kind = "HistGradientBoostingClassifier" if likelihood in CLASSIFICATION else "HistGradientBoostingRegressor"
+    grow = partial(
+        getattr(ensemble, kind),
+        loss=LOSSES[likelihood],
+        learning_rate=rate,
+        max_leaf_nodes=leaves,
+        min_samples_leaf=LEAST_LEAF,
+        n_iter_no_change=PATIENCE,
+        random_state=seed,
+    )
     shuffled = np.random.default_rng([seed, *b"boosting"]).permutation(len(y))
     order = shuffled[np.argsort(y[shuffled], kind="stable")]
     folds = [order[number::FOLDS] for number in range(FOLDS)][: math.ceil(SCORED * FOLDS / len(y))]
     losses, predictions = [], []
     for fold in folds:
         rest = np.setdiff1d(np.arange(len(y)), fold)
-        trees = grown(likelihood, seed, rate, leaves, most, stops=True)
-        trees.fit(x[rest], y[rest], X_val=x[fold], y_val=y[fold])
+        trees = grow(max_iter=most, early_stopping=True).fit(x[rest], y[rest], X_val=x[fold], y_val=y[fold])
         losses.append(-np.asarray(trees.validation_score_))
         predictions.append(np.asarray(trees.predict(x[fold]), np.float64))
     predicted = np.concatenate(predictions)
@@ -94,5 +88,5 @@ def boosted(
         more = max(variance - float(predicted.mean()), 0.0)
         variance = math.log1p(more / float(np.square(predicted).mean()))
     best = max(round(float(np.mean([loss.argmin() for loss in losses]))), 1)
-    trees = grown(likelihood, seed, rate, leaves, best, stops=False).fit(x, y)
+    trees = grow(max_iter=best, early_stopping=False).fit(x, y)
     return Boosted(trees, max(variance, LEAST_VARIANCE), float(np.mean([loss.min() for loss in losses])))
