@@ -12,7 +12,7 @@ import typer
 from click import Context, HelpFormatter
 from typer.core import TyperCommand
 
-from fedgp_flower.deploy.commands import add_to, deploy
+from fedgp_flower.deploy.commands import deploy, doctor, site
 from fedgp_flower.errors import DamagedError, FedGPError, RunError
 from fedgp_flower.lazy import Lazy
 
@@ -375,10 +375,6 @@ def partition(
         terminal.show(str(path))
 
 
-site = typer.Typer(no_args_is_help=True, help="A site: joining a federation, and keys for totals under masks.")
-app.add_typer(site, name="site")
-
-
 @site.command()
 def key(file: Annotated[Path, typer.Argument(help="file with the site's secret; created if missing")]) -> None:
     """Print the public key of this site and its fingerprint; create the secret if it is missing."""
@@ -403,7 +399,9 @@ def trust(
         print(f"{identities.fingerprint(key)}  {member}")
 
 
-add_to(app, site)
+app.add_typer(site, name="site")
+app.add_typer(deploy, name="deploy")
+app.command()(doctor)
 
 
 def main(words: Sequence[str] | None = None) -> None:

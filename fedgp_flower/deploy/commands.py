@@ -24,6 +24,7 @@ else:  # not imported by `fedgp --help`
     processes, user_config = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.run.user_config")
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
+site = typer.Typer(no_args_is_help=True, help="A site: joining a federation, and keys for totals under masks.")
 
 Folder = Annotated[Path, typer.Option("--folder", help="folder of the coordinator")]
 SitePath = Annotated[Path, typer.Argument(help="folder of the site")]
@@ -149,6 +150,7 @@ def examine(folder: Folder = HERE) -> None:
         raise typer.Exit(2)
 
 
+@site.command()
 def join(
     invitation: Annotated[Path, typer.Argument(help="file that the coordinator sent")],
     data: Annotated[Path, typer.Option(help="the site's table")],
@@ -163,32 +165,34 @@ def join(
         raise ConfigError(f"no such file: {', '.join(missing)}")
     place = str(Path(audit_copy).resolve()) if audit_copy not in ("", "syslog") else audit_copy
     facts = {"audit-copy": place} if place else {}
-    site = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path}, facts)
-    authority = machines.fingerprint_of(site.folder / "ca.crt")
-    print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
-    print(f"and runs only the app {site.facts['app']}: compare both with the coordinator's")
-    good = checks.of_site(site)
-    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {machines.fingerprint_of(site.public)}")
-    print(f"then start the SuperNode:  fedgp site serve {site.folder}")
-    print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
+    made = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path}, facts)
+    authority = machines.fingerprint_of(made.folder / "ca.crt")
+    print(f"this site trusts the SuperLink {made.facts['superlink']} with a certificate of the authority {authority},")
+    print(f"and runs only the app {made.facts['app']}: compare both with the coordinator's")
+    good = checks.of_site(made)
+    print(f"send {made.public} to the coordinator; its fingerprint, to compare: {machines.fingerprint_of(made.public)}")
+    print(f"then start the SuperNode:  fedgp site serve {made.folder}")
+    print(f"or as a service:           sudo systemctl enable --now {made.folder}/fedgp-site-{made.name}.service")
     if not good:
         raise typer.Exit(1)
 
 
+@site.command(name="serve")
 def serve_site(folder: SitePath) -> None:
     """Run the SuperNode in the foreground until a signal."""
-    site = machines.SiteFolder.read(folder)
-    print(f"this site runs only the app {site.facts['app']}", flush=True)
-    machines.become(site.command())
+    served = machines.SiteFolder.read(folder)
+    print(f"this site runs only the app {served.facts['app']}", flush=True)
+    machines.become(served.command())
 
 
+@site.command()
 def approve(
     folder: SitePath,
     app: Annotated[str, typer.Option(help="fingerprint; otherwise that of the project installed here")] = "",
 ) -> None:
     """Allow another version of the app to run here. Read that version first."""
-    site = machines.SiteFolder.read(folder).approve(app or machines.app_fingerprint())
-    print(f"{site.name} now runs only {site.facts['app']}; start its SuperNode again")
+    approved = machines.SiteFolder.read(folder).approve(app or machines.app_fingerprint())
+    print(f"{approved.name} now runs only {approved.facts['app']}; start its SuperNode again")
 
 
 def doctor(folder: SitePath) -> None:
@@ -200,11 +204,3 @@ def doctor(folder: SitePath) -> None:
             raise typer.Exit(2)
     else:
         raise RunError(f"{folder} is not the folder of a site or of a coordinator")
-
-
-def add_to(app: typer.Typer, site: typer.Typer) -> None:
-    """Add these commands to ``fedgp`` and ``fedgp site``."""
-    app.add_typer(deploy, name="deploy")
-    app.command()(doctor)
-    for name, command in (("join", join), ("serve", serve_site), ("approve", approve)):
-        site.command(name)(command)
