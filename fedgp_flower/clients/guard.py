@@ -24,27 +24,9 @@ from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.files import read_arrays, write_arrays
 from fedgp_flower.messages import Layout, encode, is_public, is_summand
-from fedgp_flower.privacy import audit, masks
+from fedgp_flower.privacy import audit, masks, questions
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.privacy.questions import (
-    ANSWERS,
-    KEYS,
-    LAYOUT,
-    LEAST_SITES,
-    MAX_CHANGES,
-    MEMBERS,
-    REQUEST,
-    WORDS,
-    History,
-    MaskedQuestion,
-    admitted,
-    content_digest,
-    flat,
-    layout_of,
-    length,
-    read_members,
-)
 from fedgp_flower.records import SHARED, array_record, arrays_of, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
@@ -76,7 +58,7 @@ class Guard:
         self.kind, self.settings = message.metadata.message_type, settings_of(message)
         self.run, number = str(self.settings.get("run", "")), self.settings.get("round")
         self.round = number if isinstance(number, int) else -1
-        self.masked = REQUEST in self.settings
+        self.masked = questions.REQUEST in self.settings
         self.rules = Rules(self.kind, self.masked)
         self.in_clear = False
         """Whether the message may be answered without masks; False until :meth:`admit`."""
@@ -94,10 +76,10 @@ class Guard:
             fault = "carries a configuration" if CONFIGURATION in self.settings else "names no context"
             raise ProtocolError(f"a masked request may use only the context that all sites share; this one {fault}")
         node, rules = self.context.node_config, self.rules
-        content = content_digest(self.kind, arrays_of(self.message.content, "arrays"))
+        content = questions.content_digest(self.kind, arrays_of(self.message.content, "arrays"))
         rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""), content)
         masked = config.privacy.secure_aggregation or node.get("trust")
-        self.in_clear = not masked or self.kind in {DESCRIBE, KEYS} or is_public(answer)
+        self.in_clear = not masked or self.kind in {DESCRIBE, questions.KEYS} or is_public(answer)
         if not self.masked and not self.in_clear:
             raise ProtocolError(
                 f"this site answers `{self.kind}` only with masks; the run needs `privacy.secure-aggregation = true`"
@@ -113,20 +95,23 @@ class Guard:
 
     def summand(self, request: object, shared: str, handler: Callable[[], object]) -> Outgoing:
         """The masked answer of a handler, or ProtocolError; ``shared`` is the hash of the context."""
-        question, (identity, trust) = self._question(content_digest(shared, encode(request))), self._party()
+        question, (identity, trust) = self._question(questions.content_digest(shared, encode(request))), self._party()
         node, journal = self.context.node_config, Journal(self.context, self.run)
         member = identity.member(self.run, site_id(node))
-        limits = int(node.get("min-sites", LEAST_SITES)), int(node.get("max-roster-changes", MAX_CHANGES))
-        texts: dict[str, str | bool] = {ANSWERS: question.digest}
+        limits = (
+            int(node.get("min-sites", questions.LEAST_SITES)),
+            int(node.get("max-roster-changes", questions.MAX_CHANGES)),
+        )
+        texts: dict[str, str | bool] = {questions.ANSWERS: question.digest}
         with journal.locked():
-            history = admitted(question, member, trust, journal.history, limits)
+            history = questions.admitted(question, member, trust, journal.history, limits)
             words = journal.reply(question.digest)
             if words is None or question.layout is None:
                 plain, layout = _summand(question, handler)
                 words = question.masked(plain, identity, member.site) if words is None else words
-                texts |= {LAYOUT: json.dumps(layout)} if question.layout is None else {}
+                texts |= {questions.LAYOUT: json.dumps(layout)} if question.layout is None else {}
             journal.keep(history, words)
-        return Outgoing({WORDS: words}, {"num-examples": 0}, texts)
+        return Outgoing({questions.WORDS: words}, {"num-examples": 0}, texts)
 
     def _party(self) -> tuple[Identity, Trust]:
         """Its identity and the sites it trusts; ConfigError if a real site lacks ``site-key`` or ``trust``."""
@@ -141,25 +126,25 @@ class Guard:
             )
         return Identity.simulated(site_id(node)), Trust(None)
 
-    def _question(self, content: str) -> MaskedQuestion:
+    def _question(self, content: str) -> questions.MaskedQuestion:
         """The masked question of the message; ProtocolError if it is malformed or its roster lacks keys."""
         try:
-            fields = json.loads(str(self.settings[REQUEST]))
+            fields = json.loads(str(self.settings[questions.REQUEST]))
             sites, number = [str(site) for site in fields["sites"]], int(fields["number"])
             layout: Layout | None = TypeAdapter(Layout | None).validate_python(fields["layout"])
         except (ValueError, KeyError, TypeError, ValidationError):
             raise ProtocolError("the message is no masked question of this version of the app") from None
         shared = record_of(self.context.state, SHARED, ConfigRecord) or ConfigRecord()
-        members = {member.site: member for member in read_members(str(shared.get(MEMBERS, "[]")))}
+        members = {member.site: member for member in questions.read_members(str(shared.get(questions.MEMBERS, "[]")))}
         missing = sorted(set(sites) - set(members))
         if missing:
             raise ProtocolError(f"the roster names {', '.join(missing[:5])}, but the server sent no keys of them")
         roster = tuple(members[site] for site in sites)
-        return MaskedQuestion(self.run, self.round, number, self.kind, content, layout, roster)
+        return questions.MaskedQuestion(self.run, self.round, number, self.kind, content, layout, roster)
 
     def released(self, outgoing: Outgoing) -> Outgoing:
         """Return an answer that may leave; ProtocolError if it has unmasked arrays and must be masked."""
-        if outgoing.arrays.keys() - {WORDS} if self.masked else outgoing.arrays and not self.in_clear:
+        if outgoing.arrays.keys() - {questions.WORDS} if self.masked else outgoing.arrays and not self.in_clear:
             raise ProtocolError(f"`{self.kind}` may not be answered in the clear")
         return outgoing
 
@@ -180,14 +165,14 @@ class Journal:
         self.folder = file_of(context, "")
 
     @property
-    def history(self) -> History:
+    def history(self) -> questions.History:
         """The history of the answered questions."""
         if self.folder is None:
             text = str((record_of(self.state, self.name, ConfigRecord) or ConfigRecord()).get("history", ""))
         else:
             path = self.folder / f"{self.name}.json"
             text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return TypeAdapter(History).validate_json(text) if text else History(self.run)
+        return TypeAdapter(questions.History).validate_json(text) if text else questions.History(self.run)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -210,7 +195,7 @@ class Journal:
         except RunError:
             return None
 
-    def keep(self, history: History, words: masks.Words) -> None:
+    def keep(self, history: questions.History, words: masks.Words) -> None:
         """Store an answer before it leaves: first the question, then the reply."""
         text = json.dumps(asdict(history))
         if self.folder is None:
@@ -221,17 +206,17 @@ class Journal:
             write_arrays(self.folder / f"{KEPT_REPLY}.safetensors", {history.digest: words})
 
 
-def _summand(question: MaskedQuestion, handler: Callable[[], object]) -> tuple[masks.Words, Layout]:
+def _summand(question: questions.MaskedQuestion, handler: Callable[[], object]) -> tuple[masks.Words, Layout]:
     """The summand of the site and its layout; zeros if the handler fails, so that the masks of all sites cancel."""
     try:
         answer = handler()
         if not is_summand(type(answer)):
             raise ProtocolError(f"`{type(answer).__name__}` is no summand, so sites cannot send its total")
         arrays = encode(answer)
-        layout = layout_of(arrays) if question.layout is None else question.layout
-        return masks.counted(flat(arrays, layout), len(question.members)), layout
+        layout = questions.layout_of(arrays) if question.layout is None else question.layout
+        return masks.counted(questions.flat(arrays, layout), len(question.members)), layout
     except Exception:  # a missing reply would spoil the total of all sites, and zeros reveal nothing
         if question.layout is None:
             raise
         logger.exception("this site adds zero to `%s`", question.kind)
-        return masks.nothing(length(question.layout)), question.layout
+        return masks.nothing(questions.length(question.layout)), question.layout

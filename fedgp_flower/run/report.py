@@ -21,32 +21,13 @@ from matplotlib.figure import Figure
 from fedgp_flower import agreement
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN
-from fedgp_flower.run import figures
+from fedgp_flower.run import figures, summary
 from fedgp_flower.run.artefacts import Run, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances, walks
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
-from fedgp_flower.run.summary import (
-    arms,
-    baseline_differences,
-    baselines,
-    cell,
-    data_name,
-    expected_coverage,
-    figure_columns,
-    headline,
-    held_out_rows,
-    is_classification,
-    is_time,
-    notes,
-    number,
-    opening,
-    percent,
-    show,
-    target_of,
-    title_of,
-)
+from fedgp_flower.run.summary import cell, number, percent, show, title_of
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
 
@@ -100,7 +81,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
     """Write the page and its figures; the predictor gives a curve over one input or a map over two."""
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
-    metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
+    metrics, target, units = run.metrics, summary.target_of(run), f"units of {summary.target_of(run)}"
     failing = len({str(row["site"]) for row in metrics.failures})
     nll = [
         {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
@@ -116,18 +97,20 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             plots=plots,
             table=html_table,
             agreement=agreement,
-            title=f"{data_name(metrics.dataset)}: {target} by {metrics.method}",
+            title=f"{summary.data_name(metrics.dataset)}: {target} by {metrics.method}",
             facts=_facts(run),
-            opening=[_sentence_html(sentence) for sentence in opening(run)],
-            notes=[_sentence_html(sentence) for sentence in notes(metrics)],
+            opening=[_sentence_html(sentence) for sentence in summary.opening(run)],
+            notes=[_sentence_html(sentence) for sentence in summary.notes(metrics)],
             failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
-            headline=headline(metrics),
+            headline=summary.headline(metrics),
             note=_headline_note(metrics, units),
-            differences=baseline_differences(metrics),
+            differences=summary.baseline_differences(metrics),
             predictions=list(_predictions(run, predictor, target)),
             calibration=_calibration(run),
             convergence=_picture(
-                "convergence", figures.convergence(run.history, baselines(metrics), units), "Figures after each round."
+                "convergence",
+                figures.convergence(run.history, summary.baselines(metrics), units),
+                "Figures after each round.",
             ),
             sites=_picture("sites", figures.sites(*nll), "Held-out NLL of each site, in nats per row."),
             site_table=_site_table(metrics),
@@ -151,7 +134,7 @@ def _dependence(run: Run) -> list[Panel]:
         f" The {MOST} columns with the largest effect at most, largest first. Median and 95 % interval of the outcome"
         " without noise, from the posterior. These are associations, not causal effects."
     )
-    target, levels = target_of(run), predictor.preparation.target.levels
+    target, levels = summary.target_of(run), predictor.preparation.target.levels
     words = {"exposure": "rate of ", "trials": "probability of ", "event": "characteristic time of "}
     kind = words.get(SECOND_COLUMN.get(predictor.saved.likelihood, ""), "")
     outcome = f"probability of {levels[-1]}" if levels else f"{kind}{target}"
@@ -211,27 +194,27 @@ def _many(count: int, noun: str) -> str:
 
 def _headline_note(metrics: RunMetrics, units: str) -> str:
     """Return the explanation of the headline's figures."""
-    n = held_out_rows(metrics)
-    if is_time(metrics):
+    n = summary.held_out_rows(metrics)
+    if summary.is_time(metrics):
         note = (
             "Concordance: share of pairs of rows of a site with events in the predicted order. NLL in nats per row and"
             " integrated Brier score, weighted for censoring: smaller is better. Survival error: largest difference of"
             " predicted and observed survival at the quartiles of time."
         )
-    elif is_classification(metrics):
+    elif summary.is_classification(metrics):
         note = (
             "NLL in nats per row; NLL and Brier score: smaller is better. AUC and calibration slope are computed from"
             f" log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too extreme"
             " probabilities. Skill: 1 − Brier score / Brier score of the class shares."
         )
     else:
-        low, high = map(percent, expected_coverage(n) if n else (0.0, 1.0))
+        low, high = map(percent, summary.expected_coverage(n) if n else (0.0, 1.0))
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
             " R² compares with the mean of the training rows."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
-    if len({known["rows"] for known in arms(metrics).values()}) > 1:
+    if len({known["rows"] for known in summary.arms(metrics).values()}) > 1:
         note += " The rows of this table were scored on different numbers of held-out rows, so compare them with care."
     return note
 
@@ -240,7 +223,7 @@ def _predictions(run: Run, predictor: Predictor | None, target: str) -> Iterator
     """Yield the panels of predictions: a curve, a map, observed against predicted, or class probabilities."""
     rows = run.predictions
     levels = list(map(str, run.saved.schema["target"].get("levels", ()))) if run.saved else []
-    if is_classification(run.metrics) or levels:  # levels: also a run without held-out rows
+    if summary.is_classification(run.metrics) or levels:  # levels: also a run without held-out rows
         if rows is not None:
             figure = figures.probabilities(rows, levels or ("class 0", "class 1"))
             yield Panel("Predicted probability by observed class", figure, "All held-out rows.", "probabilities")
@@ -345,7 +328,9 @@ def _by_sd(run: Run) -> str:
 
 def _site_table(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
     local = {str(row["site"]): row for row in (metrics.local_only or {}).get("per_site", ())}
-    columns = [name for name in figure_columns(metrics) if name != "crps" and name in (metrics.per_site or [{}])[0]]
+    columns = [
+        name for name in summary.figure_columns(metrics) if name != "crps" and name in (metrics.per_site or [{}])[0]
+    ]
     known = ["training_rows"] if any("training_rows" in row for row in metrics.per_site) else []
     rows = [
         [
