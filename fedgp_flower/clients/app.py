@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
+from fedgp_flower import records
 from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, WARNING, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, SiteClient, handlers
 from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
@@ -29,18 +30,6 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import KEYS, WORDS, context_digest
-from fedgp_flower.records import (
-    APART,
-    CONSTANTS,
-    LACKS,
-    SCHEMA_VERSION,
-    SHARED,
-    TRUST,
-    array_record,
-    arrays_of,
-    packed_record,
-    record_of,
-)
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -86,11 +75,11 @@ class SiteApp(ClientApp):
         try:
             with counting_repairs() as repairs:
                 outgoing = self._answered(guard)
-            if WORDS not in outgoing.arrays and LACKS not in outgoing.texts:  # timing could reveal masked rows
+            if WORDS not in outgoing.arrays and records.LACKS not in outgoing.texts:  # timing could reveal masked rows
                 outgoing.numbers.update({f"repairs.{name}": count for name, count in repairs.items()})
                 outgoing.numbers["seconds"] = time.perf_counter() - started
             outgoing = guard.released(outgoing)
-            record = array_record if guard.settings.get(APART) else packed_record
+            record = records.array_record if guard.settings.get(records.APART) else records.packed_record
             metrics = MetricRecord({**outgoing.numbers})
             reply = _reply(guard, outgoing.texts, arrays=record(outgoing.arrays), metrics=metrics)
         except FedGPError as error:
@@ -112,7 +101,7 @@ class SiteApp(ClientApp):
         message, context, kind = guard.message, guard.context, guard.kind
         shared = _shared(guard)
         if shared is None:
-            return Outgoing({}, {"num-examples": 0}, {LACKS: True})
+            return Outgoing({}, {"num-examples": 0}, {records.LACKS: True})
         text = guard.settings.get(CONFIGURATION) or shared.get(CONFIGURATION)
         config = _parsed(self.parse, str(text) if text else json.dumps(context.run_config, sort_keys=True))
         method = self.client_of(config)
@@ -124,11 +113,11 @@ class SiteApp(ClientApp):
         site = self._site(guard, config, preparation)
         if kind == DESCRIBE:
             return _described(site, config, context)
-        constants = arrays_of(context.state, CONSTANTS) if shared else {}
+        constants = records.arrays_of(context.state, records.CONSTANTS) if shared else {}
         state = load_state(context, guard.run)
         client = method(Setting(config, site, state, preparation, guard.round, constants, guard.rules))
         before = state.updates
-        arrays = arrays_of(message.content, "arrays")
+        arrays = records.arrays_of(message.content, "arrays")
         if guard.masked:
             request = client.request_of(kind, arrays, guard.settings)
             outgoing = guard.summand(request, context_digest(shared, constants), lambda: client.answer(kind, request))
@@ -178,27 +167,27 @@ def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     else:
         warning = "\n".join(filter(None, (site.left_out, "" if bounds else site.suspected)))
     texts |= {WARNING: warning} if warning else {}
-    return Outgoing(dict(description.arrays), {**numbers, **({TRUST: 1} if trust else {})}, texts)
+    return Outgoing(dict(description.arrays), {**numbers, **({records.TRUST: 1} if trust else {})}, texts)
 
 
-def _reply(guard: Guard, texts: Mapping[str, str | bool], **records: ArrayRecord | MetricRecord) -> Message:
+def _reply(guard: Guard, texts: Mapping[str, str | bool], **parts: ArrayRecord | MetricRecord) -> Message:
     """A reply that repeats the settings of its request, so that the server can refuse a reply to another request."""
     echoed = {name: guard.settings[name] for name in ECHOED if name in guard.settings}
     site = site_id(guard.context.node_config)
-    config = ConfigRecord({"schema-version": SCHEMA_VERSION, "site": site, **echoed, **texts})
-    return Message(RecordDict({**records, "config": config}), reply_to=guard.message)
+    config = ConfigRecord({"schema-version": records.SCHEMA_VERSION, "site": site, **echoed, **texts})
+    return Message(RecordDict({**parts, "config": config}), reply_to=guard.message)
 
 
 def _shared(guard: Guard) -> ConfigRecord | None:
     """The context that all sites share, from the message or else the state; None if this site has lost it."""
-    digest, content, state = guard.settings.get(SHARED), guard.message.content, guard.context.state
+    digest, content, state = guard.settings.get(records.SHARED), guard.message.content, guard.context.state
     if digest is None:
         return ConfigRecord()
-    brought = record_of(content, SHARED, ConfigRecord)
+    brought = records.record_of(content, records.SHARED, ConfigRecord)
     if brought is not None:
-        state[SHARED] = ConfigRecord({**brought, "digest": str(digest)})
-        state[CONSTANTS] = record_of(content, CONSTANTS, ArrayRecord) or ArrayRecord()
-    stored = record_of(state, SHARED, ConfigRecord)
+        state[records.SHARED] = ConfigRecord({**brought, "digest": str(digest)})
+        state[records.CONSTANTS] = records.record_of(content, records.CONSTANTS, ArrayRecord) or ArrayRecord()
+    stored = records.record_of(state, records.SHARED, ConfigRecord)
     return stored if stored is not None and stored["digest"] == digest else None
 
 

@@ -20,6 +20,7 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays
 from flwr.common.typing import Scalar as FlowerScalar
 
+from fedgp_flower import shared_messages as wire
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
 from fedgp_flower.count_scores import count_scores
@@ -45,37 +46,6 @@ from fedgp_flower.scores import (
     much_better,
     split_target,
     time_scores,
-)
-from fedgp_flower.shared_messages import (
-    BoostedScoreSums,
-    Centres,
-    ColumnSquares,
-    ColumnSums,
-    ComparedScoreSums,
-    Confusion,
-    HeldOutRows,
-    LifeTableScoreSums,
-    LinearPredictor,
-    LinearScoreSums,
-    LocalScoreSums,
-    LogisticSums,
-    Moments,
-    Nothing,
-    OneArray,
-    Points,
-    PooledScoreSums,
-    RobustMoments,
-    RobustScales,
-    ScoreSums,
-    Shape,
-    Step,
-    Stepped,
-    TargetMoments,
-    TargetPowers,
-    TimeCounts,
-    TimeSums,
-    WeightedStep,
-    with_ones,
 )
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
@@ -260,101 +230,101 @@ class SiteClient(NumPyClient):
         return baselines.scores(data, self.config, self.units, pooled)
 
 
-def score_sums(client: SiteClient, request: Any) -> ScoreSums:
+def score_sums(client: SiteClient, request: Any) -> wire.ScoreSums:
     """Scores of the held-out rows as a summand."""
-    return ScoreSums.of(client.score(request))
+    return wire.ScoreSums.of(client.score(request))
 
 
-def local_scores(client: SiteClient, request: Nothing) -> LocalScoreSums:
+def local_scores(client: SiteClient, request: wire.Nothing) -> wire.LocalScoreSums:
     """Scores of a GP of this site's rows alone."""
-    return LocalScoreSums.of(client.baseline_scores(client.rows, pooled=0))
+    return wire.LocalScoreSums.of(client.baseline_scores(client.rows, pooled=0))
 
 
-def compared_scores(client: SiteClient, request: Any) -> ComparedScoreSums:
+def compared_scores(client: SiteClient, request: Any) -> wire.ComparedScoreSums:
     """Scores of a GP of this site's rows alone, and whether they are much better than the scores of the run."""
-    alone, run = ScoreSums.of(client.baseline_scores(client.rows, 0)), ScoreSums.of(client.score(request))
+    alone, run = wire.ScoreSums.of(client.baseline_scores(client.rows, 0)), wire.ScoreSums.of(client.score(request))
     better = much_better(alone.nll, run.nll, run.rows)
     if better:
         words = "the run does not serve this site: its held-out rows have NLL %.4g, and %.4g by a GP of its rows alone"
         logger.warning(words, run.nll / run.rows, alone.nll / run.rows)
-    return ComparedScoreSums(**vars(alone), sites=np.array([float(run.rows > 0), float(better)]))
+    return wire.ComparedScoreSums(**vars(alone), sites=np.array([float(run.rows > 0), float(better)]))
 
 
-def pooled(client: SiteClient, request: Points) -> PooledScoreSums:
+def pooled(client: SiteClient, request: wire.Points) -> wire.PooledScoreSums:
     """Scores of one GP of the rows of all sites, in a simulation."""
     count = request.count or client.config.model.num_inducing
-    return PooledScoreSums.of(client.baseline_scores(client.all_rows(), pooled=count))
+    return wire.PooledScoreSums.of(client.baseline_scores(client.all_rows(), pooled=count))
 
 
-def boosted(client: SiteClient, request: Nothing) -> BoostedScoreSums:
+def boosted(client: SiteClient, request: wire.Nothing) -> wire.BoostedScoreSums:
     """Scores of gradient boosting of the rows of all sites, in a simulation."""
-    return BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
+    return wire.BoostedScoreSums.of(baselines.boosting(client.all_rows(), client.config, client.units))
 
 
-def confusion(client: SiteClient, request: Any) -> Confusion:
+def confusion(client: SiteClient, request: Any) -> wire.Confusion:
     """The confusion matrix of the held-out rows; clients of models with several classes include this handler."""
-    return Confusion.of(client.held_out(request).mean, client.rows.y_test)
+    return wire.Confusion.of(client.held_out(request).mean, client.rows.y_test)
 
 
-def predictions(client: SiteClient, request: Any) -> HeldOutRows:
+def predictions(client: SiteClient, request: Any) -> wire.HeldOutRows:
     """Held-out rows with their predictions; ProtocolError unless the site is simulated."""
     client.require_simulated("does not send rows")
-    return HeldOutRows(client.held_out_rows(request))
+    return wire.HeldOutRows(client.held_out_rows(request))
 
 
-def weighted(client: SiteClient, request: Step) -> WeightedStep:
+def weighted(client: SiteClient, request: wire.Step) -> wire.WeightedStep:
     """The local steps of an averaging method, as a summand of the weighted mean."""
-    stepped: Stepped = handlers(type(client))["train"].function(client, request)
+    stepped: wire.Stepped = handlers(type(client))["train"].function(client, request)
     return stepped.weighted(client.num_examples)
 
 
-def target(client: SiteClient, request: TargetPowers) -> TargetMoments:
+def target(client: SiteClient, request: wire.TargetPowers) -> wire.TargetMoments:
     """Sums of the transformed training targets, for each trial power of the transform."""
     y = client.site.train[client.site.target].to_numpy(dtype=np.float64)
     transforms = [Transform(client.config.transform.target, float(power)) for power in request.powers]
     centred = np.stack([transform.forward(y) for transform in transforms]) - request.centres[:, None]
     slopes = np.array([transform.log_slope(y).sum() for transform in transforms])
-    return TargetMoments(centred.sum(axis=1), np.square(centred).sum(axis=1), slopes, np.array(float(len(y))))
+    return wire.TargetMoments(centred.sum(axis=1), np.square(centred).sum(axis=1), slopes, np.array(float(len(y))))
 
 
-def robust(client: SiteClient, request: RobustScales) -> RobustMoments:
+def robust(client: SiteClient, request: wire.RobustScales) -> wire.RobustMoments:
     """Sums of the training targets for a robust location and scale."""
     y = client.site.train[client.site.target].to_numpy(dtype=np.float64)
     z = (y - request.centre)[:, None] / request.scales
     weights = 2 / (1 + z**2)
     first, second = (weights * z).sum(axis=0), (weights * z**2).sum(axis=0)
-    return RobustMoments(weights.sum(axis=0), first, second, np.array(float(len(y))))
+    return wire.RobustMoments(weights.sum(axis=0), first, second, np.array(float(len(y))))
 
 
-def column_sums(client: SiteClient, request: Nothing) -> ColumnSums:
+def column_sums(client: SiteClient, request: wire.Nothing) -> wire.ColumnSums:
     """Sums for the means of the columns."""
     sums = standardisation.column_sums(client.site.train, client.preparation)
-    return ColumnSums(**sums, dropped=np.array(float(client.site.dropped)))
+    return wire.ColumnSums(**sums, dropped=np.array(float(client.site.dropped)))
 
 
-def column_squares(client: SiteClient, request: Centres) -> ColumnSquares:
+def column_squares(client: SiteClient, request: wire.Centres) -> wire.ColumnSquares:
     """Sums of squares for the scales of the columns."""
     train, preparation = client.site.train, client.preparation
-    return ColumnSquares(*standardisation.column_squares(train, preparation, request.centre, request.scale))
+    return wire.ColumnSquares(*standardisation.column_squares(train, preparation, request.centre, request.scale))
 
 
-def shape(client: SiteClient, request: Nothing) -> Shape:
+def shape(client: SiteClient, request: wire.Nothing) -> wire.Shape:
     """Histogram and cross-products of the standardised inputs, and initial hyperparameters."""
     rows = client.rows
     arrays, start, (y, second) = input_shape(rows.x), client.start(rows.x.shape[1]), split_target(rows.y)
     sums = np.array(y @ y), np.asarray(second.sum())
-    return Shape(arrays["input.histogram"], arrays["input.products"], *sums, start)
+    return wire.Shape(arrays["input.histogram"], arrays["input.products"], *sums, start)
 
 
-def moments(client: SiteClient, request: Nothing) -> Moments:
+def moments(client: SiteClient, request: wire.Nothing) -> wire.Moments:
     """Sums for linear regression."""
-    design, y = with_ones(client.rows.x), client.rows.y
-    return Moments(design.T @ design, design.T @ y, np.array(y @ y))
+    design, y = wire.with_ones(client.rows.x), client.rows.y
+    return wire.Moments(design.T @ design, design.T @ y, np.array(y @ y))
 
 
-def logistic(client: SiteClient, request: OneArray) -> LogisticSums:
+def logistic(client: SiteClient, request: wire.OneArray) -> wire.LogisticSums:
     """Log likelihood, gradient and information of a logistic regression with two or more classes."""
-    design, y = with_ones(client.rows.x), client.rows.y.astype(int)
+    design, y = wire.with_ones(client.rows.x), client.rows.y.astype(int)
     log_p = log_probabilities(design, request.values)  # [N, C]
     p, observed = np.exp(log_p[:, 1:]), y[:, None] == np.arange(1, log_p.shape[1])
     weighted = np.concatenate([p_c[:, None] * design for p_c in p.T], axis=1)  # [N, R P]
@@ -363,7 +333,7 @@ def logistic(client: SiteClient, request: OneArray) -> LogisticSums:
     for c, p_c in enumerate(p.T):
         blocks[c, :, c] += design.T * p_c @ design
     value = log_p[np.arange(len(y)), y].sum()
-    return LogisticSums(np.array(value), (observed - p).T @ design, information)
+    return wire.LogisticSums(np.array(value), (observed - p).T @ design, information)
 
 
 def log_probabilities(design: Array, weights: Array) -> Array:
@@ -372,12 +342,12 @@ def log_probabilities(design: Array, weights: Array) -> Array:
     return np.asarray(log_odds - special.logsumexp(log_odds, axis=1, keepdims=True))
 
 
-def follow_up(client: SiteClient, request: OneArray) -> TimeCounts:
+def follow_up(client: SiteClient, request: wire.OneArray) -> wire.TimeCounts:
     """Training rows and observed events in each interval of time."""
-    return TimeCounts(counted(*split_target(client.rows.y), request.values))
+    return wire.TimeCounts(counted(*split_target(client.rows.y), request.values))
 
 
-def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
+def life_table(client: SiteClient, request: wire.Nothing) -> wire.LifeTableScoreSums:
     """Scores of the pooled life table on the held-out rows; ProtocolError before the agreement on follow-up."""
     table, target = client.preparation.follow_up, client.rows.y_test
     if table is None:
@@ -387,17 +357,17 @@ def life_table(client: SiteClient, request: Nothing) -> LifeTableScoreSums:
     nll = -np.log(survival) - np.where(event == 1, np.log(table.hazard(time)), 0.0)
     curve = table.survived
     scores = time_scores(0 * time, 1 - survival, nll, target, table, lambda times: curve(times + 0 * time))
-    return LifeTableScoreSums.of(scores)
+    return wire.LifeTableScoreSums.of(scores)
 
 
-def time_regression(client: SiteClient, request: OneArray) -> TimeSums:
+def time_regression(client: SiteClient, request: wire.OneArray) -> wire.TimeSums:
     """Log likelihood, gradient and information of a linear accelerated failure time model.
 
     With z = τ log t − X̃ᵀv, an observed event adds log p(z) + log τ − log t, which is concave in (v, τ), and a censored
     time adds log S(z).
     """
     (time, event), scale = split_target(client.rows.y), float(request.values[-1])
-    design = np.column_stack([-with_ones(client.rows.x), np.log(time)])  # dz
+    design = np.column_stack([-wire.with_ones(client.rows.x), np.log(time)])  # dz
     z = torch.from_numpy(design @ request.values)
     likelihood, zero = build_point_likelihood(client.config.model.likelihood), torch.zeros_like(z)
     at = torch.stack([z.exp(), torch.from_numpy(event)], dim=1), zero, zero, likelihood.initial
@@ -408,10 +378,10 @@ def time_regression(client: SiteClient, request: OneArray) -> TimeSums:
     gradient, information = -design.T @ slope.numpy(), design.T * curvature.numpy() @ design
     gradient[-1] += event.sum() / scale
     information[-1, -1] += event.sum() / scale**2
-    return TimeSums(np.array(total), gradient, information)
+    return wire.TimeSums(np.array(total), gradient, information)
 
 
-def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSums:
+def linear_scores(client: SiteClient, request: wire.LinearPredictor) -> wire.LinearScoreSums:
     """Scores of a linear predictor on the held-out rows."""
     rows, likelihood = client.rows, client.config.model.likelihood
     x, y = rows.x_test - request.centre, rows.y_test
@@ -419,7 +389,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
     if request.spread is not None:
         variance += np.square(x @ request.spread.T).sum(axis=1)
     if request.classes is not None:
-        scores = class_scores(np.exp(log_probabilities(with_ones(x), request.classes)), y)
+        scores = class_scores(np.exp(log_probabilities(wire.with_ones(x), request.classes)), y)
     elif likelihood == "bernoulli":
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
     elif likelihood == "poisson":
@@ -429,7 +399,7 @@ def linear_scores(client: SiteClient, request: LinearPredictor) -> LinearScoreSu
         scores = build_point_likelihood(likelihood).scores(mean, 0 * mean, y, hyper, client.units)
     else:
         scores = client.units.gaussian_scores(Prediction(mean, variance), y)
-    return LinearScoreSums.of(scores)
+    return wire.LinearScoreSums.of(scores)
 
 
 SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, life_table, predictions)
@@ -452,6 +422,6 @@ def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
         kind = kind_of(answer) if is_message(answer) else ""
         if is_message(request) and name == (kind.partition(".")[2] or kind):
             table[kind] = Handler(function, request, answer)
-    if "train" not in table or table["train"].answer is not Stepped:
+    if "train" not in table or table["train"].answer is not wire.Stepped:
         del table["train.weighted"]
     return table

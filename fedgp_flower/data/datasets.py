@@ -14,17 +14,8 @@ import numpy as np
 
 from fedgp_flower.agreement import Kind
 from fedgp_flower.config import CoreConfig
+from fedgp_flower.data import cells
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
-from fedgp_flower.data.cells import (
-    Mask,
-    cells_of,
-    check_second_target,
-    check_target,
-    codes_in,
-    date_problems,
-    identifier_problems,
-    typed,
-)
 from fedgp_flower.data.dates import expand_dates, with_numbers
 from fedgp_flower.data.holdout import keys_of
 from fedgp_flower.data.tables import listed, read_table, require_columns
@@ -83,7 +74,7 @@ class Table:
     """Values of the column in `holdout`; None if rows are held out at random."""
     dropped: int
     """Number of rows dropped for a missing cell."""
-    codes: Mapping[str, Mask]
+    codes: Mapping[str, cells.Mask]
     """Cells that may be codes for missing values."""
 
     def rows(self, split: int) -> tuple[Indices, Indices]:
@@ -133,16 +124,16 @@ def checked(
     require_columns(raw, [*features, target, *second], file)
     names = list(kinds) if kinds else expand_dates(raw, features, config.dates)
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
-    dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
+    dated = cells.date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
     named_levels = [] if config.design is None else config.design.categories
     classes: dict[str, Kind] = dict.fromkeys(named_levels, "categorical")
     classes |= {target: "categorical"} if config.model.likelihood in CLASSIFICATION else {}
     classes |= dict.fromkeys(second, "numeric")
     found = [*read, *second] if target in dated else [*read, *second, target]
-    frame, wrong = cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
+    frame, wrong = cells.cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
-        ids = identifier_problems(frame, read) if kinds is None else []
+        ids = cells.identifier_problems(frame, read) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
     frame = frame.dropna(subset=None if config.missing == "drop" else [target, *second])
     if frame.empty:
@@ -151,11 +142,11 @@ def checked(
     empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
         raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
-    check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
+    cells.check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
     if second:
-        check_second_target(frame[target], frame[config.second_target], config.model.likelihood, file)
+        cells.check_second_target(frame[target], frame[config.second_target], config.model.likelihood, file)
     labels: dict[str, Kind] = dict.fromkeys(config.group_columns, "categorical")
-    groups = typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
+    groups = cells.typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
     return frame.assign(**{str(name): groups[name] for name in groups})
 
 
@@ -175,14 +166,14 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     require_columns(raw, [*features, target, by], file)
     frame = checked(raw, features, target, config, file)
     features = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
-    if problems := identifier_problems(frame, features):
+    if problems := cells.identifier_problems(frame, features):
         raise DataError(f"{file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
-    column = frame[by] if by in frame else typed(raw.iloc[kept], [by], file)[by]
+    column = frame[by] if by in frame else cells.typed(raw.iloc[kept], [by], file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in splits)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
     dropped, keys = len(raw) - len(frame), keys_of(raw.iloc[kept], config, file)
-    return Table(file, frame, tuple(features), target, column, splits, keys, dropped, codes_in(frame))
+    return Table(file, frame, tuple(features), target, column, splits, keys, dropped, cells.codes_in(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:
