@@ -70,14 +70,6 @@ def data_folder(data_dir: str) -> Path | None:
     return Path(chosen).expanduser().resolve() if chosen else None
 
 
-def find_file(stem: Path) -> Path | None:
-    """Return the table at a path, as it is or with one of the known endings, or None."""
-    if stem.name.endswith(SUFFIXES) and stem.is_file():
-        return stem
-    candidates = (stem.with_name(stem.name + suffix) for suffix in SUFFIXES)
-    return next((path for path in candidates if path.is_file()), None)
-
-
 def names_in(folder: Path | None) -> dict[str, Path]:
     """Return the tables in a folder and its subfolders, by their name for ``dataset``."""
     if folder is None or not folder.is_dir():

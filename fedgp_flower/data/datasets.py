@@ -15,10 +15,10 @@ import numpy as np
 from fedgp_flower.agreement import Kind
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data import cells
-from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
+from fedgp_flower.data.catalogue import BUILTINS, data_folder, names_in, splits_file
 from fedgp_flower.data.dates import expand_dates, with_numbers
 from fedgp_flower.data.holdout import keys_of
-from fedgp_flower.data.tables import listed, read_table, require_columns
+from fedgp_flower.data.tables import find_file, listed, read_table, require_columns
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import datasets, pd
 from fedgp_flower.options import CLASSIFICATION

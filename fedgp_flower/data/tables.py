@@ -43,10 +43,15 @@ def tables_in(dataset: str) -> list[Path]:
     return paths
 
 
+def find_file(stem: Path) -> Path | None:
+    """Return the table at a path, as it is or with one of the known endings, or None."""
+    candidates = (stem.with_name(f"{stem.name}{suffix}") for suffix in ("", *SUFFIXES))
+    return next((path for path in candidates if path.name.endswith(SUFFIXES) and path.is_file()), None)
+
+
 def held_out_file(path: Path) -> Path | None:
     """Return the file with a site's held-out rows: ``NAME.test.csv`` beside ``NAME.csv``, in any format, or None."""
-    found = (path.with_name(f"{table_stem(path)}{HELD_OUT}{suffix}") for suffix in SUFFIXES)
-    return next((table for table in found if table.is_file()), None)
+    return find_file(path.with_name(f"{table_stem(path)}{HELD_OUT}"))
 
 
 def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
