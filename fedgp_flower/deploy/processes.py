@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -60,7 +61,7 @@ class Processes:
         self.environment = {**os.environ, **environment, MARK: self.token}
         self.logs = logs
         self._grace = grace
-        self._background: dict[str, subprocess.Popen[bytes]] = {}
+        self._background: dict[str, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Processes:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -73,41 +74,18 @@ class Processes:
     def start(self, name: str, command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> None:
         """Start a background process in ``folder``, with ``extra`` variables; its output goes to a log file."""
         with (self.logs / f"{name}.log").open("ab") as log:
-            self._background[name] = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
-                list(command),
-                cwd=folder,
-                env={**self.environment, **(extra or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            output = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            settings = self._settings(folder, env={**self.environment, **(extra or {})}, **output)
+            self._background[name] = subprocess.Popen(list(command), **settings)  # noqa: S603
 
     def call(self, command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
         """Run a command to its end and capture its output."""
-        return subprocess.run(  # noqa: S603 - a fixed command, no shell
-            list(command),
-            cwd=folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        return subprocess.run(list(command), **self._settings(folder, capture_output=True), check=False)  # noqa: S603
 
     def follow(self, command: Sequence[str], folder: Path, hidden: Sequence[str]) -> None:
         """Run a command to its end and print its lines, except those with ``hidden`` words."""
-        process = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
-            list(command),
-            cwd=folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        settings = self._settings(folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(list(command), **settings)  # noqa: S603
         try:
             for line in process.stdout or ():
                 if not any(words in line for words in hidden):
@@ -116,6 +94,11 @@ class Processes:
         except BaseException:
             process.kill()
             raise
+
+    def _settings(self, folder: Path, **further: Any) -> dict[str, Any]:
+        """Return the settings of a process; all commands are fixed and need no shell."""
+        always = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
+        return {"cwd": folder, "env": self.environment, **always, **further}
 
     def require_alive(self) -> None:
         """Raise RunError if a background process has ended."""
