@@ -11,6 +11,8 @@ import shlex
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -18,7 +20,6 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_valid
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.formula import SITE, Formula
 from fedgp_flower.formula import parse as parse_formula
-from fedgp_flower.moved import moved
 from fedgp_flower.options import (
     AUTO,
     BASIC,
@@ -433,14 +434,14 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     for key in (key for key in given if key not in known):
         close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-        advice = moved()[1].get(key)
+        advice = _moved()[1].get(key)
         removed = advice and f"the configuration key `{key}` was removed: {advice}"
         problems.append(removed or f"unknown configuration key `{key}`; {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
     if method not in options:
-        advice = moved()[0].get(method)
+        advice = _moved()[0].get(method)
         words = f"was removed: {advice}" if advice else "is not a method"
         raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
     # An integer is accepted for a float; all other types are checked strictly.
@@ -471,6 +472,13 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     chosen.check_shared(shared)
     core.require_private(chosen)
     return RunConfig.model_construct(**dict(core), options=chosen, shared=shared)
+
+
+@cache
+def _moved() -> tuple[dict[str, str], dict[str, str]]:
+    """Return methods and keys of earlier versions, each with its replacement as the end of a sentence."""
+    table = json.loads(Path(__file__).with_name("moved.json").read_text(encoding="utf-8"))
+    return table["methods"], {key: words for words, keys in table["keys"].items() for key in keys.split()}
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
