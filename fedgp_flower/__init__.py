@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ _EXPORTS = {
     "print_round": "fedgp_flower.run.api:print_round",
     "make_client_app": "fedgp_flower.client_app:make_client_app",
     "load_run": "fedgp_flower.run.api:load_run",
-    "run": "fedgp_flower.run",
-    "strategies": "strategies",
+    "run": "fedgp_flower.run:",
+    "strategies": "strategies:",
 }
-"""Public name → ``module`` or ``module:attribute``, imported when it is first used."""
+"""Public name → ``module:`` or ``module:attribute``, imported when it is first used."""
 
 __all__ = list(_EXPORTS)
 
@@ -41,9 +41,7 @@ __all__ = list(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _EXPORTS[name].partition(":")
-    value = importlib.import_module(module)
-    return getattr(value, attribute) if attribute else value
+    return pkgutil.resolve_name(_EXPORTS[name])
 
 
 def __dir__() -> list[str]:
