@@ -76,8 +76,8 @@ class Setting:
     round: int
     constants: NamedArrays = field(default_factory=dict)
     """Arrays that the server sends once in a run."""
-    rules: Rules | None = None
-    """The policy of the site; None if no answer leaves the process."""
+    rules: Rules = field(default_factory=lambda: Rules("", active=False))
+    """The policy of the site; inactive if no answer leaves the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class SiteClient(NumPyClient):
 
     def answer(self, kind: str, request: Any) -> Any:
         """The answer of the handler, after the rules of the site's policy."""
-        answer, rules = handlers(type(self))[kind].function(self, request), self.setting.rules
-        return answer if rules is None else rules.answer(answer, self.num_examples)
+        answer = handlers(type(self))[kind].function(self, request)
+        return self.setting.rules.answer(answer, self.num_examples)
 
     @property
     def num_examples(self) -> int:
@@ -143,8 +143,7 @@ class SiteClient(NumPyClient):
     @property
     def least_cell(self) -> int:
         """The smallest number of rows in a cell that the policy allows; 0 without a policy."""
-        rules = self.setting.rules
-        return rules.policy.least_cell if rules is not None and rules.active else 0
+        return self.setting.rules.policy.least_cell if self.setting.rules.active else 0
 
     @property
     def preparation(self) -> Preparation:
