@@ -71,7 +71,6 @@ NewRows = Annotated[Path, typer.Option("--input", help="CSV or Parquet with the 
 Predicted = Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")]
 PolicyFile = Annotated[Path | None, typer.Option(help="policy of the site; otherwise the default")]
 Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")]
-Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")]
 
 
 EXAMPLES = """Examples:
@@ -122,7 +121,7 @@ def _run_config(words: Sequence[str] | None, file: Path | None, given: FlatConfi
     flat = (user.read_config(file) if file else {}) | keys | dict(given)
     if paths := _site_files(files):
         flat["dataset"] = ",".join(map(str, paths))
-    return user.complete_config(flat, Path.cwd())
+    return user.complete_config(flat)
 
 
 def _files_and_keys(words: Sequence[str] | None) -> tuple[list[Path], dict[str, Value]]:
@@ -145,7 +144,7 @@ def _site_files(files: Sequence[Path]) -> list[Path]:
 def simulate(
     words: Words = None,
     sites: Sites = 5,
-    gpus_per_site: Gpus = 0.0,
+    gpus_per_site: Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")] = 0.0,
     config: ConfigFile = None,
 ) -> None:
     """Run through Flower's SuperLink and its simulation engine, Ray, which are stopped afterwards.

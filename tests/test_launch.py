@@ -23,15 +23,16 @@ from fedgp_flower.run.user_config import complete_config, run_folder
 
 def test_paths_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "table.csv").write_text("x,y\n1,2\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDGP_DATA", str(tmp_path / "elsewhere"))
-    config = complete_config({"dataset": "table.csv", "output-dir": "out"}, tmp_path)
+    config = complete_config({"dataset": "table.csv", "output-dir": "out"})
     assert config["dataset"] == str((tmp_path / "table.csv").resolve())
     assert config["data-dir"] == str((tmp_path / "elsewhere").resolve())
     assert run_folder(config).parent == tmp_path / "out"
-    assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("sgpr-uci-energy-")
-    assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
+    assert run_folder(complete_config({"dataset": "uci/energy"})).name.startswith("sgpr-uci-energy-")
+    assert run_folder(complete_config({"name": "mine"})).name == "mine"
     assert run_folder(config).name.startswith("sgpr-table-")
-    assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
+    assert complete_config({"data-dir": "mine"})["data-dir"] == str((tmp_path / "mine").resolve())
 
 
 def test_the_profiles_in_code_are_those_that_people_read():

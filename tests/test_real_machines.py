@@ -207,7 +207,7 @@ AGAIN = "while true; do {}; sleep 2; done"
 def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
     """A run's posterior is that of the same keys in one process; only sites that were killed failed."""
     nodes = [{"data-path": str(root / site / f"{site}.csv"), "site": site} for site in SITES]
-    calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)}, root)
+    calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)})
     expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
     found = read_arrays(folder / "posterior.safetensors")
     assert found.keys() == expected.keys()

@@ -77,7 +77,7 @@ def test_ray_and_one_process_give_the_same_posterior(method: str, tmp_path: Path
     assert launch.process.returncode == 0, output
     launch.require_nothing_left()
     words = [*SMALL, *keys, "name=in-process", f"output-dir={tmp_path}"]
-    folders = [tmp_path / "run", run_in_process(complete_config(parse_assignments(words), tmp_path), 2)]
+    folders = [tmp_path / "run", run_in_process(complete_config(parse_assignments(words)), 2)]
     there, here = (json.loads((folder / "metrics.json").read_text()) for folder in folders)
     assert (there["method"], there["sites"], there["failures"]) == (method, 2, [])
     assert f"{there['test']['nll']:.4g}" in output

@@ -113,7 +113,7 @@ def run_method(
         "output-dir": str(coordinator.folder / "results"),
         "baselines.pooled": False,
     }
-    completed = user_config.complete_config(usual | given, Path.cwd(), "sites")
+    completed = user_config.complete_config(usual | given, "sites")
     with processes.interruptible(), coordinator.flower() as flower:
         flower.run(completed)
 

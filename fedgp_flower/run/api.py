@@ -78,7 +78,7 @@ def run(
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
-        return load_run(run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=progress))
+        return load_run(run_in_process(complete_config(flat), 0 if site else sites, progress=progress))
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:

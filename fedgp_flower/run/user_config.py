@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from fedgp_flower.config import CoreConfig, assignments, defaults, flatten
+from fedgp_flower.data.catalogue import data_folder
 from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.files import read_toml
 from fedgp_flower.options import BASIC, FlatConfig, Section, Value, meanings
@@ -31,14 +31,14 @@ def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
     return assignments(words, defaults(option_classes().values()))
 
 
-def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[str, Value]:
-    """Validate keys, make paths absolute relative to ``folder``, and add a name for the run's folder."""
+def complete_config(given: FlatConfig, source: str = "") -> dict[str, Value]:
+    """Validate keys, make paths absolute, and add a name for the run's folder."""
     config = parse_config(given)
-    out = dict(given) | {"output-dir": str(folder / config.output_dir)}
-    if data := config.data_dir or os.environ.get("FEDGP_DATA", ""):
-        out["data-dir"] = str((folder / data).resolve())
-    table = folder / config.dataset
-    paths = [table] if table.is_file() else [folder / path for path in tables_in(config.dataset)]
+    out = dict(given) | {"output-dir": str(Path(config.output_dir).absolute())}
+    if folder := data_folder(config.data_dir):
+        out["data-dir"] = str(folder)
+    table = Path(config.dataset)
+    paths = [table] if table.is_file() else tables_in(config.dataset)
     if paths:
         out["dataset"] = ",".join(str(path.resolve()) for path in paths)
     stem = "-".join(table_stem(path) for path in paths) if len(paths) < 5 else f"{len(paths)}-sites"
