@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -43,6 +44,15 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
         if isinstance(error, OSError):
             raise RunError(f"cannot write {path}: {error.strerror}") from None
         raise
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created with its folder; wait for another process that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_json(path: Path, content: Facts) -> None:

@@ -6,12 +6,11 @@ ask the same question under another roster. With a state folder, a site answers 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from fedgp_flower.clients.state import file_of, write_private
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
-from fedgp_flower.files import read_arrays, write_arrays
+from fedgp_flower.files import exclusive, read_arrays, write_arrays
 from fedgp_flower.messages import Layout, encode, is_public, is_summand
 from fedgp_flower.privacy import audit, masks, questions
 from fedgp_flower.privacy.keys import Identity, Trust
@@ -174,16 +173,9 @@ class Journal:
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         return TypeAdapter(questions.History).validate_json(text) if text else questions.History(self.run)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the lock of this run in the state folder; without a folder there is no lock."""
-        if self.folder is None:
-            yield
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{self.name}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return nullcontext() if self.folder is None else exclusive(self.folder / f"{self.name}.lock")
 
     def reply(self, digest: str) -> masks.Words | None:
         """The stored masked reply to the question with this hash, or None."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.tables import OTHER
 from fedgp_flower.errors import ConfigError, PolicyError
-from fedgp_flower.files import read_toml, write_bytes
+from fedgp_flower.files import exclusive, read_toml, write_bytes
 from fedgp_flower.options import Count, Positive, Section, Value
 from fedgp_flower.privacy.disclosure import is_identifier, kept_levels
 
@@ -130,9 +129,7 @@ class Rules:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
             path = Path(state_dir).expanduser() / ROUNDS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.with_suffix(".lock").open("w") as lock:  # another message may be counted at the same time
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with exclusive(path.with_suffix(".lock")):  # another message may be counted at the same time
                 rounds = self._rounds_today(path, {"run": run, "number": number}, content)
                 count = rounds["count"]
                 self._require("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
