@@ -31,10 +31,7 @@ MAX_CHANGES = 2
 def context_digest(record: Mapping[str, Any], constants: Mapping[str, NDArray[Any]]) -> str:
     """Return the hash of the context: agreed columns and scales, settings, keys and constants, which are sent once."""
     content = {name: value for name, value in record.items() if name != "digest"}
-    whole = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
-    for name, array in sorted(constants.items()):
-        whole.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
-    return whole.hexdigest()
+    return content_digest(json.dumps(content, sort_keys=True), constants)
 
 
 def content_digest(context: str, arrays: Mapping[str, NDArray[Any]]) -> str:
