@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import syslog
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -25,9 +25,9 @@ from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision
 from fedgp_flower.records import bytes_of, numpy_arrays, settings_of
+from fedgp_flower.typing import Facts
 
 BEGINNING = "0" * 64
-Facts: TypeAlias = Mapping[str, Any]
 
 
 def log_of(node_config: Facts) -> Path | None:

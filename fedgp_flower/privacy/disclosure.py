@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.data.tables import OTHER
-
-if TYPE_CHECKING:
-    import pandas as pd
+from fedgp_flower.lazy import pd
 
 FEW_LEVELS = 10
 """A column with fewer levels is no identifier."""

@@ -41,7 +41,7 @@ def answers(method: str) -> list[tuple[str, Any]]:
     return [*found, *((kind, None) for kind in WORDS)]
 
 
-def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], list[audit.Facts]]:
+def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], list[Facts]]:
     """Run a few rounds over a site and copies of it. Return a report of the site's messages, and its audit log."""
     planned = parse_config(flat).num_server_rounds
     config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
@@ -65,7 +65,7 @@ def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], list[
     return [*_sent(log, config.method), tried], log
 
 
-def _sent(log: list[audit.Facts], method: str) -> Iterator[str]:
+def _sent(log: list[Facts], method: str) -> Iterator[str]:
     """Yield lines on a site's messages by kind."""
     kinds: dict[str, list[Facts]] = {}
     declared = dict(answers(method))
