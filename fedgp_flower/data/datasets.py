@@ -145,6 +145,8 @@ def checked(
     cells.check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
     if second:
         cells.check_second_target(frame[target], frame[config.second_target], config.model.likelihood, file)
+    if kinds is None and (problems := cells.identifier_problems(frame, names)):
+        raise DataError(f"{file}: {'. '.join(problems)}")
     labels: dict[str, Kind] = dict.fromkeys(config.group_columns, "categorical")
     groups = cells.typed(raw.reset_index(drop=True).loc[frame.index], list(labels), file, labels)
     return frame.assign(**{str(name): groups[name] for name in groups})
@@ -166,8 +168,6 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     require_columns(raw, [*features, target, by], file)
     frame = checked(raw, features, target, config, file)
     features = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
-    if problems := cells.identifier_problems(frame, features):
-        raise DataError(f"{file}: {'. '.join(problems)}")
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else cells.typed(raw.iloc[kept], [by], file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in splits)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import codes_in, identifier_problems, kind_of, suspicions
+from fedgp_flower.data.cells import codes_in, kind_of, suspicions
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, split_columns
 from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
 from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
@@ -329,8 +329,6 @@ def real_site(
     if not tested:
         keys, name = keys_of(raw.iloc[kept.index], config, file), label if partitions else site
         both = [frame.iloc[part].reset_index(drop=True) for part in split_rows(len(frame), keys, config, name)]
-    if problems := identifier_problems(frame, inputs):
-        raise DataError(f"{file}: {'. '.join(problems)}")
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")
     rows = pd.concat(both)
