@@ -7,7 +7,8 @@ linear (for classes logistic) regression, each site alone and all rows pooled ar
 
 Networks: three sites at random, pooled and alone are the same model. *waves* has three classes with log odds 2 sin 2a,
 2 b and 0, 900 rows, whose true probabilities have NLL .763; *glyphs* are noisy copies of four images of 64 pixels, of
-which none is hard to tell; *themes* are 600 documents of 80 words, three topics drawn as the model of topics has it.
+which none is hard to tell; *themes* are 600 documents of 80 words, three topics drawn as the model of topics has it;
+*mnist* are 6000 images at ten sites, nine of ten of one digit at each, as in the study `networks`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulations.common import Row, cost, figures, fit, kept_table
+from simulations.common import IMAGES, Row, cost, figures, fit, image_table, kept_table
+from simulations.studies.networks import dealt
 from simulations.studies.weather import KEYS as WEATHER
 from simulations.studies.weather import stations
 
@@ -38,7 +40,9 @@ NETWORKS = {
     "breast-cancer": ("pvi-bnn", "deep-kernel", "fedpop"),
     "glyphs": ("vae",),
     "themes": ("prodlda",),
+    "mnist": ("fedpop", "hierarchical-bnn", "pvi-bnn"),
 }
+DIGITS = {key: IMAGES[key] for key in ("target", "split", "partitioner", "partition.column")}
 BASELINES = {f"baselines.{name}": True for name in ("linear", "local-only", "pooled")}
 
 
@@ -61,11 +65,15 @@ def generated(name: str) -> pd.DataFrame:
 def networks() -> Iterator[Row]:
     """A row for each set and network."""
     for name, models in NETWORKS.items():
-        path = SETS[name]["dataset"] if name in SETS else kept_table(name, lambda own=name: generated(own))
+        if name == "mnist":
+            path = image_table("digits-10-0", lambda: dealt(10, 0))
+        else:
+            path = SETS[name]["dataset"] if name in SETS else kept_table(name, lambda own=name: generated(own))
         for model in models:
             keys = {"method": model} if "-k" in model or model == "pvi-bnn" else {"method": "sfvi", "sfvi.model": model}
             keys |= {"model.likelihood": "bernoulli" if name in SETS else "categorical"}
-            run = fit({"dataset": path, **keys, **BASELINES}, 3)
+            keys |= DIGITS if name == "mnist" else {}
+            run = fit({"dataset": path, **keys, **BASELINES}, 0 if name == "mnist" else 3)
             row = {"table": "Networks", "set": name, "model": model, "rounds": run["rounds"]}
             row |= figures(run, ("linear", "local_only", "pooled"))
             yield row | {"pooled accuracy": run["pooled"]["accuracy"], "converged": run["converged"]}
