@@ -40,7 +40,7 @@ NETWORKS = {
     "breast-cancer": ("pvi-bnn", "deep-kernel", "fedpop"),
     "glyphs": ("vae",),
     "themes": ("prodlda",),
-    "mnist": ("fedpop", "hierarchical-bnn", "pvi-bnn"),
+    "mnist": ("fedpop", "hierarchical-bnn"),
 }
 DIGITS = {key: IMAGES[key] for key in ("target", "split", "partitioner", "partition.column")}
 BASELINES = {f"baselines.{name}": True for name in ("linear", "local-only", "pooled")}
