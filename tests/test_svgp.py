@@ -13,6 +13,7 @@ import fedgp_flower as fg
 from fedgp_flower.clients import baselines
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
+from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, common_values, step_points
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
@@ -243,6 +244,24 @@ def test_the_bound_rises_until_its_slope_is_small() -> None:
     assert (np.diff(bounds) >= 0).all()
     assert bounds[-1] > bounds[2] + 0.01
     assert np.abs(state.gradients[-1]).max() < 0.03
+
+
+def test_a_trial_is_a_step_of_bfgs_from_the_scale_of_the_latest_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H ← (I − ρ s yᵀ) H (I − ρ y sᵀ) + ρ s sᵀ from H = (sᵀy/yᵀy) I of the latest pair (Nocedal, Wright, Eq. 6.17)."""
+    monkeypatch.setattr(svgp, "on_grid", lambda values: values)
+    state, model = rounds(dealt("poisson", 30, 30), "poisson", 5), section("poisson")
+    scale, draw = svgp.units(state.values, model), np.random.default_rng(0)
+    points = 0.1 * draw.normal(size=(4, len(scale)))
+    gradients = -draw.uniform(1, 9, len(scale)) * points  # of a concave function, so that every pair is kept
+    steps, changes = np.diff(points, axis=0), -np.diff(gradients, axis=0)
+    inverse = np.eye(len(scale)) * (steps[-1] @ changes[-1]) / (changes[-1] @ changes[-1])
+    for s, y in zip(steps, changes, strict=True):
+        left = np.eye(len(scale)) - np.outer(s, y) / (s @ y)
+        inverse = left @ inverse @ left.T + np.outer(s, s) / (s @ y)
+    found = trial(replace(state, points=points * scale, gradients=gradients / scale, halvings=0), model)
+    moved = (pack(found) - pack(state.values)) / scale
+    assert 0 < np.abs(moved).max() < svgp.LARGEST_STEP
+    np.testing.assert_allclose(moved, inverse @ gradients[-1], rtol=1e-9, atol=1e-12)
 
 
 def test_a_trial_that_loses_is_taken_back_with_half_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
