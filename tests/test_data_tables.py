@@ -242,8 +242,14 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
     assert once == "1 row repeats another row in every column; if it is the same observation, leave it out"
     assert suspicions(frame.assign(days=frame["x"]), "days", {}, gaussian=True) == ""  # symmetric
     assert suspicions(frame, "days", {}, gaussian=False) == ""
+    (timed,) = suspicions(frame.assign(died=frame["n"] % 2.0), "days", {}, gaussian=True).splitlines()
+    assert timed.endswith(
+        "if it is the time to an event that `died` records, set `target` to 'days,died' and `model.likelihood` to"
+        " 'time-to-event'"
+    )
     graded = frame.assign(days=np.arange(len(frame)) % 3.0)
     assert "if they name classes, set `model.likelihood`" in suspicions(graded, "days", {}, gaussian=True)
+    assert "set `model.likelihood` to 'bernoulli'" in suspicions(frame.assign(days=frame["n"] % 2.0), "days", {}, True)
     assert suspicions(graded, "days", {}, gaussian=False) == ""
     assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance
 

@@ -172,13 +172,20 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
         warnings += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
             " and intervals fit better"
+            + "".join(
+                f"; if it is the time to an event that `{name}` records, set `target` to '{target},{name}' and"
+                " `model.likelihood` to 'time-to-event'"
+                for name in flags(frame.drop(columns=target))[:1]
+            )
         ]
     if gaussian and is_graded(frame[target]):
-        warnings += [
-            f"target `{target}` holds few whole numbers, taken as numbers with noise: if they name classes, set"
-            " `model.likelihood` to 'categorical' ('bernoulli' for two); if they are grades, to 'ordinal'; if they are"
-            " counts, to 'poisson'"
-        ]
+        advice = (
+            "two whole numbers, taken as numbers with noise: for two classes set `model.likelihood` to 'bernoulli'"
+            if frame[target].nunique() == 2
+            else "few whole numbers, taken as numbers with noise: if they name classes, set `model.likelihood` to"
+            " 'categorical'; if they are grades, to 'ordinal'; if they are counts, to 'poisson' or 'negative-binomial'"
+        )
+        warnings += [f"target `{target}` holds {advice}"]
     return "\n".join(warnings)
 
 
@@ -197,6 +204,11 @@ def is_skewed(target: pd.Series) -> bool:
         return False
     plain, logged = (float(values.skew()) for values in (target, np.log(target)))  # type: ignore[arg-type]
     return plain > 1 and abs(logged) < plain / 2
+
+
+def flags(frame: pd.DataFrame) -> list[str]:
+    """Return the names of the columns that hold 0 and 1, as columns of events do."""
+    return [str(name) for name, column in frame.items() if {*column.dropna().unique()} == {0, 1}]
 
 
 def is_graded(target: pd.Series) -> bool:

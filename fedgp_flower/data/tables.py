@@ -165,5 +165,10 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
     missing = [name for name in names if name not in present]
     if missing:
         names_missing = ", ".join(f"`{name}`" for name in missing)
-        comma = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if len(present) == 1 else ""
-        raise DataError(f"{file}: missing column {names_missing}; the file has {listed(present)}{comma}")
+        hint = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if len(present) == 1 else ""
+        if any("," in name and {part.strip() for part in name.split(",")} <= {*present} for name in missing):
+            hint = (
+                "; `target` takes two columns if `model.likelihood` is 'time-to-event' (time, event), 'poisson' (count,"
+                " exposure) or 'binomial' (successes, trials)"
+            )
+        raise DataError(f"{file}: missing column {names_missing}; the file has {listed(present)}{hint}")
