@@ -417,6 +417,16 @@ class TimeSums:
     information: Float[ndarray, "Q Q"] = leaves("minus the second derivatives", symmetric=True)
 
 
+@message("query.count_regression", summand=True, counts="Q")
+class CountSums:
+    """Log likelihood of a site's counts and its derivatives with respect to w: log rate or log odds X̃w, mean μ."""
+
+    likelihood: Float[ndarray, ""] = leaves("Σ log p(y)")
+    gradient: Float[ndarray, " Q"] = leaves("first derivatives")
+    information: Float[ndarray, "Q Q"] = leaves("minus the second derivatives", symmetric=True)
+    excess: Float[ndarray, " 2"] = leaves("Σ (y − μ)² − μ and Σ μ²")
+
+
 @message("query.local_scores", summand=True)
 class LocalScoreSums(ScoreSums):
     """Scores of a GP fitted to each site's rows alone, on its held-out rows."""
@@ -491,7 +501,8 @@ class OneArray:
     """A request that is one array: coefficients of a linear predictor, ends of bins of time, or values of inputs.
 
     Coefficients are for standardised inputs: intercept and weights of each class but the first [R, P], whose log odds
-    are 0; or v and τ [Q] of times. Ends are those of all bins but the last [E]. Values are common ones [D, V].
+    are 0; v and τ [Q] of times; or w [Q] of counts, the intercept first. Ends are those of all bins but the last [E].
+    Values are common ones [D, V].
     """
 
     values: AnyShape = leaves("coefficients, ends of bins, or values")
@@ -511,7 +522,8 @@ class LinearPredictor:
     """f(x) = intercept + (x − centre)ᵀ weights, in standardised coordinates. Its meaning depends on the likelihood.
 
     Gaussian or Student-t: y ~ N(f, variance + ‖spread (x − centre)‖²). Bernoulli: P(y = 1) = σ(f). Poisson: a log rate
-    ~ N(f, variance). Times: log t = f + σ ε with σ² = variance. Classes: P(y = c) = softmax(0, classes (1, x))_c.
+    ~ N(f, variance). Negative binomial: log rate f, dispersion ``variance``. Binomial: log odds f. Times: log t =
+    f + σ ε with σ² = variance. Classes: P(y = c) = softmax(0, classes (1, x))_c.
     """
 
     centre: Float[ndarray, " D"] = leaves("means of the training inputs")

@@ -9,26 +9,28 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, configured, run
-from scipy import integrate, linalg, optimize, stats
+from scipy import integrate, linalg, optimize, special, stats
 
 import fedgp_flower as fg
 from fedgp_flower import scores as measures
 from fedgp_flower.clients import baselines
 from fedgp_flower.clients.boosting import LOSSES, boosted
-from fedgp_flower.clients.numpy_client import logistic, moments
+from fedgp_flower.clients.numpy_client import count_regression as counted_sums
+from fedgp_flower.clients.numpy_client import linear_scores, logistic, moments
 from fedgp_flower.count_scores import count_quantiles, count_scores, log_rate_of
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.models import ExactGP
+from fedgp_flower.messages import add
 from fedgp_flower.options import MULTICLASS, ModelSection
 from fedgp_flower.run.predict import QUANTILES
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.summary import verdict
 from fedgp_flower.scores import TargetUnits, bernoulli_scores, gaussian_scores
-from fedgp_flower.shared_messages import Moments, ScoreSums, with_ones
+from fedgp_flower.shared_messages import Moments, OneArray, ScoreSums, with_ones
 from strategies.server.questions import drive
-from strategies.server.scoring import PENALTIES, combine, constant, linear_fit, ridge
+from strategies.server.scoring import PENALTIES, combine, constant, count_regression, linear_fit, ridge
 
 ROWS, INPUTS = 57, 4
 
@@ -104,14 +106,52 @@ def test_the_mean_predicts_by_the_spread_of_a_new_row():
     assert found.variance == pytest.approx(y.var(ddof=1) / 4 * (1 + 1 / 3))
     assert not found.weights.any()
     assert constant({"share": 0.2}, 3, 2, "bernoulli", (0.0, 1.0)).intercept == pytest.approx(math.log(0.25))
-    found = constant({"mean": 3.0, "sd": 2.5}, 100, 1, "poisson", (0.0, 1.0))  # mean and variance of the counts
-    m, v = found.intercept, found.variance
-    rate = math.exp(m + v / 2)
-    assert rate == pytest.approx(3.0)
-    assert rate + rate**2 * math.expm1(v) == pytest.approx(6.25)
-    assert constant({"mean": 3.0, "sd": 1.0}, 100, 1, "poisson", (0.0, 1.0)).variance == 0.0
     poisson = count_scores(np.full(1, math.log(3.0)), np.zeros(1), np.array([2.0]))
     assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "negative-binomial", "binomial"])
+@pytest.mark.parametrize("used", [0, 2])
+def test_a_regression_of_counts_from_sums_is_that_of_all_rows(likelihood, used):
+    draw = np.random.default_rng(5)
+    x, beside = draw.normal(size=(400, 2)), draw.integers(1, 9, 400).astype(float)
+    design = np.column_stack([np.ones(400), x[:, :used]])
+    f = 0.3 + x @ [0.6, -0.4]
+    shares = likelihood == "binomial"
+    rate = beside * np.exp(f)
+    y = draw.binomial(beside.astype(int), special.expit(f)) if shares else draw.negative_binomial(2, 2 / (2 + rate))
+    target = np.column_stack([y.astype(float), beside])
+    config = SimpleNamespace(model=SimpleNamespace(likelihood=likelihood))
+    parts = [SimpleNamespace(rows=SimpleNamespace(x=x[k::3], y=target[k::3]), config=config) for k in range(3)]
+    sites = {str(k): SimpleNamespace(count_regression=partial(counted_sums, part)) for k, part in enumerate(parts)}
+    found = drive(count_regression(tuple(sites), likelihood, 2, used), sites)
+
+    def law(w):
+        f = design @ w
+        return stats.binom(beside, special.expit(f)) if shares else stats.poisson(beside * np.exp(f))
+
+    told = add(site.count_regression(OneArray(np.full(1 + used, 0.1))) for site in sites.values())
+    at = np.full(1 + used, 0.1)
+    assert float(told.likelihood) == pytest.approx(law(at).logpmf(y).sum(), rel=1e-8)
+    best = optimize.minimize(lambda w: -law(w).logpmf(y).sum() + 0.5 * w[1:] @ w[1:], 0 * at, tol=1e-9).x
+    mu = law(best).mean()
+    alpha = 0.0 if shares else float((np.square(y - mu) - mu).sum() / np.square(mu).sum())
+    variance = math.log1p(alpha) if likelihood == "poisson" else alpha
+    assert shares or alpha > 0.2
+    assert found.variance == pytest.approx(variance, rel=1e-4)
+    shift = variance / 2 if likelihood == "poisson" else 0.0
+    np.testing.assert_allclose([found.intercept + shift, *found.weights[:used]], best, atol=1e-4)
+    assert not found.weights[used:].any()
+    scored = SimpleNamespace(rows=SimpleNamespace(x_test=x, y_test=target), config=config, units=TargetUnits(0.0, 1.0))
+    f = found.intercept + x @ found.weights
+    if likelihood == "poisson":  # a normal log rate
+        nodes, weight = np.polynomial.hermite_e.hermegauss(80)
+        mass = stats.poisson.pmf(y[:, None], beside[:, None] * np.exp(f[:, None] + variance**0.5 * nodes))
+        mass = mass @ weight / weight.sum()
+    else:
+        r = 1 / max(alpha, 1e-9)
+        mass = law(best).pmf(y) if shares else stats.nbinom.pmf(y, r, r / (r + beside * np.exp(f)))
+    assert linear_scores(scored, found).nll == pytest.approx(-np.log(mass).sum(), rel=1e-4)
 
 
 def test_figures_of_ranks_from_summed_histograms():

@@ -168,7 +168,10 @@ def test_a_rate_is_learned_from_counts_with_exposure(tmp_path):
     assert found.saved.arrays["likelihood.parameters"] == pytest.approx(ALPHA, rel=0.3)
     assert "years" not in found.posterior.preparation.features
     poisson = fg.run(frame, target="cases, years", sites=3, options=options | {"model.likelihood": "poisson"})
-    assert found.metrics.test["nll"] < poisson.metrics.test["nll"] - 0.2
+    m = found.metrics
+    assert m.test["nll"] < m.linear["nll"] < m.mean["nll"]  # a sine of x has a slope
+    assert m.test["nll"] < poisson.metrics.test["nll"] - 0.2
+    assert "negative binomial regression" in (found.path / "report.html").read_text()
     assert abs(found.metrics.test["coverage_95"] - 0.95) < abs(poisson.metrics.test["coverage_95"] - 0.95)
 
 

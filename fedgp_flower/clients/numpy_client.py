@@ -23,7 +23,6 @@ from flwr.common.typing import Scalar as FlowerScalar
 from fedgp_flower import shared_messages as wire
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
-from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data import standardisation
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -60,6 +59,8 @@ logger = logging.getLogger("fedgp")
 CERTAIN = 30.0
 """Largest absolute log odds of a linear predictor, so that the NLL of a wrong class is finite."""
 EVALUATE = "evaluate"
+REGRESSION_OF = {"poisson": "poisson", "negative-binomial": "poisson", "binomial": "binomial"}
+"""The likelihood of a count's regression; its weights hold for overdispersed counts, too."""
 """The message type that :meth:`SiteClient.score` answers."""
 KIND, NAMES = "kind", "names-of-arrays"
 """Config keys of a ``fit`` or ``evaluate`` call: the message type, and the names of its arrays, one per line."""
@@ -380,6 +381,19 @@ def time_regression(client: SiteClient, request: wire.OneArray) -> wire.TimeSums
     return wire.TimeSums(np.array(total), gradient, information)
 
 
+def count_regression(client: SiteClient, request: wire.OneArray) -> wire.CountSums:
+    """Log likelihood and derivatives of Poisson or binomial regression on the first Q columns of X̃."""
+    design = wire.with_ones(client.rows.x)[:, : len(request.values)]
+    f, target = torch.from_numpy(design @ request.values), torch.from_numpy(client.rows.y)
+    likelihood, zero = build_point_likelihood(REGRESSION_OF[client.config.model.likelihood]), torch.zeros_like(f)
+    value, slope, curvature, _ = likelihood.slopes(target, f, zero, likelihood.initial)
+    rate = likelihood.observed(target, f, zero, likelihood.initial)[0].numpy()
+    count = split_target(client.rows.y)[0]
+    excess = np.array([(np.square(count - rate) - rate).sum(), np.square(rate).sum()])
+    information = design.T * curvature.numpy() @ design
+    return wire.CountSums(value.numpy(), design.T @ slope.numpy(), information, excess)
+
+
 def linear_scores(client: SiteClient, request: wire.LinearPredictor) -> wire.LinearScoreSums:
     """Scores of a linear predictor on the held-out rows."""
     rows, likelihood = client.rows, client.config.model.likelihood
@@ -391,18 +405,21 @@ def linear_scores(client: SiteClient, request: wire.LinearPredictor) -> wire.Lin
         scores = class_scores(np.exp(log_probabilities(wire.with_ones(x), request.classes)), y)
     elif likelihood == "bernoulli":
         scores = bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
-    elif likelihood == "poisson":
-        scores = count_scores(mean, variance, y)
-    elif SECOND_COLUMN.get(likelihood) == "event":
-        hyper = torch.tensor([math.log(request.variance) / 2], dtype=torch.float64)
-        scores = build_point_likelihood(likelihood).scores(mean, 0 * mean, y, hyper, client.units)
+    elif likelihood in SECOND_COLUMN:
+        point, spread = build_point_likelihood(likelihood), variance
+        hyper = point.initial
+        if len(hyper):  # log σ of times, the log dispersion of counts
+            half = 0.5 if SECOND_COLUMN[likelihood] == "event" else 1.0
+            hyper, spread = torch.full_like(hyper, half * math.log(request.variance)), 0 * mean
+        scores = point.scores(mean, spread, y, hyper, client.units)
     else:
         scores = client.units.gaussian_scores(Prediction(mean, variance), y)
     return wire.LinearScoreSums.of(scores)
 
 
 SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, life_table, predictions)
-SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, shape, moments, logistic, time_regression)
+REGRESSIONS = moments, logistic, time_regression, count_regression
+SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, shape, *REGRESSIONS)
 
 
 @cache

@@ -22,7 +22,7 @@ from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.run.summary import number
+from fedgp_flower.run.summary import LINEAR, number
 from fedgp_flower.typing import Array, Facts
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ FEDERATED, LOCAL, POOLED, BAND, MISS = "#1f5f99", "#c8691c", "#3d3d3d", "#bcd3e8
 STYLES = {
     "local-only": (LOCAL, "--"),
     "pooled": (POOLED, ":"),
-    "linear regression": ("#6b7a2a", "-."),
-    "logistic regression": ("#6b7a2a", "-."),
-    "AFT regression": ("#6b7a2a", "-."),
+    **dict.fromkeys(LINEAR, ("#6b7a2a", "-.")),
 }
 """Colour and dash of the baselines in the figure of convergence."""
 COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("o-", "s--", "^-.", "D:", "v-", "P--")

@@ -27,6 +27,14 @@ CLASSIFICATION["calibration_slope"] = "slope"
 TITLES = {**TIMES, **REGRESSION, **CLASSIFICATION, "mae": "MAE", "rows": "held-out rows"}
 NOTABLE_GAIN = 0.01
 """Expected gain of further training, in nats per row, that gives a note."""
+REGRESSIONS = {
+    "poisson": "Poisson regression",
+    "negative-binomial": "negative binomial regression",
+    "binomial": "binomial regression",
+}
+"""Names of the regression of counts, by likelihood."""
+LINEAR = ("linear regression", "logistic regression", "AFT regression", *REGRESSIONS.values())
+"""All names of the simplest baseline with inputs."""
 WITHOUT_INPUTS = {"mean of the target", "class shares", "Kaplan–Meier curve"}
 """Baselines that use no input."""
 CENTRALISED = ("pooled", "gradient boosting")
@@ -71,7 +79,8 @@ def is_time(metrics: RunMetrics) -> bool:
 
 def baselines(metrics: RunMetrics) -> dict[str, Facts]:
     """Return the figures of the baselines that the run computed, by name, the simplest first."""
-    mean, linear = "mean of the target", "linear regression"
+    mean = "mean of the target"
+    linear = REGRESSIONS.get(str(metrics.data.get("likelihood")), "linear regression")
     if is_classification(metrics):
         mean, linear = "class shares", "logistic regression"
     elif is_time(metrics):

@@ -149,7 +149,7 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
         **{name: None if scores is None else with_skill(scores, mean) for name, scores in baselines.items()},
         "converged": algorithm.converged(algorithm.current),
         "training_target": preparation.training_target,
-        "data": preparation.data,
+        "data": {**preparation.data, "likelihood": session.config.model.likelihood},
         "warnings": session.warnings() + algorithm.warnings() + scoring.warnings,
         "calibration": evaluation["calibration"],
         "failures": [asdict(failure) for failure in network.failures],

@@ -22,11 +22,12 @@ from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
-from fedgp_flower.options import CLASSIFICATION, DEFAULT_LIKELIHOODS, MULTICLASS, REAL_VALUED, SECOND_COLUMN
+from fedgp_flower.options import CLASSIFICATION, MULTICLASS, SECOND_COLUMN
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
 from fedgp_flower.shared_messages import (
     BoostedScoreSums,
     ComparedScoreSums,
+    CountSums,
     HeldOutRows,
     LifeTableScoreSums,
     LinearPredictor,
@@ -51,6 +52,9 @@ logger = logging.getLogger("fedgp")
 PENALTIES = 10.0 ** np.arange(-6, 6.25, 0.25)
 """λ: the prior has the information of λ rows."""
 NEWTON_STEPS = 30
+LONGEST = 2.0
+"""Largest change of a coefficient of counts in a step."""
+LEAST_DISPERSION = 1e-6
 TOLERANCE = 1e-10
 """Newton decrement, in nats, at which the search for the mode ends."""
 HALVES = (
@@ -185,18 +189,25 @@ class Scoring:
         if SECOND_COLUMN.get(likelihood) == "event":
             sites, middle = session.roster().all_sites, preparation.training_target["mean"]
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
-            table = self.baseline(LifeTableScoreSums, Nothing())
-            return table, None if line is None else self.baseline(LinearScoreSums, line)
+            return self.baseline(LifeTableScoreSums, Nothing()), self._scored(line)
         other_task = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSIFICATION)
-        supported = likelihood in DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS and not session.config.second_target
-        if other_task or not supported:
+        formula = session.config.design
+        if other_task or (formula is not None and formula.offset):  # an exposure that the inputs lack
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
-        scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
-        target = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
-        mean = constant(target, rows, inputs, likelihood, scale)
-        line = session.run(linear_fit(session.roster().all_sites, likelihood, inputs, len(preparation.classes)))
-        return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
+        sites = session.roster().all_sites
+        if likelihood in SECOND_COLUMN:
+            mean = session.run(count_regression(sites, likelihood, inputs, 0))
+            line = session.run(count_regression(sites, likelihood, inputs, inputs))
+        else:
+            scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
+            target = {"mean": scale[0], "sd": scale[1]} if preparation.transformed else preparation.training_target
+            mean = constant(target, rows, inputs, likelihood, scale)
+            line = session.run(linear_fit(sites, likelihood, inputs, len(preparation.classes)))
+        return self._scored(mean), self._scored(line)
+
+    def _scored(self, model: LinearPredictor | None) -> Json | None:
+        return None if model is None else self.baseline(LinearScoreSums, model)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
         """Return held-out rows of simulated sites with their predictions, if the configuration keeps them."""
@@ -292,19 +303,13 @@ def _figures(scores: ScoreSums) -> Figures:
 def constant(
     target: Mapping[str, float], rows: int, inputs: int, likelihood: str, scale: tuple[float, float]
 ) -> LinearPredictor:
-    """Return the predictor without inputs: mean and sd of the training targets, or the class shares.
-
-    Counts: log rate ~ N(m, v) with E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), or Poisson where var y < r.
-    """
+    """Return the predictor without inputs: mean and sd of the training targets, or the class shares."""
     if likelihood in MULTICLASS:
         shares = shares_of(target)
         intercepts = np.log(shares[1:] / shares[0])[:, None]
         return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1))
     if likelihood == "bernoulli":
         intercept, variance = math.log(target["share"] / (1 - target["share"])), 0.0
-    elif likelihood == "poisson":
-        variance = math.log1p(max(target["sd"] ** 2 - target["mean"], 0.0) / target["mean"] ** 2)
-        intercept = math.log(target["mean"]) - variance / 2
     else:
         intercept = (target["mean"] - scale[0]) / scale[1]
         variance = (target["sd"] / scale[1]) ** 2 * (rows + 1) / (rows - 1)  # of a new row about the mean of N rows
@@ -314,13 +319,11 @@ def constant(
 def linear_fit(
     sites: tuple[str, ...], likelihood: str, inputs: int, classes: int = 2
 ) -> Asking[LinearPredictor | None]:
-    """Return linear regression for numbers, logistic regression for classes; None for counts or without answers.
+    """Return linear regression for numbers, logistic regression for classes; None without answers.
 
     The weights of logistic regression are at the mode of log p(y | w) − Σ ‖w_c − w̄‖² over C classes; for two classes
     this is −½‖w_1 − w_0‖². w_0 = 0.
     """
-    if likelihood == "poisson":
-        return None
     if likelihood in CLASSIFICATION:
         shape = classes - 1, 1 + inputs
         across = 2 * (np.eye(classes - 1) - 1 / classes)
@@ -378,6 +381,31 @@ def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[
         return None
     weights = at[:-1] / at[-1]
     return LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), float(at[-1] ** -2))
+
+
+def count_regression(sites: tuple[str, ...], likelihood: str, inputs: int, used: int) -> Asking[LinearPredictor | None]:
+    """Return Poisson or binomial regression on the first ``used`` inputs; without any it predicts the mean.
+
+    The coefficients w are at the mode of log p(y | w) − ½‖w‖² without the intercept in the norm. Counts have the
+    dispersion α = Σ [(y − μ)² − μ] / Σ μ²: for ``poisson``, where var y = μ + αμ² comes of a normal log rate,
+    its variance is v = log(1 + α) and its mean log μ − ½v. α = 0 where var y < μ.
+    """
+    penalty = np.diag([0.0, *np.ones(used)])
+    sums = Total(CountSums, None, sites, sizes={"Q": len(penalty)})
+    at = yield from _mode(lambda at: replace(sums, request=OneArray(at)), np.zeros(len(penalty)), penalty, LONGEST)
+    if at is None:
+        return None
+    summed: Summed[CountSums] = yield replace(sums, request=OneArray(at))
+    if summed.total is None:
+        return None
+    surplus, squares = summed.total.excess.tolist()
+    weights, variance, shift = np.r_[at[1:], np.zeros(inputs - used)], 0.0, 0.0
+    if likelihood == "poisson":
+        variance = math.log1p(max(surplus / squares, 0.0))
+        shift = -variance / 2
+    elif likelihood == "negative-binomial":
+        variance = max(surplus / squares, LEAST_DISPERSION)
+    return LinearPredictor(np.zeros(inputs), weights, float(at[0]) + shift, variance)
 
 
 def _mode(
