@@ -13,7 +13,7 @@ import fedgp_flower as fg
 from fedgp_flower.clients import baselines
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
-from fedgp_flower.gp.optimisers import pack
+from fedgp_flower.gp.optimisers import on_grid, pack
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, common_values, step_points
 from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
@@ -427,6 +427,8 @@ def test_cuts_lie_between_the_values_that_rows_of_any_site_share() -> None:
     assert points.shape == (5, 3)
     np.testing.assert_allclose(points[:4], [[cut, ABSENT, ABSENT] for cut in (0.25, 0.75, 1.25, 1.75)], rtol=1e-12)
     np.testing.assert_allclose(points[4], [ABSENT, ABSENT, 0.5], rtol=1e-12)
+    thirds = step_points(*common_values(x / 3, 3), 300.0)
+    np.testing.assert_array_equal(thirds, on_grid(thirds))  # so that trials leave them where they are
     two_values = common_values(x[:, 1:], 3)
     assert len(step_points(*two_values, 300.0)) == 0
     many = np.column_stack([draw.integers(0, 900, 20_000) / 300] * 2)
@@ -441,6 +443,7 @@ def test_a_jump_at_one_value_is_learned_and_saved(tmp_path: Any) -> None:
     options = {"output-dir": str(tmp_path), "model.likelihood": "bernoulli", "model.num-inducing": 15}
     finished = fg.run(table, target="ill", sites=3, num_rounds=15, options=options | ALONE | {"evaluate-every": 0})
     assert finished.config["model.kernel"] == "steps(rbf)"
+    assert (finished.history["objective"].diff()[1:6] > 0).all()  # the first trials are not in vain
     posterior = fg.load_run(finished.path).posterior
     near = posterior.predict(pd.DataFrame({"dose": [6, 7, 8], "weight": 0.0}))["probability of yes"]
     assert np.abs(near - [0.2, 0.95, 0.2]).max() < 0.2
