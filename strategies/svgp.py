@@ -197,15 +197,20 @@ def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
 
 
 def finished(problem: Problem, state: SVGPState) -> bool:
-    """Return whether the run has converged or has no exchanges left."""
-    return converged(state) or state.exchanges >= problem.exchanges
+    """Return whether the run has converged, is stuck or has no exchanges left."""
+    return converged(state) or stuck(state) or state.exchanges >= problem.exchanges
+
+
+def stuck(state: SVGPState) -> bool:
+    """Return whether too many trials in a row were rejected."""
+    return state.halvings >= 2 * HALVINGS
 
 
 def converged(state: SVGPState) -> bool:
-    """Return whether the latest evaluations gained nearly nothing, or too many trials in a row were rejected."""
+    """Return whether the latest evaluations gained nearly nothing, or no trial gains any more after some did."""
     gained = np.diff(state.objectives[-WARM_UP - 1 :])
-    flat = len(gained) == WARM_UP and state.evaluations > 2 * WARM_UP and gained.max() < TOLERANCE
-    return bool(flat) or state.halvings >= 2 * HALVINGS
+    flat = len(gained) == WARM_UP and gained.max() < TOLERANCE
+    return state.evaluations > 2 * WARM_UP and bool(flat or stuck(state))
 
 
 def posterior(state: SVGPState) -> PooledPosterior:
@@ -239,7 +244,7 @@ class SVGP(FederatedStrategy[SVGPState]):
         return (yield from one_round(self.problem, state, roster))
 
     def finished(self, state: SVGPState) -> bool:
-        """Whether the run has converged or has no exchanges left."""
+        """Whether the run has converged, is stuck or has no exchanges left."""
         return finished(self.problem, state)
 
     def converged(self, state: SVGPState) -> bool:

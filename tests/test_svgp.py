@@ -281,6 +281,12 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps(monkeypatch: pytes
     for _ in range(3):
         back = rejected(back)
     assert len(back.points) == len(back.objectives) == 1  # the memory is cleared
+    for _ in range(4):
+        assert not svgp.finished(Problem(exchanges=60, model=section(likelihood)), back)
+        back = rejected(back)
+    assert svgp.finished(Problem(exchanges=60, model=section(likelihood)), back)
+    assert not svgp.converged(back)  # it has hardly begun
+    assert svgp.converged(replace(back, evaluations=7))
 
 
 def test_the_precision_stays_definite_where_outliers_bend_the_likelihood() -> None:
