@@ -110,7 +110,8 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
         summed: Summed[ValueCounts] = yield Total(ValueCounts, Nothing(), sizes={"D": locations.shape[1], "B": bins})
         more += 1
         if summed.total is not None:
-            locations = np.vstack([step_points(summed.total.rows, summed.total.sums, rows), locations])
+            cuts = step_points(summed.total.rows, summed.total.sums, rows)
+            locations = np.vstack([on_grid(cuts), locations])  # trials leave cuts on the grid where they are
     latent = LatentGP(model, torch.from_numpy(locations)).begin(problem.target, float(shape.beside) / rows)
     return replace(initial_state(latent), exchanges=EXCHANGES_BEFORE + more)
 

@@ -17,7 +17,6 @@ from gpytorch.kernels import Kernel
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedgp_flower.gp.optimisers import on_grid
 from fedgp_flower.typing import Array
 
 ABSENT = 2.0**40
@@ -76,7 +75,7 @@ def step_points(rows: Array, sums: Array, count: float) -> Array:
         wanted = np.linspace(0, reached[-1], limit + 2)[1:-1] if len(filled) > limit + 1 else reached[:-1]
         below = np.unique(np.searchsorted(reached[:-1], wanted).clip(0, len(filled) - 2))
         own = np.full((len(below), num_inputs), ABSENT)
-        own[:, d] = on_grid((values[below] + values[below + 1]) / 2)  # where steps of L-BFGS leave it
+        own[:, d] = (values[below] + values[below + 1]) / 2
         points.append(own)
     return np.concatenate(points)
 
