@@ -59,9 +59,9 @@ logger = logging.getLogger("fedgp")
 CERTAIN = 30.0
 """Largest absolute log odds of a linear predictor, so that the NLL of a wrong class is finite."""
 EVALUATE = "evaluate"
+"""The message type that :meth:`SiteClient.score` answers."""
 REGRESSION_OF = {"poisson": "poisson", "negative-binomial": "poisson", "binomial": "binomial"}
 """The likelihood of a count's regression; its weights hold for overdispersed counts, too."""
-"""The message type that :meth:`SiteClient.score` answers."""
 KIND, NAMES = "kind", "names-of-arrays"
 """Config keys of a ``fit`` or ``evaluate`` call: the message type, and the names of its arrays, one per line."""
 

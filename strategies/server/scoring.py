@@ -55,6 +55,7 @@ NEWTON_STEPS = 30
 LONGEST = 2.0
 """Largest change of a coefficient of counts in a step."""
 LEAST_DISPERSION = 1e-6
+"""Dispersion of negative binomial counts that vary no more than Poisson counts."""
 TOLERANCE = 1e-10
 """Newton decrement, in nats, at which the search for the mode ends."""
 HALVES = (
@@ -183,7 +184,7 @@ class Scoring:
         return self.baseline(PooledScoreSums, points), self.baseline(BoostedScoreSums, Nothing())
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
-        """Return the scores of the mean of the target and of linear or logistic regression; None for other tasks."""
+        """Return the scores of the mean of the target and of a regression; None for other tasks."""
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if SECOND_COLUMN.get(likelihood) == "event":
@@ -191,12 +192,13 @@ class Scoring:
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
             return self.baseline(LifeTableScoreSums, Nothing()), self._scored(line)
         other_task = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSIFICATION)
-        formula = session.config.design
-        if other_task or (formula is not None and formula.offset):  # an exposure that the inputs lack
+        if other_task:
             return None, None
         inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
         sites = session.roster().all_sites
         if likelihood in SECOND_COLUMN:
+            if (formula := session.config.design) is not None and formula.offset:  # the exposure is no column
+                return None, None
             mean = session.run(count_regression(sites, likelihood, inputs, 0))
             line = session.run(count_regression(sites, likelihood, inputs, inputs))
         else:
