@@ -124,6 +124,8 @@ class PrivacySection(Section):
 Partitioner: TypeAlias = Literal[
     "iid", "linear", "square", "exponential", "dirichlet", "pathological", "natural", "sizes", "kmeans", "blocks"
 ]
+BY_COLUMN = ("natural", "dirichlet", "pathological")
+"""Partitioners that deal rows by the levels of a column."""
 
 
 class CoreConfig(Section):
@@ -208,6 +210,10 @@ class CoreConfig(Section):
         if self.partitioner == "natural" and not self.partition.column:
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
+            )
+        if self.partition.column and self.partitioner not in BY_COLUMN:
+            raise ValueError(
+                f"`partition.column` is for `partitioner` = {', '.join(map(repr, BY_COLUMN))}, not {self.partitioner!r}"
             )
         if self.holdout != "random" and self.split >= 0:
             raise ValueError(f"`holdout` = '{self.holdout}' needs `split` = -1: a standard split fixes the test rows")
@@ -521,6 +527,6 @@ def validated(section: type[S], values: Facts, prefix: str) -> S:
         lines = []
         for item in error.errors():
             key = prefix + ".".join(str(part) for part in item["loc"])
-            found = "" if key == prefix else f" = {item['input']!r}"
-            lines.append(f"`{key or prefix.rstrip('.') or 'configuration'}`{found}: {item['msg']}")
+            found = f"`{key}` = {item['input']!r}: " if key != prefix else f"`{prefix.rstrip('.')}`: " if prefix else ""
+            lines.append(found + item["msg"].removeprefix("Value error, "))
         raise ConfigError("\n".join(lines)) from None

@@ -42,6 +42,7 @@ def test_defaults_are_a_valid_configuration():
         ({"sgpr.small-sites": "drop"}, ["`sgpr.small-sites`", "'warn', 'cap' or 'masks'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),
+        ({"partition.column": "cell"}, ["`partition.column`", "'natural', 'dirichlet', 'pathological'", "'iid'"]),
         ({"model.likelihood": "poisson"}, ["`model.likelihood`", "gaussian"]),
         ({"optimizer.batch-size": 10}, ["`optimizer.batch-size`", "0"]),
         ({"extra": "toy.step=3"}, ["unknown configuration key `toy.step`"]),
@@ -56,6 +57,7 @@ def test_errors_name_key_value_and_what_is_allowed(flat, words):
         parse_config({"method": "fsgp", **flat})
     for word in words:
         assert word in str(caught.value)
+    assert "Value error" not in str(caught.value)
 
 
 PRIVATE = {"privacy.epsilon": 1.0, "privacy.ranges": '{"x": [-1, 7], "y": [-2, 2]}', "baselines.linear": False}

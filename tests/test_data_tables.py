@@ -226,7 +226,7 @@ def test_held_out_rows_beside_a_table_are_no_site():
 
 
 def test_a_column_that_says_train_and_test_is_no_target(tmp_path):
-    frame = pd.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0) ** 2, "split": ["train"] * 30 + ["val"] * 10})
+    frame = pd.DataFrame({"x": np.arange(40.0) / 4, "y": np.arange(40.0) ** 2, "split": ["train"] * 30 + ["val"] * 10})
     frame.to_csv(tmp_path / "a.csv", index=False)
     site = load_site(CoreConfig(), {"data-path": str(tmp_path / "a.csv")})
     assert (site.features, site.target) == (("x",), "y")
@@ -251,6 +251,10 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
     assert "if they name classes, set `model.likelihood`" in suspicions(graded, "days", {}, gaussian=True)
     assert "set `model.likelihood` to 'bernoulli'" in suspicions(frame.assign(days=frame["n"] % 2.0), "days", {}, True)
     assert suspicions(graded, "days", {}, gaussian=False) == ""
+    numbered = frame.assign(id=draw.permutation(np.arange(1000.0, 1080))[:60], m=4.0 * np.arange(60))  # m has gaps
+    assert suspicions(numbered, "days", {}, gaussian=False) == (
+        "`id` numbers the rows; unless it is a time, leave it out (`features` = '-id')"
+    )
     assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance
 
 
@@ -500,8 +504,10 @@ def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert "like an identifier" in out
     assert "142 training rows at 2 sites, 2 rows left out for a missing cell; 5 inputs of 3 columns" in out
     with pytest.raises(SystemExit):
-        main(["check", str(north)])
-    assert "set `missing` to" in capsys.readouterr().out
+        main(["check", str(north), "partitioner=kmeans"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "train with `missing` = 'drop', 'impute' or 'indicator'" in out
+    assert "every file is a site, and `partitioner` = 'kmeans' deals the rows of one table" in out
 
 
 def test_a_run_says_it_before_training_and_in_its_report(tmp_path: Path, caplog: Any) -> None:

@@ -38,7 +38,7 @@ WHOLE, MOST_GRADES = r"-?\d+", 30
 UNIQUE = 0.9
 """If a column of numbers has a larger share of distinct values, repeated rows are no coincidence."""
 LEAST_SKEWED = 30
-"""Smallest number of rows for a skewness."""
+"""Smallest number of rows for a skewness, and to recognise row numbers."""
 EMPTY = "empty or NaN cell"
 LEFT_OUT = "leave it out (`features` = '-{}')"
 """Advice to train without a column."""
@@ -75,7 +75,7 @@ def cells_of(
         columns[name], found = _typed_column(frame[name], kinds.get(name))
         problems += [f"column `{name}`: {words}" for words in found if missing == "error" or EMPTY not in words]
     empty = any(EMPTY in problem for problem in problems)
-    remedy = ". Fill the cells, or set `missing` to 'drop', 'impute' or 'indicator'" if empty else ""
+    remedy = ". Fill the cells, or train with `missing` = 'drop', 'impute' or 'indicator'" if empty else ""
     words = f"{'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}"
     return pd.DataFrame(columns, index=frame.index), words
 
@@ -168,6 +168,11 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
     if duplicates := repeated(frame):
         rows = "1 row repeats" if duplicates == 1 else f"{duplicates:,} rows repeat"
         warnings += [f"{rows} another row in every column; if it is the same observation, leave it out"]
+    warnings += [
+        f"`{name}` numbers the rows; unless it is a time, {LEFT_OUT.format(name)}"
+        for name, column in frame.drop(columns=target).items()
+        if numbers_rows(column)
+    ]
     if gaussian and is_skewed(frame[target]):
         warnings += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
@@ -196,6 +201,13 @@ def repeated(frame: pd.DataFrame) -> int:
     some = len(once) < len(frame) < 4 * len(once)  # more duplicates mean that few distinct rows are possible
     unlikely = some and any(numbers[name].nunique() >= UNIQUE * len(once) for name in numbers)
     return len(frame) - len(once) if unlikely else 0
+
+
+def numbers_rows(column: pd.Series) -> bool:
+    """Return whether a column holds whole numbers with few gaps, each once, as row numbers do."""
+    if kind_of(column) != "numeric" or len(column) < LEAST_SKEWED or not column.is_unique or (column % 1 != 0).any():
+        return False
+    return float(np.ptp(column)) < 1.5 * len(column)
 
 
 def is_skewed(target: pd.Series) -> bool:

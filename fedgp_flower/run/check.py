@@ -24,7 +24,11 @@ def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     same_name = len({table_stem(file) for file in files}) < len(files)
     nodes = {str(file) if same_name else table_stem(file): {"data-path": str(file)} for file in files}
     names = {name: file.name for name, file in zip(nodes, files, strict=True)}
-    return _agreed(nodes, config, names)
+    summary, suspected, problems = _agreed(nodes, config, names)
+    if config.partitioner != "iid":
+        dealt = f"every file is a site, and `partitioner` = '{config.partitioner}' deals the rows of one table"
+        problems = [f"{dealt}: leave it out, or set `dataset` to one file with all rows", *problems]
+    return summary, suspected, problems
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
