@@ -18,13 +18,13 @@ from fedgp_flower.gp import cells
 from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.models import LOCATIONS, SparseGP
+from fedgp_flower.gp.models import LOCATIONS, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise, outlook, pack, rounds_to_come, unpack
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, contradicting, profiled, scaled
-from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
+from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode, shared
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
@@ -494,3 +494,12 @@ def test_copies_do_not_collapse_the_noise(tmp_path):
     assert end.current.weight < 1 / 4
     assert 0.15 < end.details()["noise_sd_standardised"] < 0.4
     assert any("rows are copies of each other" in text for text in end.warnings())
+
+
+def test_sites_of_a_process_share_an_equal_posterior_and_no_other():
+    mean, covariance = torch.ones(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64)
+    known = shared(WhitenedPosterior(mean, covariance))
+    assert shared(WhitenedPosterior(mean.clone(), covariance.clone())) is known
+    for other in (WhitenedPosterior(mean, 2 * covariance), WhitenedPosterior(mean[:2], covariance[:2, :2])):
+        assert shared(other) is other
+        assert shared(other) is other

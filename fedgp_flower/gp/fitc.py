@@ -138,7 +138,10 @@ def weighted_gradient(
     At the posterior q(v) = N(m, S) of all rows, ∂F = Σ_n ∂ E_q log N(y_n | w_nᵀ v, λ_n) with q held fixed (Fisher's
     identity), so that the shares of sites add up. With r = y − wᵀm and g = ∂/∂λ = ½ (r² + wᵀSw)/λ² − ½/λ:
 
-        W̄ = (m r − S w)/λ − 2 w g,   K̄_zx = L⁻ᵀ W̄,   ∂k(x, x) = g,   ∂σ² = Σ g,   L̄ = −tril L⁻ᵀ Σ W̄ wᵀ.
+        W̄ = (m r − S w)/λ − 2 w g,   K̄_zx = L⁻ᵀ W̄,   K̄_zz = −½ K̄_zx (L⁻ᵀ W)ᵀ,   ∂k(x, x) = g,   ∂σ² = Σ g.
+
+    F does not depend on the choice of the root of K_zz. This K̄_zz is that of L (L⁻¹ K_zz L⁻ᵀ)^½, which is L here; that
+    of a triangular root takes two more solves of size M.
 
     The score is for the noise λ e^{γz} at γ = 0, where z is an input or its square less 1 (Breusch and Pagan 1979).
     With the excess t = 2 λ g of the expected squared residual it holds Σ z t and Σ (z t)² [2, 2D]. The second estimates
@@ -147,19 +150,21 @@ def weighted_gradient(
     whitener = whitener or Whitener(model)
     factor, noise = whitener.factor, model.noise.detach()
     mean, covariance = (part.to(factor) for part in (q.mean, q.covariance))
-    product, by_noise, score = torch.zeros_like(factor), 0.0, factor.new_zeros(2, 2 * inputs.shape[1])
+    by_points, by_noise, score = torch.zeros_like(factor), 0.0, factor.new_zeros(2, 2 * inputs.shape[1])
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         cross = rows.cross
         spread, residual, explained = variances(rows, noise), y - cross.mT @ mean, covariance @ cross
         by_spread = ((residual.square() + (cross * explained).sum(0)) / spread - 1) / (2 * spread)
         by_cross = torch.outer(mean, residual).sub_(explained).div_(spread).addcmul_(cross, by_spread, value=-2)
-        product.addmm_(by_cross, cross.mT)
         by_noise += float(by_spread.sum())
         terms = torch.cat([rows.inputs, rows.inputs.square() - 1], 1) * (2 * spread * by_spread)[:, None]  # z t
         score += torch.stack([terms.sum(0), terms.square().sum(0)])
-        incoming = torch.linalg.solve_triangular(factor, by_cross.mT, upper=False, left=False)  # [N, M]
+        incoming, weights = (  # K̄_xz and K_xz K_zz⁻¹, both [N, M]
+            torch.linalg.solve_triangular(factor, part.mT, upper=False, left=False) for part in (by_cross, cross)
+        )
+        by_points.addmm_(incoming.mT, weights, alpha=-0.5)
         total = accumulated(total, whitener.pulled_back(model, rows, incoming, by_spread))
-    total = accumulated(total, whitener.pulled_back_factor(model, product))
+    total = accumulated(total, whitener.pulled_back_points(model, by_points))
     total[LOG_NOISE] = np.asarray(total[LOG_NOISE] + by_noise * to_array(noise))
     return {name: share for name, share in total.items() if name != LOCATIONS}, to_array(score)

@@ -211,20 +211,24 @@ class SparseGP(WiredModel, WhitenedGP):
         """Return K_zx [M, N] and k(x, x) [N]."""
         return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True)
 
-    def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
+    def predict(
+        self, inputs: Rows, posterior: WhitenedPosterior, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return mean aᵀm and variance k_xx − aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx.
 
-        Raise NumericsError if a variance is not positive.
+        ``factor`` is L, if known. Raise NumericsError if a variance is not positive.
         """
-        mean, variance = self.marginals(inputs, posterior)
+        mean, variance = self.marginals(inputs, posterior, factor)
         variance = variance + self.noise
         if count := int((variance <= 0).sum()):
             raise NumericsError(f"{count} of {len(variance)} predictive variances are not positive.")
         return mean, variance
 
-    def marginals(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
+    def marginals(
+        self, inputs: Rows, posterior: WhitenedPosterior, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return mean aᵀm and variance k_xx − aᵀa + aᵀSa of f, both [*C, N], a = L⁻¹k_zx, in blocks of rows."""
-        factor, size = self.factor(), (*posterior.mean.shape[:-1], len(inputs))
+        factor, size = self.factor() if factor is None else factor, (*posterior.mean.shape[:-1], len(inputs))
         mean, variance = factor.new_empty(size), factor.new_empty(size)
         for rows in torch.arange(len(inputs)).split(math.ceil(ENTRIES / factor[..., 0].numel())):
             cross, prior = self.covariances(inputs[rows])
@@ -320,14 +324,16 @@ class LatentGP(SparseGP):
         return mean, prior + self.nugget() + ((spread - cross) * cross).sum(-2), spread
 
     @torch.no_grad()
-    def latent(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of f, [N], or [C, N] for C functions."""
-        mean, variance = self.marginals(inputs, posterior)
+    def latent(self, inputs: Rows, posterior: WhitenedPosterior, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of f, [N], or [C, N] for C functions; ``factor`` is L, if known."""
+        mean, variance = self.marginals(inputs, posterior, factor)
         return (self.constant + mean).double(), (variance + self.nugget()).double()
 
-    def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
+    def predict(
+        self, inputs: Rows, posterior: WhitenedPosterior, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return mean and variance of an observation, both [N]; for a label p and p (1 − p)."""
-        return self.observed.moments(*self.latent(inputs, posterior), self.hyper.detach())
+        return self.observed.moments(*self.latent(inputs, posterior, factor), self.hyper.detach())
 
     def forward(self, inputs: Rows) -> MultivariateNormal:
         """Return the prior of f with the nugget."""

@@ -14,7 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.gp.kernels import L1, Warped, warped
-from fedgp_flower.gp.linalg import kernel_cholesky
+from fedgp_flower.gp.linalg import kernel_cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.placement import to_arrays
 from fedgp_flower.gp.sums import BoundGradient, SparseSums, bound_gradient
@@ -200,12 +200,12 @@ class Whitener:
     def __init__(self, model: SparseGP, cached: int = CACHED_CHUNKS) -> None:
         self.closed = _ClosedForm.of(model)
         if self.closed is None:
-            self.covariance, self.variance = model.inducing_covariance()
+            covariance, self.variance = model.inducing_covariance()
         else:
             self.terms = self.closed.covariances(model.inducing_points)
-            self.covariance = torch.from_numpy(_sum_of(self.terms))
-            self.variance = self.covariance.new_tensor(self.closed.variance)
-        self.factor = kernel_cholesky(self.covariance, variance=self.variance, jitter=model.jitter).contiguous()
+            covariance = torch.from_numpy(_sum_of(self.terms))
+            self.variance = covariance.new_tensor(self.closed.variance)
+        self.factor = kernel_cholesky(covariance, variance=self.variance, jitter=model.jitter).contiguous()
         self.max_cached = cached
         self._cache: dict[tuple[int, int], Projected] = {}
 
@@ -239,11 +239,15 @@ class Whitener:
 
         K̄_zz = −sym(L⁻ᵀ Φ(Q) L⁻¹), where Φ takes the lower triangle and half the diagonal (Murray 2016). Q is changed.
         """
-        inner = product.mul_(-0.5).tril_()
+        inner = product.neg_().tril_()
         inner.diagonal().mul_(0.5)
         half = torch.linalg.solve_triangular(self.factor.mT, inner, upper=True)
         half = torch.linalg.solve_triangular(self.factor, half, upper=False, left=False)
-        incoming = half + half.mT
+        return self.pulled_back_points(model, half)
+
+    def pulled_back_points(self, model: SparseGP, adjoint: Tensor) -> NamedArrays:
+        """Return the derivatives through K_zz and its jitter by wire name, from an adjoint of K_zz [M, M]."""
+        incoming = symmetric(adjoint)
         by_variance = model.jitter * incoming.diagonal().sum()
         if self.closed is None:
             return by_autograd(model, model.inducing_covariance(), (incoming, by_variance))

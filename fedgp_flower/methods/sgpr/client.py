@@ -14,7 +14,7 @@ from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
 from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
-from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WiredModel, sparse_gp
+from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack, scatter
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.priors import hyperpriors, log_prior
@@ -53,6 +53,8 @@ _whiteners: dict[Hashable, Whitener] = {}
 """Whiteners at the latest parameters; all sites in this process share them."""
 CACHED_WHITENERS, CACHED_ENTRIES = 8, 2e7
 """Largest number of cached whiteners, and of entries in their M × M matrices."""
+_posteriors: list[WhitenedPosterior] = []
+"""The latest q(v) of a prediction, with its root; all sites in this process share it."""
 ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
 """Messages answered under differential privacy: noisy sums, and those that disclose only the number of rows."""
 ASKED = "asked"
@@ -93,10 +95,10 @@ class SparseClient(SiteClient):
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Return mean and variance of noisy observations at new inputs [N, D], under the q(v) of the message."""
-        q, x = request.whitened(), self.placement.tensor(inputs)
+        model, whitener = self.whitened(request.values)
         with torch.no_grad():
-            mean, variance = self.load(request.values).hold(q).predict(x, q)
-        return Prediction(to_array(mean), to_array(variance))
+            found = model.predict(self.placement.tensor(inputs), shared(request.whitened()), whitener.factor)
+        return Prediction(*map(to_array, found))
 
 
 class SGPRClient(SparseClient):
@@ -150,8 +152,8 @@ class SVGPClient(SparseClient):
 
     def held_out(self, request: PooledPosterior) -> Prediction:
         """Return predictions of the held-out rows, given any second column of their targets."""
-        (model, _), rows, tensor = self.latent(request.values), self.rows, self.placement.tensor
-        moments = model.latent(tensor(rows.x_test), request.whitened())
+        (model, factor), rows, tensor = self.latent(request.values), self.rows, self.placement.tensor
+        moments = model.latent(tensor(rows.x_test), shared(request.whitened()), factor)
         with torch.no_grad():
             return Prediction(*map(to_array, model.observed.observed(tensor(rows.y_test), *moments, model.hyper)))
 
@@ -163,8 +165,9 @@ class SVGPClient(SparseClient):
 
     def score(self, request: PooledPosterior) -> Scores:
         """Return the scores of the held-out rows under the configured likelihood."""
-        (model, _), rows = self.latent(request.values), self.rows
-        mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
+        (model, factor), rows = self.latent(request.values), self.rows
+        moments = model.latent(self.placement.tensor(rows.x_test), shared(request.whitened()), factor)
+        mean, variance = map(to_array, moments)
         return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.units)
 
 
@@ -246,6 +249,17 @@ class PrivateSGPRClient(SparseClient):
         released = disturbed(sums, float(whitener.variance), budget.noise / request.sharing**0.5, generator)
         self.state.replace({**encode(released), ASKED: asked})
         return released
+
+
+def shared(q: WhitenedPosterior) -> WhitenedPosterior:
+    """Return q(v), or the equal one of another site in this process, whose root is known."""
+    if not all(
+        torch.equal(q.mean, known.mean) and torch.equal(q.covariance, known.covariance) for known in _posteriors
+    ):
+        _posteriors.clear()
+    if not _posteriors:
+        _posteriors.append(q)
+    return _posteriors[0]
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
