@@ -285,3 +285,6 @@ def test_parts_of_a_model_have_panels_of_their_own(run):
     figure = relevance(relevances(telling(run, lengthscale_facts(logs, None))))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["trend", "deviation"]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["age", "dose", "ward"]
+    summed = replace(run, saved=replace(run.saved, model={"kernel": "warp(rbf + l1)"}))
+    logs = {f"kernel.kernels.{term}.log_lengthscale": np.zeros((1, 3)) for term in range(2)}
+    assert list(relevances(telling(summed, lengthscale_facts(logs, None)))) == ["rbf (term 1)", "l1 (term 2)"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.likelihoods.grades import values_of
 from fedgp_flower.gp.steps import ABSENT, are_steps
-from fedgp_flower.options import SECOND_COLUMN
+from fedgp_flower.options import AUTO, SECOND_COLUMN, kernel_tree
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.typing import Array
@@ -63,10 +64,23 @@ def relevances(run: Run) -> dict[str, pd.DataFrame]:
         if len(entry["value"]) == len(run.saved.inputs):  # not a single lengthscale for all inputs
             value = pd.Series(entry["value"], list(run.saved.inputs), dtype=float)
             factor = np.exp(ndtri(0.975) * np.asarray(entry.get("log_sd") or np.nan, dtype=float))
-            table = pd.DataFrame({"value": value, "low": value / factor, "high": value * factor})
-            found[part] = table.sort_values("value")
-            found[part].attrs["how"] = str(entry.get("how", ""))
+            table = pd.DataFrame({"value": value, "low": value / factor, "high": value * factor}).sort_values("value")
+            found[_titled(part, str(run.saved.model.get("kernel", AUTO)))] = table
+            table.attrs["how"] = str(entry.get("how", ""))
     return found
+
+
+def _titled(part: str, kernel: str) -> str:
+    """Return the term of the kernel that a part ``kernel.1`` stands for, as in ``l1 (term 2)``; else the part."""
+    numbered, node, terms = re.fullmatch(r"kernel\.(\d+)", part), kernel_tree(kernel), list[str]()
+    while isinstance(node, ast.Call):
+        [node] = node.args
+    kind = type(node.op) if isinstance(node, ast.BinOp) else None
+    while isinstance(node, ast.BinOp) and type(node.op) is kind:
+        terms.insert(0, ast.unparse(node.right))
+        node = node.left
+    terms.insert(0, ast.unparse(node))
+    return f"{terms[int(numbered[1])]} (term {int(numbered[1]) + 1})" if numbered else part
 
 
 def walks(run: Run) -> pd.Series[float]:
