@@ -49,7 +49,7 @@ HISTOGRAM_SHAPES = {
 
 @message()
 class Nothing:
-    """A request that needs no arrays."""
+    """No content: a request that needs no arrays, or the state of a method that keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,14 +498,14 @@ class Moments:
 
 @message()
 class OneArray:
-    """A request that is one array: coefficients of a linear predictor, ends of bins of time, or values of inputs.
+    """A request that is one array: coefficients of a linear predictor, ends of bins of time, or places of inputs.
 
     Coefficients are for standardised inputs: intercept and weights of each class but the first [R, P], whose log odds
     are 0; v and τ [Q] of times; or w [Q] of counts, the intercept first. Ends are those of all bins but the last [E].
-    Values are common ones [D, V].
+    Places are common values [D, V], or anchors [C, D], distributed like the inputs of all sites.
     """
 
-    values: AnyShape = leaves("coefficients, ends of bins, or values")
+    values: AnyShape = leaves("coefficients, ends of bins, or places, from sums")
 
 
 @message("query.logistic", summand=True, counts="Q")

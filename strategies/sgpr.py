@@ -42,7 +42,6 @@ from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import optimize, special
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import (
-    Anchors,
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
@@ -248,7 +247,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     num_inputs = anchors.shape[1]
     model = pooled_bound.initial_hyperparameters(section, num_inputs)
     sizes = {"C": ANCHORS, "H": pack(model).size, "B": VALUES}
-    summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors), sizes=sizes)
+    summed: Summed[Sketch] = yield Total(Sketch, OneArray(anchors), sizes=sizes)
     if summed.total is None:
         raise RunError("no site sent a sketch of its rows; see the failures above")
     sketch, rng = summed.total, np.random.default_rng([seed, *b"inducing"])

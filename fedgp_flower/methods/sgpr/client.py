@@ -23,7 +23,6 @@ from fedgp_flower.gp.steps import common_values
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
-    Anchors,
     EvidenceGradient,
     Expectations,
     PairCounts,
@@ -104,11 +103,11 @@ class SparseClient(SiteClient):
 class SGPRClient(SparseClient):
     """The site's sketch, its sums at several parameters at once, and its share of the exact gradient."""
 
-    def sketch(self, request: Anchors) -> Sketch:
-        """Return sums over cells of this site's rows, and its local mode with the curvature there."""
+    def sketch(self, request: OneArray) -> Sketch:
+        """Return sums over cells of this site's rows at the nearest anchors, and its local mode with the curvature."""
         inputs, targets = self.tensors
-        found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
-        values = values_of(self.rows.x, request.points, max(LEAST_ALIKE, self.least_cell))
+        found = cells(self.rows.x, request.values, max(LEAST_ROWS, self.least_cell))
+        values = values_of(self.rows.x, request.values, max(LEAST_ALIKE, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *values, repeats(self.rows.x, self.rows.y), *mode)
 

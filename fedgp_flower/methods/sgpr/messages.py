@@ -46,13 +46,6 @@ class SparseStatistics(SparseSums):
         return gram_refusal(self.gram, self.projection, float(self.target_squares), added=described.added)
 
 
-@message()
-class Anchors:
-    """Points distributed like the inputs of all sites; a site adds each cell of rows to the nearest of them."""
-
-    points: Float[ndarray, "C D"] = leaves("drawn from the sums of all sites' histograms, in standardised units")
-
-
 @message("query.sketch", summand=True)
 class Sketch:
     """Sums over cells of at least five rows of a site, and the local mode of the log hyperparameters θ.
