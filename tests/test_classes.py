@@ -195,7 +195,7 @@ def test_the_multinomial_regression_beside_it_is_that_of_all_rows(tmp_path):
 def test_what_names_no_class_is_refused(tmp_path):
     frame = flowers(60)
     options = {"output-dir": str(tmp_path), "features": "x0,x1"}
-    with pytest.raises(DataError, match=r"3 levels; .*set `model.likelihood` to 'categorical'"):
+    with pytest.raises(DataError, match=r"3 levels; .*set `model.likelihood` to 'categorical', for grades to"):
         fg.run(frame, target="species", options=options)
     with pytest.raises(DataError, match="'bernoulli' takes at most 2 classes: set"):
         fg.run(frame, target="species", options=options | {"model.likelihood": "bernoulli"})

@@ -235,7 +235,9 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
     name, levels = f"{file}: target `{target.name}`", target.nunique()
     many = levels * ROWS_PER_LEVEL > len(target)
     fitting = "bernoulli" if levels == 2 else "categorical" if 2 < levels <= MOST_CLASSES and not many else ""
-    advice = f"set `model.likelihood` to {fitting!r}, or name another `target`" if fitting else "name another `target`"
+    grades = f", for grades to 'ordinal' with `target` = '{target.name},low<middle<high'" * (fitting == "categorical")
+    other = "name another `target`"
+    advice = f"set `model.likelihood` to {fitting!r}{grades}, or {other}" if fitting else other
     most = {"bernoulli": 2, "categorical": MOST_CLASSES}.get(likelihood, levels)
     if levels > most:
         like = ", like an identifier" if many else ""
