@@ -247,6 +247,8 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
         "if it is the time to an event that `died` records, set `target` to 'days,died' and `model.likelihood` to"
         " 'time-to-event'"
     )
+    (several,) = suspicions(frame.assign(arm=frame["n"] // 2, died=frame["n"] % 2.0), "days", {}, True).splitlines()
+    assert "that `arm` or `died` records, set `target` to 'days,COLUMN'" in several
     graded = frame.assign(days=np.arange(len(frame)) % 3.0)
     assert "if they name classes, set `model.likelihood`" in suspicions(graded, "days", {}, gaussian=True)
     assert "set `model.likelihood` to 'bernoulli'" in suspicions(frame.assign(days=frame["n"] % 2.0), "days", {}, True)

@@ -173,15 +173,17 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
         for name, column in frame.drop(columns=target).items()
         if numbers_rows(column)
     ]
+    events = flags(frame.drop(columns=target))
     if gaussian and is_skewed(frame[target]):
         warnings += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
             " and intervals fit better"
-            + "".join(
-                f"; if it is the time to an event that `{name}` records, set `target` to '{target},{name}' and"
-                " `model.likelihood` to 'time-to-event'"
-                for name in flags(frame.drop(columns=target))[:1]
+            + (
+                f"; if it is the time to an event that {' or '.join(f'`{name}`' for name in events)} records, set"
+                f" `target` to '{target},{events[0] if len(events) == 1 else 'COLUMN'}' and `model.likelihood` to"
+                " 'time-to-event'"
             )
+            * bool(events)
         ]
     if gaussian and is_graded(frame[target]):
         advice = (
