@@ -89,7 +89,8 @@ def study(
             for seed in seeds:
                 path = train_and_test(f"{name}-{split}-{seed}", lambda n=name, s=split, k=seed: tables(n, s, k))
                 common = KEYS | {"dataset": path, "glm.covariance": covariance, "seed": seed}
-                whole = figures(fit(common | {"num-server-rounds": 1, "partitioner": "iid", "min-sites": 1}, 1))
+                pooled = {"partitioner": "iid", "partition.column": "", "features": "-site", "min-sites": 1}
+                whole = figures(fit(common | {"num-server-rounds": 1, **pooled}, 1))
                 rows.append({"set": f"{name} {split}", "method": "global VI", **whole})
                 for method, keys in METHODS.items():
                     run = fit(common | keys, 0)
