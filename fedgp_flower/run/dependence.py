@@ -72,7 +72,9 @@ def relevances(run: Run) -> dict[str, pd.DataFrame]:
 
 def _titled(part: str, kernel: str) -> str:
     """Return the term of the kernel that a part ``kernel.1`` stands for, as in ``l1 (term 2)``; else the part."""
-    numbered, node, terms = re.fullmatch(r"kernel\.(\d+)", part), kernel_tree(kernel), list[str]()
+    if (numbered := re.fullmatch(r"kernel\.(\d+)", part)) is None:
+        return part
+    node, terms = kernel_tree(kernel), list[str]()
     while isinstance(node, ast.Call):
         [node] = node.args
     kind = type(node.op) if isinstance(node, ast.BinOp) else None
@@ -80,7 +82,7 @@ def _titled(part: str, kernel: str) -> str:
         terms.insert(0, ast.unparse(node.right))
         node = node.left
     terms.insert(0, ast.unparse(node))
-    return f"{terms[int(numbered[1])]} (term {int(numbered[1]) + 1})" if numbered else part
+    return f"{terms[int(numbered[1])]} (term {int(numbered[1]) + 1})"
 
 
 def walks(run: Run) -> pd.Series[float]:
