@@ -12,7 +12,7 @@ from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.gp import models
 from fedgp_flower.gp import sparse as sparse_module
 from fedgp_flower.gp.fitc import posterior, weighted_gradient, weighted_sums
-from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP
+from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
@@ -203,11 +203,17 @@ def test_threads_are_those_of_numpy_too():
         limit_threads(before)
 
 
-def test_predictions_in_blocks_are_those_of_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows at a time, triangular panels, and means without variances."""
+@pytest.mark.parametrize(("many", "spread"), [(1, 1.0), (1, 3.0), (99, 1.0)])
+def test_predictions_in_blocks_are_those_of_the_equation(
+    monkeypatch: pytest.MonkeyPatch, many: int, spread: float
+) -> None:
+    """Some rows at a time, triangular panels, means without variances; for many rows in one product, unless S > I."""
     sparse, inputs, targets = problem()
     q = exact_posterior(pooled_sums(sparse, inputs, targets), float(sparse.noise.detach()))
-    w = sparse.project(inputs)
+    q = WhitenedPosterior(q.mean, spread * q.covariance)
+    factor, w = sparse.factor(), sparse.project(inputs)
+    assert (q.reduction(factor) is None) == (spread > 1)
+    monkeypatch.setattr(models, "MANY", many)
     mean = w.mT @ q.mean
     variance = sparse.kernel(inputs, diag=True) - w.square().sum(0) + (w * (q.covariance @ w)).sum(0)
     monkeypatch.setattr(models, "PANEL", 4)
