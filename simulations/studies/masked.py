@@ -2,7 +2,7 @@
 
 `sgpr` at its defaults in the clear and under masks: ten sites, a split of each set. Masks round summands at 2^-80 and
 add them in another order, so that sums differ in their last digits. The server rounds each step of the log
-hyperparameters to 2^-16, so that both runs take the same steps. *Apart* is the difference of NLL, in nats a row.
+hyperparameters to 2^-26, so that both runs mostly take the same steps. *Apart* is the difference of NLL, in nats a row.
 """
 
 from __future__ import annotations
