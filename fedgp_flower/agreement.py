@@ -29,6 +29,8 @@ Site: TypeAlias = str
 SUMS = ("sum", "residual", "squares")
 MISSING = "features.missing"
 """Name of the counts of missing cells by numeric column; sent only if a cell of any column is missing."""
+COVARIANCE = "input.covariance"
+"""Name of the covariance of the inputs, from which missing cells are imputed."""
 ROUNDING = 4 * np.finfo(np.float64).eps
 """A column is constant if its sd is below this share of its mean."""
 
@@ -206,7 +208,7 @@ class Agreement:
     """Schema and standardisation that the sites agreed on, with a summary of the training rows."""
 
     arrays: NamedArrays
-    """Standardisation: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
+    """Standardisation: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d), and any :data:`COVARIANCE`."""
     schema: str
     names: tuple[str, ...]
     rows: dict[Site, int]
@@ -283,7 +285,7 @@ def agree(
     """Determine columns, levels, means and scales from the sites' sums.
 
     Columns are those that most sites have; other sites are refused. Indicators of levels have mean p and scale
-    √(p(1−p)). With ``missing`` = impute or indicator, means replace missing cells. Levels of the target follow
+    √(p(1−p)). With ``missing`` = impute or indicator, missing cells have a mean. Levels of the target follow
     ``order``; without one, they are sorted, numerically if they are numbers. Raise DataError if no site is left, a
     column has too many levels or no filled cell, or the target is constant.
     """

@@ -154,8 +154,8 @@ class CoreConfig(Section):
     """Held-out rows: any (``random``), whole groups (``group:patient``), the latest (``time:COLUMN``), or in a
     simulation by natural groups whole sites (``site``). The column is an input only if `features` names it."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
-    """Missing cells: an error, drop the row, impute the mean over all sites, or impute and add an indicator as input.
-    Rows without a target are dropped unless it is ``error``."""
+    """Missing cells: an error, drop the row, impute the mean given the row's other cells, or impute and add an
+    indicator as input. Rows without a target are dropped unless it is ``error``."""
     dates: Annotated[Literal["error", "days", "season", "days-and-season"], BASIC] = "error"
     """Columns of dates: an error, days since 1 January 2000, sine and cosine of the day of the year, or all three."""
     standardise: bool = True

@@ -33,6 +33,8 @@ MOVE = 10.0
 """Largest change that local steps make to a log parameter or a standardised input in a round: a factor of 22 000."""
 OUTLIER = 300.0
 """A gradient or precision per row is refused above this multiple of the median over sites."""
+LEAST_EIGENVALUE = 1e-3
+"""Smallest eigenvalue of the correlations from which missing cells are imputed."""
 DIRECTIONS = 4
 """Number of random directions along which a matrix is checked before it is added to a total."""
 _directions = np.random.default_rng()
@@ -251,6 +253,38 @@ class ColumnSquares:
 
     residual: Float[ndarray, " columns"] = leaves("Σ (x − c)/s of each numeric column")
     squares: Float[ndarray, " columns"] = leaves("Σ (x − c)²/s²")
+
+
+@message("query.cell_products", summand=True, counts="E E")
+class CellProducts:
+    """Products of pairs of standardised inputs u and v, over the rows that have both cells."""
+
+    products: Float[ndarray, "E E"] = leaves("Σ u v over rows with both cells", symmetric=True)
+    counts: Float[ndarray, "E E"] = leaves("rows with both cells", symmetric=True)
+
+    def covariance(self) -> Float[ndarray, "E E"]:
+        """Return the covariance of the inputs, with correlations [Σ u v / sd sd' + E 1(u = v)] / (n + E).
+
+        E rows of independent inputs are added, so that few rows give small correlations. Correlations of pairs with
+        different rows may have negative eigenvalues; those below :data:`LEAST_EIGENVALUE` are raised to it.
+        """
+        size = len(self.counts)
+        sd = np.sqrt(np.diag(self.products) / np.maximum(np.diag(self.counts), 1))
+        sd = np.where(sd > 0, sd, 1.0)
+        values, vectors = np.linalg.eigh(
+            (self.products / np.outer(sd, sd) + size * np.eye(size)) / (self.counts + size)
+        )
+        correlations = vectors * np.maximum(values, LEAST_EIGENVALUE) @ vectors.T
+        sd /= np.sqrt(np.diag(correlations))
+        return np.asarray(correlations * np.outer(sd, sd))
+
+    def refusal(self, described: Described) -> str | None:
+        """Return why no rows have these products and counts, or None."""
+        squares = np.diag(self.products)
+        largest = np.sqrt(np.outer(squares, squares)) * (1 + 1e-9) + 1e-9
+        if (self.counts < 0).any() or (self.counts > described.rows).any() or (np.abs(self.products) > largest).any():
+            return f"`products` and `counts` are not those of {described.rows} rows"
+        return None
 
 
 @message()

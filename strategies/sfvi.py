@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from fedgp_flower.agreement import Agreement
+from fedgp_flower.agreement import COVARIANCE, Agreement
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
@@ -232,7 +232,8 @@ def without_scaling(strategy: SFVI | SFVIAvg, preparation: Agreement) -> Agreeme
         return preparation
     scales = {"input.mean": np.zeros_like, "input.scale": np.ones_like}
     changed = {name: make(preparation.arrays[name]) for name, make in scales.items()}
-    return replace(preparation, arrays={**preparation.arrays, **changed})
+    kept = {name: array for name, array in preparation.arrays.items() if name != COVARIANCE}
+    return replace(preparation, arrays={**kept, **changed})
 
 
 def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:

@@ -25,10 +25,12 @@ from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation, describe
 from fedgp_flower.data.tables import read_table, sites_of, table_stem
 from fedgp_flower.errors import DataError
+from fedgp_flower.run.api import load_run
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.check import check
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.terminal import show_result
+from fedgp_flower.shared_messages import CellProducts, Described
 
 SECRET = "7.31415"
 """The one cell a message could betray, in every faulty file below."""
@@ -398,6 +400,53 @@ def test_inputs_are_those_of_the_whole_table(tmp_path: Path, missing: str, cuts:
             expected[f"{name.partition('=')[0]} missing"] = (gone - gone.mean()) / gone.std(ddof=0)
     assert list(names) == list(expected)
     np.testing.assert_allclose(found, np.column_stack(list(expected.values())), rtol=1e-9, atol=1e-12)
+
+
+def related_patients(seed: int, gone: float = 0.2) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A table in which each column tells of the others, with and without its cells gone at random."""
+    draw = np.random.default_rng(seed)
+    age = draw.normal(60, 10, 80)
+    pulse = 90 - 0.3 * age + draw.normal(size=80)
+    whole = pd.DataFrame({"age": age, "pulse": pulse, "ward": np.where(age + draw.normal(0, 4, 80) > 60, "b", "a")})
+    target = pd.DataFrame({"y": 0.1 * age + 0.1 * draw.normal(size=80)})
+    return whole.mask(draw.random(whole.shape) < gone).join(target), whole.join(target)
+
+
+def covariance_of(table: pd.DataFrame, sites: pd.DataFrame) -> np.ndarray:
+    """The covariance of the standardised inputs of known cells, pair by pair, with a row of none for each input."""
+    z = (table - sites.mean()) / sites.std(ddof=0)
+    known, filled = z.notna().to_numpy(float), z.fillna(0.0).to_numpy()
+    return (filled.T @ filled + 3 * np.eye(3)) / (known.T @ known + 3)
+
+
+def test_a_missing_cell_has_its_mean_given_the_others_of_its_row(tmp_path: Path) -> None:
+    frames = {f"site {seed}": related_patients(seed)[0] for seed in range(3)}
+    folder = finished(tmp_path, frames, target="y", missing="impute", test_fraction=0.0)
+    arrays = load_run(folder).saved.arrays
+    numbers = pd.concat(frames.values()).drop(columns="y")
+    numbers = numbers.assign(ward=(numbers["ward"] == "b").where(numbers["ward"].notna()).astype(float))
+    found = covariance_of(numbers, numbers)
+    assert np.linalg.eigvalsh(found).min() > 0.01
+    np.testing.assert_allclose(arrays["input.covariance"], found, rtol=1e-8)
+    mean, scale = arrays["input.mean"], arrays["input.scale"]
+    gap, whole = related_patients(9)
+    row, others, missing = whole.drop(columns="y")[:1], [1, 2], 0
+    known = (np.array([row["pulse"].iloc[0], float(row["ward"].iloc[0] == "b")]) - mean[others]) / scale[others]
+    filled = found[missing, others] @ np.linalg.solve(found[np.ix_(others, others)], known)
+    posterior = load_run(folder).posterior
+    imputed, by_hand = (posterior.predict(row.assign(age=[age])) for age in (np.nan, mean[0] + scale[0] * filled))
+    pd.testing.assert_frame_equal(imputed, by_hand, rtol=1e-9)
+    error = posterior.inputs(gap).numpy() - posterior.inputs(whole).numpy()
+    centred = gap["age"].isna().to_numpy() * (whole["age"] - mean[0]) / scale[0]
+    assert (error[:, 0] ** 2).sum() < 0.4 * (centred**2).sum()
+
+
+def test_products_that_no_rows_have_are_refused() -> None:
+    counts = np.full((2, 2), 9.0)
+    products = np.array([[9.0, 5.0], [5.0, 4.0]])
+    assert CellProducts(products, counts).refusal(Described(9)) is None
+    for wrong in (CellProducts(products * [[1, 2], [2, 1]], counts), CellProducts(products, counts + 1)):
+        assert "not those of 9 rows" in str(wrong.refusal(Described(9)))
 
 
 def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> None:

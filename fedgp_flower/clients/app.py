@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from fedgp_flower import records
+from fedgp_flower.agreement import COVARIANCE
 from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, WARNING, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, SiteClient, handlers
 from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
@@ -193,7 +195,8 @@ def _shared(guard: Guard) -> ConfigRecord | None:
 
 def _preparation(shared: ConfigRecord) -> Preparation | None:
     """The columns and scales that the sites agreed on; None before the agreement."""
-    names = ["input.mean", "input.scale", "target.mean", "target.scale", *(name for name in CURVES if name in shared)]
+    optional = (name for name in (COVARIANCE, *CURVES) if name in shared)
+    names = ["input.mean", "input.scale", "target.mean", "target.scale", *optional]
     if "schema" not in shared:
         return None
     return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
@@ -201,6 +204,10 @@ def _preparation(shared: ConfigRecord) -> Preparation | None:
 
 @lru_cache(maxsize=8)
 def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    vectors = ("input.mean", "input.scale", *CURVES)
-    arrays = {name: np.reshape(values, -1 if name in vectors else ()) for name, values in numbers}
+    arrays: NamedArrays = {}
+    for name, values in numbers:
+        shape = {COVARIANCE: (math.isqrt(len(values)), -1)} | dict.fromkeys(
+            ("input.mean", "input.scale", *CURVES), (-1,)
+        )
+        arrays[name] = np.reshape(values, shape.get(name, ()))
     return Preparation.from_wire(arrays, schema)

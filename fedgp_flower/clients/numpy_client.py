@@ -308,6 +308,11 @@ def column_squares(client: SiteClient, request: wire.Centres) -> wire.ColumnSqua
     return wire.ColumnSquares(*standardisation.column_squares(train, preparation, request.centre, request.scale))
 
 
+def cell_products(client: SiteClient, request: wire.Nothing) -> wire.CellProducts:
+    """Products of the inputs, over the rows that have both cells."""
+    return wire.CellProducts(*standardisation.cell_products(client.site.train, client.preparation))
+
+
 def shape(client: SiteClient, request: wire.Nothing) -> wire.Shape:
     """Histogram and cross-products of the standardised inputs, and initial hyperparameters."""
     rows = client.rows
@@ -419,7 +424,7 @@ def linear_scores(client: SiteClient, request: wire.LinearPredictor) -> wire.Lin
 
 SCORED = (score_sums, local_scores, compared_scores, pooled, boosted, linear_scores, life_table, predictions)
 REGRESSIONS = moments, logistic, time_regression, count_regression
-SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, shape, *REGRESSIONS)
+SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, cell_products, shape, *REGRESSIONS)
 
 
 @cache

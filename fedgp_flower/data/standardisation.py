@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Bool, Float
+from numpy import ndarray
 from numpy.typing import NDArray
 
-from fedgp_flower.agreement import MISSING, Column, SiteDescription, summed_arrays
+from fedgp_flower.agreement import COVARIANCE, MISSING, Column, SiteDescription, summed_arrays
 from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
@@ -19,6 +21,9 @@ from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.lazy import pd
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
+
+BLOCK = 2**22
+"""Entries of the matrices of a block of rows with missing cells."""
 
 
 def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
@@ -107,6 +112,8 @@ class Preparation:
     """Transformation of the target before standardisation."""
     follow_up: FollowUp | None = None
     """Follow-up times, for a target that is a time to an event."""
+    covariance: Array | None = None
+    """Covariance [E, E] of the standardised inputs but missingness indicators; None if missing cells get the mean."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,10 +125,18 @@ class Preparation:
         """Names of the feature columns of a table."""
         return tuple(column.name for column in self.columns)
 
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """Whether an input is no missingness indicator, [D]; there are E such inputs."""
+        flags = ([*column.names[:-1], ""] if column.flagged else column.names for column in self.columns)
+        return np.array([bool(name) for names in flags for name in names])
+
     def fingerprint(self) -> bytes:
         """Return a key that is equal for preparations with the same encoding."""
         words = repr((self.columns, self.target, self.missing, self.transform))
-        return words.encode() + np.r_[self.input_mean, self.input_scale, self.target_mean, self.target_scale].tobytes()
+        covariance = np.empty(0) if self.covariance is None else self.covariance
+        scales = self.input_mean, self.input_scale, self.target_mean, self.target_scale
+        return words.encode() + np.hstack([*scales, covariance.ravel()]).tobytes()
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
@@ -139,7 +154,11 @@ class Preparation:
         input_mean, input_scale = (_array(arrays, name, (width,)) for name in ("input.mean", "input.scale"))
         mean, scale = (float(_array(arrays, name, ())) for name in ("target.mean", "target.scale"))
         scales = input_mean, input_scale, mean, scale
-        return Preparation(columns, target, *scales, missing, transform, FollowUp.from_arrays(arrays))
+        covariance = None
+        if COVARIANCE in arrays:
+            width -= sum(column.flagged for column in columns)
+            covariance = _array(arrays, COVARIANCE, (width, width))
+        return Preparation(columns, target, *scales, missing, transform, FollowUp.from_arrays(arrays), covariance)
 
 
 def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> Array:
@@ -180,8 +199,52 @@ def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
 
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
     """Return standardised inputs [N, D] of typed rows; a missing cell is imputed, or NaN if rows are dropped."""
+    inputs, known = _encoded(frame, preparation)
+    if preparation.covariance is not None and not known.all():
+        kept = preparation.measured
+        inputs[:, kept] += conditional_means(_deviations(inputs, known, preparation), known, preparation.covariance)
+    return inputs
+
+
+def conditional_means(
+    deviations: Float[ndarray, "N E"], known: Bool[ndarray, "N E"], covariance: Float[ndarray, "E E"]
+) -> Float[ndarray, "N E"]:
+    """Return E[u_m | u_o] = C_mo C_oo⁻¹ u_o for the missing entries m of each row, given the others, and 0 for these.
+
+    For inputs from N(0, C). An input that nothing is known of stays at its mean.
+
+    >>> covariance = np.array([[1.0, 0.5], [0.5, 1.0]])
+    >>> conditional_means(np.array([[2.0, 0.0]]), np.array([[True, False]]), covariance)
+    array([[0., 1.]])
+    """
+    found, gaps = np.zeros_like(deviations), np.flatnonzero(~known.all(axis=1))
+    for rows in np.array_split(gaps, 1 + len(gaps) * covariance.size // BLOCK):
+        filled = known[rows]
+        both = filled[:, :, None] & filled[:, None, :]
+        matrices = np.where(both, covariance, 0.0) + np.eye(len(covariance)) * ~filled[:, :, None]
+        weights = np.linalg.solve(matrices, np.where(filled, deviations[rows], 0.0)[..., None])[..., 0]
+        found[rows] = np.where(filled, 0.0, weights @ covariance)
+    return found
+
+
+def cell_products(frame: pd.DataFrame, preparation: Preparation) -> tuple[Array, Array]:
+    """Return Σ u uᵀ of the deviations u of known cells from their means, and the rows that have both cells, [E, E]."""
+    inputs, known = _encoded(frame, preparation)
+    deviations, counted = _deviations(inputs, known, preparation), known.astype(np.float64)
+    return deviations.T @ deviations, counted.T @ counted
+
+
+def _deviations(inputs: Array, known: NDArray[np.bool_], preparation: Preparation) -> Array:
+    """Return inputs but indicators minus their imputed value, in standardised units, [N, E]; 0 for missing cells."""
+    kept, fill = preparation.measured, np.concatenate([column.fill for column in preparation.columns])
+    centre = (fill - preparation.input_mean[kept]) / preparation.input_scale[kept]
+    return np.where(known, inputs[:, kept] - centre, 0.0)
+
+
+def _encoded(frame: pd.DataFrame, preparation: Preparation) -> tuple[Array, NDArray[np.bool_]]:
+    """Return standardised inputs [N, D], with means for missing cells, and which have a known cell, [N, E]."""
     require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
-    blocks = [np.empty((len(frame), 0))]
+    blocks, known = [np.empty((len(frame), 0))], [np.empty((len(frame), 0), dtype=bool)]
     for column in preparation.columns:
         series = frame[column.name]
         if kind_of(series) != column.kind:
@@ -196,8 +259,10 @@ def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
             shown = np.arange(len(column.levels) - len(column.shown), len(column.levels))
             block = (_level_index(series, column)[:, None] == shown).astype(np.float64)
         blocks.append(np.where(missing, column.fill or np.nan, block))
+        known.append(np.broadcast_to(~missing, block.shape))
         blocks += [missing.astype(np.float64)] if column.flagged else []
-    return (np.concatenate(blocks, axis=1) - preparation.input_mean) / preparation.input_scale
+    inputs = (np.concatenate(blocks, axis=1) - preparation.input_mean) / preparation.input_scale
+    return inputs, np.concatenate(known, axis=1)
 
 
 def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:

@@ -12,7 +12,9 @@ from functools import partial
 import numpy as np
 
 from fedgp_flower.agreement import (
+    COVARIANCE,
     Agreement,
+    Column,
     SiteDescription,
     agree,
     encoded_sums,
@@ -26,6 +28,7 @@ from fedgp_flower.follow_up import edges_around, life_table
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import TRUST, arrays_of
 from fedgp_flower.shared_messages import (
+    CellProducts,
     Centres,
     ColumnSquares,
     ColumnSums,
@@ -225,6 +228,16 @@ def transformed(agreement: Agreement, name: str, sites: tuple[str, ...]) -> Aski
     unknown = np.full((1, 3), np.nan)  # sites described the target before its transformation
     sums = {site: np.vstack([known[:-1], unknown]) for site, known in agreement.sums.items()}
     return replace(agreement, schema=json.dumps(schema), arrays={**agreement.arrays, **scales}, sums=sums)
+
+
+def related(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
+    """Return the agreement with the covariance of the inputs, from which the sites impute missing cells."""
+    columns = (Column.from_json(entry) for entry in json.loads(agreement.schema)["features"])
+    size = agreement.num_inputs - sum(column.flagged for column in columns)
+    summed: Summed[CellProducts] = yield Total(CellProducts, Nothing(), sites, sizes={"E": size})
+    if summed.total is None:
+        raise DataError("no site sent products of its inputs")
+    return replace(agreement, arrays={**agreement.arrays, COVARIANCE: summed.total.covariance()})
 
 
 def followed(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:

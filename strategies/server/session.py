@@ -242,6 +242,8 @@ class Session:
             preparation, transform = self.preparation, self.config.transform.target
             try:
                 self._adopt(preparation)
+                if self.config.missing in {"impute", "indicator"}:
+                    preparation = self.run(enrolment.related(preparation, self.roster().all_sites))
                 if transform in TRANSFORMS:
                     preparation = self.run(enrolment.transformed(preparation, transform, self.roster().all_sites))
                 elif SECOND_COLUMN.get(self.config.model.likelihood) == "event":
