@@ -8,6 +8,7 @@ approximation for several factors. Each exchange evaluates a few trial parameter
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -105,10 +106,17 @@ class MixedState:
 
 
 def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
-    """|H|⁻¹∇, with the absolute eigenvalues of H, scaled down if an entry exceeds the radius."""
+    """|H|⁻¹∇, with the absolute eigenvalues of H, scaled down if an entry exceeds the radius.
+
+    At a saddle point, such as a standard deviation of 0 that is too low, a unit of the steepest direction is added: by
+    symmetry the gradient along it is 0.
+    """
     curvatures, directions = np.linalg.eigh(-hessian)
     size = np.maximum(np.abs(curvatures), 1e-8 * np.abs(curvatures).max(initial=1e-300))
-    step = directions @ ((directions.T @ gradient) / size)
+    slopes = directions.T @ gradient
+    step = directions @ (slopes / size)
+    if len(step) and gradient @ step + 0.5 * step @ hessian @ step < NEAR < -0.5 * curvatures[0]:
+        step += math.copysign(1.0, slopes[0]) * directions[:, 0]
     return np.asarray(step * min(1.0, radius / max(float(np.abs(step).max(initial=0.0)), 1e-300)))
 
 
@@ -421,7 +429,10 @@ class MixedModel(FederatedStrategy[MixedState]):
             likelihood -= (state.count - len(mean) + size) * np.log(scale)
         parameters = len(mean) - size + len(fit.theta) + problem.gaussian + len(fit.shape)
         fixed = mean[size:], covariance[size:, size:]
-        singular = any(row["kind"] == "sd" and not row["estimate"] > 1e-4 * scale for row in random)
+        least = {"sd": 1e-4 * scale, "correlation": 1e-8}
+        sizes = [(row["kind"], row["estimate"]) for row in random]
+        left = [(kind, 1 - size**2 if kind == "correlation" else size) for kind, size in sizes]
+        singular = any(kind in least and not size > least[kind] for kind, size in left)
         return {
             "effects": estimates.fixed_table(problem.columns.names, *fixed, problem.family),
             "random": random,

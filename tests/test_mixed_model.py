@@ -321,6 +321,33 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     assert new["sd"][0] == pytest.approx(math.hypot(first, residual, shown.loc[0, "se"]), rel=1e-6)
 
 
+def test_a_saddle_point_is_left(tmp_path):
+    """A step may end where a slope has no variance of its own: by symmetry the gradient is 0 there, at no maximum."""
+    draw = np.random.default_rng(3)
+    patient, week = np.repeat(np.arange(90), 6), np.tile(np.arange(6.0), 90)
+    effects = draw.multivariate_normal([0, 0], [[1, 0.2], [0.2, 0.16]], size=90)[patient]
+    y = 5 + 0.3 * week + effects[:, 0] + effects[:, 1] * week + draw.normal(0, 0.8, 540)
+    table = pd.DataFrame({"patient": patient.astype(str), "week": week, "y": y, "clinic": patient % 3})
+    keys = ALONE | {"output-dir": str(tmp_path), "test-fraction": 0.0}
+    run = fg.run(table, site="clinic", options={"formula": "y ~ week + (1 + week | patient)", **keys})
+    x = np.column_stack([np.ones(6), np.arange(6.0)])
+    rows = np.dstack([np.tile(x, (90, 1, 1)), y.reshape(90, 6)])
+
+    def deviance(at):
+        """−2 log of the restricted likelihood; the patients have the same weeks."""
+        root = x @ np.array([[at[0], 0.0], [at[1], at[2]]])
+        v = root @ root.T + math.exp(2 * at[3]) * np.eye(6)
+        products = (rows.mT @ np.linalg.solve(v, rows)).sum(0)
+        logs = 90 * np.linalg.slogdet(v)[1] + np.linalg.slogdet(products[:2, :2])[1] + 538 * math.log(2 * math.pi)
+        return logs + products[2, 2] - products[2, :2] @ np.linalg.solve(products[:2, :2], products[:2, 2])
+
+    best = minimize(deviance, [1.0, 0.2, 0.3, 0.0])
+    details = run.metrics.method_details
+    assert details["log_likelihood"] == pytest.approx(-0.5 * best.fun, abs=1e-6)
+    assert details["exchanges"] <= 16
+    assert not details["singular"]
+
+
 @pytest.mark.long
 def test_the_site_is_a_group(tmp_path):
     keys = {**mixed_models.keys("nested"), "formula": "score ~ kind * hours + (1 | site) + (1 | school:room)"}
