@@ -248,7 +248,7 @@ def _predict(
     rows, unknown, beyond = predict.predict_file(predictors, source, output, times)
     terminal.show(f"{rows} rows predicted into {output}")
     if unknown:
-        terminal.show(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
+        terminal.show(f"{unknown} cell(s) hold a level that no site had and count as missing ones")
     if beyond:
         terminal.show(f"{beyond} row(s) lie outside the training rows; the column `outside` names the inputs")
     if picture is not None:

@@ -16,6 +16,7 @@ ENCODING = (
     " each input of the column; with `missing.indicator` a further input is 1 where the cell is missing, else 0. To the"
     " standardised inputs m of a row's missing cells add C_mo solve(C_oo, u_o), C = input.covariance of all inputs but"
     " such indicators, o the inputs of its other cells, and u_o their differences from the standardised `missing.fill`."
+    " A level that is not listed is a missing cell; without `missing.fill` its standardised inputs are 0."
     " days(c) are days from 2000-01-01 to the date in column c; sine(c) and cosine(c) those of"
     " 2 pi (day of the year - 1) / 365.2425. Then x is standardised as (input - input.mean) / input.scale, and"
     " y = target.mean + target.scale * standardised y; where the target has a `transform`, that is t instead of y, t a"

@@ -462,3 +462,13 @@ def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
     options = {"formula": mixed_models.SETS["crossed"][1], "output-dir": str(tmp_path)}
     with pytest.raises(DataError, match="at most 1"):
         fg.run(mixed_models.crossed(), sites=3, options=options)
+
+
+def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
+    draw = np.random.default_rng(0)
+    table = pd.DataFrame({"arm": draw.choice(["a", "b"], 60), "ward": np.arange(60) % 6, "y": draw.normal(size=60)})
+    keys = ALONE | {"output-dir": str(tmp_path), "test-fraction": 0.0, "formula": "y ~ arm + (1 | ward)"}
+    posterior = fg.run(table, sites=2, options=keys).posterior
+    assert len(posterior.predict(table[:3])) == 3
+    with pytest.raises(DataError, match="`arm` has the level 'c', which no site had"):
+        posterior.predict(table[:3].assign(arm=["a", "c", "b"]))

@@ -124,8 +124,11 @@ def test_the_equation_beside_the_posterior_is_the_prediction_whatever_the_order_
     assert predict_file({"": Predictor.of_run(mixed)}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (20, 2)
     columns = [new["age"], new["dose"], new["sex"] == "m"]  # as in the schema: two levels are one indicator
     columns += [new["clinic"] == level for level in ("north", "south", "west")]
-    mean, sd = by_hand(mixed, np.stack(columns, axis=1).astype(float))
+    inputs = np.stack(columns, axis=1).astype(float)
+    inputs[[3, 7], 3:] = load_file(mixed / "posterior.safetensors")["input.mean"][3:]  # a level that no site had
+    mean, sd = by_hand(mixed, inputs)
     found = pd.read_csv(tmp_path / "out.csv")
+    assert "clinic" in found.loc[3, "outside"]
     np.testing.assert_allclose(found[["mean", "sd"]].T, [mean, sd], rtol=1e-8)
     assert np.corrcoef(mean, new["outcome"])[0, 1] > 0.8  # a prediction of something
 

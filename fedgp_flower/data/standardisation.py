@@ -198,7 +198,10 @@ def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
 
 
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
-    """Return standardised inputs [N, D] of typed rows; a missing cell is imputed, or NaN if rows are dropped."""
+    """Return standardised inputs [N, D] of typed rows; a missing cell is imputed, or NaN if rows are dropped.
+
+    A level that no site had is imputed like a missing cell; without imputation it has the mean of its column.
+    """
     inputs, known = _encoded(frame, preparation)
     if preparation.covariance is not None and not known.all():
         kept = preparation.measured
@@ -253,22 +256,32 @@ def _encoded(frame: pd.DataFrame, preparation: Preparation) -> tuple[Array, NDAr
                 " write its cells as the other sites do"
             )
         missing = series.isna().to_numpy(dtype=bool)[:, None]
+        unknown = np.zeros_like(missing)
         if column.kind == "numeric":
             block = series.to_numpy(dtype=np.float64)[:, None]
         else:
             shown = np.arange(len(column.levels) - len(column.shown), len(column.levels))
-            block = (_level_index(series, column)[:, None] == shown).astype(np.float64)
-        blocks.append(np.where(missing, column.fill or np.nan, block))
-        known.append(np.broadcast_to(~missing, block.shape))
+            index = _level_index(series, column)[:, None]
+            block, unknown = (index == shown).astype(np.float64), (index < 0) & ~missing
+        start = sum(part.shape[1] for part in blocks)
+        mean = preparation.input_mean[start : start + block.shape[1]]
+        blocks.append(np.where(unknown, mean, np.where(missing, column.fill or np.nan, block)))
+        known.append(np.broadcast_to(~missing & ~unknown, block.shape))
         blocks += [missing.astype(np.float64)] if column.flagged else []
     inputs = (np.concatenate(blocks, axis=1) - preparation.input_mean) / preparation.input_scale
     return inputs, np.concatenate(known, axis=1)
 
 
+def unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> pd.DataFrame:
+    """Return whether each cell of a column of text has a level that is not in the schema, [N, T]."""
+    texts = [column for column in preparation.columns if column.levels]
+    found = {c.name: (_level_index(frame[c.name], c) < 0) & frame[c.name].notna().to_numpy() for c in texts}
+    return pd.DataFrame(found, index=frame.index)
+
+
 def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
     """Return the number of categorical cells with a level that is not in the schema."""
-    texts = [column for column in preparation.columns if column.levels]
-    return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in texts)
+    return int(unknown_levels(frame, preparation).to_numpy().sum())
 
 
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:

@@ -22,11 +22,11 @@ from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import (
     Preparation,
-    count_unknown_levels,
     encode_inputs,
     other_columns,
     read_inputs,
     typed_inputs,
+    unknown_levels,
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
@@ -217,12 +217,16 @@ class Predictor:
         return self.units.values(self.standardised.mean(self._encoded(frame, whole=False)))
 
     def outside(self, frame: pd.DataFrame) -> pd.Series:
-        """Return for each row the numeric columns outside the binned range of all training rows."""
+        """Return for each row the columns outside the binned range, or the levels, of all training rows."""
         columns, x = self.preparation.columns, self._encoded(frame, whole=False)
         starts = np.cumsum([0, *(len(column.names) for column in columns)])
         known = {str(column["name"]): column.get("reach") for column in self.run.metrics.data.get("columns", ())}
         found = pd.Series("", index=range(len(frame)))
+        unknown = unknown_levels(typed_inputs(frame, self.preparation, "the table"), self.preparation)
         for column, start in zip(columns, starts, strict=False):
+            if column.levels:
+                found[unknown[column.name].to_numpy()] += f"{column.name}; "
+                continue
             low, high = known.get(column.name) or (None, None)
             below = x[:, start] < (-np.inf if low is None else low)
             found[below | (x[:, start] > (np.inf if high is None else high))] += f"{column.name}; "
@@ -302,7 +306,13 @@ class Predictor:
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):
             raise DataError(f"expected a DataFrame with the columns {self._columns()}; got {type(frame).__name__}")
-        encoded = encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
+        rows = typed_inputs(frame, self.preparation, "the table")
+        unknown = unknown_levels(rows, self.preparation)
+        if "formula" in self.saved.model and unknown.to_numpy().any():
+            name = str(unknown.columns[unknown.any()][0])
+            level = rows.loc[unknown[name], name].iloc[0]
+            raise DataError(f"`{name}` has the level {level!r}, which no site had: the formula has no effect of it")
+        encoded = encode_inputs(rows, self.preparation)
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, which `missing` = 'drop' does not impute")
         return encoded
@@ -352,7 +362,8 @@ def predict_file(
         combined.to_csv(output, index=False)
     except OSError as error:
         raise RunError(f"{output} cannot be written: {error.strerror or error}") from None
-    return len(frame), count_unknown_levels(frame, preparation), int((outside != "").sum())
+    unknown = unknown_levels(frame, preparation).to_numpy().sum()
+    return len(frame), int(unknown), int((outside != "").sum())
 
 
 def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, unusable: str) -> Predictor:
