@@ -246,7 +246,7 @@ def _predict(
     times: Sequence[float] = (),
 ) -> None:
     rows, unknown, beyond = predict.predict_file(predictors, source, output, times)
-    terminal.show(f"{rows} rows predicted into {output}")
+    terminal.show(f"{rows} rows predicted into {output}{predict.of_what(next(iter(predictors.values())))}")
     if unknown:
         terminal.show(f"{unknown} cell(s) hold a level that no site had and count as missing ones")
     if beyond:

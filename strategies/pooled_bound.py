@@ -38,17 +38,32 @@ MEANINGS = {
     "kernel.step": "a, variance of a step of each input that has steps; Z has a row for each, 2⁴⁰ for other inputs",
     "likelihood.noise": "σ², noise variance of an observation",
     CONSTANT: "c, mean of f",
-    "likelihood.parameters": "of p(y | f); student-t: κ of the degrees of freedom 2.5 + κ / (1 + κ / 17.5), and scale",
+    "likelihood.parameters": "p, parameters of p(y | f)",
 }
 GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
     "x and y standardised by input.mean, input.scale, target.mean, target.scale."
 )
 OBSERVED = (
-    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
-    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, Student-t noise, or noise variance e^g with g as f; "
-    "x standardised by input.mean and input.scale, numbers y by target.mean and target.scale."
+    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) + jitter · k(z, z) − aᵀa"
+    " + aᵀS a), each of several functions with its own c, m and S. Given f, {}. x is standardised by input.mean and"
+    " input.scale, a number y with noise by target.mean and target.scale; p = likelihood.parameters."
 )
+OBSERVATIONS = {
+    "gaussian": "y ~ N(f, p²)",
+    "bernoulli": "P(y = 1) = Φ(f)",
+    "poisson": "y is Poisson with mean e^f per unit of exposure",
+    "negative-binomial": "y is negative binomial with mean μ = e^f per unit of exposure and variance μ + p μ²",
+    "binomial": "each trial succeeds with probability 1 / (1 + e^−f)",
+    "student-t": "(y − f) / p₂ is Student-t with 2.5 + p₁ / (1 + p₁ / 17.5) degrees of freedom",
+    "heteroscedastic": "y ~ N(f₁, e^f₂)",
+    "categorical": "P(y = c) = e^f_c / Σ_d e^f_d",
+    "ordinal": "P(y ≤ k) = Φ((p₁ + … + p_k − f₁) / (g + √(1 + g²))), k = 0, 1, …, with g = f₂ / 3",
+    "time-to-event": "P(T > t) = exp(−e^z), z = (log t − f) / p",
+    "log-logistic": "P(T > t) = 1 / (1 + e^z), z = (log t − f) / p",
+    "log-normal": "P(T > t) = Φ(−z), z = (log t − f) / p",
+}
+"""The distribution of an observation given f, by likelihood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,4 +205,5 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     if not constant:
         return Posterior(arrays, meanings, coordinates, GAUSSIAN, described)
     described |= {"likelihood": model.likelihood}
-    return Posterior(arrays, meanings, coordinates | dict.fromkeys(constant, "latent"), OBSERVED, described)
+    equation = OBSERVED.format(OBSERVATIONS[model.likelihood])
+    return Posterior(arrays, meanings, coordinates | dict.fromkeys(constant, "latent"), equation, described)

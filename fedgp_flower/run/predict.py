@@ -318,6 +318,13 @@ class Predictor:
         return encoded
 
 
+def of_what(predictor: Predictor) -> str:
+    """Return what is predicted of a target with exposure or trials, as the end of a sentence."""
+    what = {"exposure": ": counts for an exposure of 1", "trials": ": probabilities of success in a trial"}
+    named = "," in str(predictor.run.config.get("target", ""))
+    return what.get(SECOND_COLUMN.get(predictor.saved.likelihood, ""), "") if named else ""
+
+
 def graded(shares: Array, levels: Sequence[str]) -> dict[str, Array]:
     """Return the median grade of each row, and the mean of numeric grades, from probabilities [N, K]."""
     median = np.array(levels)[(shares.cumsum(axis=1) < 0.5).sum(axis=1).clip(max=len(levels) - 1)]

@@ -209,9 +209,11 @@ def _headline_note(metrics: RunMetrics, units: str) -> str:
         )
     else:
         low, high = map(percent, summary.expected_coverage(n) if n else (0.0, 1.0))
+        counts = metrics.data.get("likelihood") in summary.REGRESSIONS
+        rates = " for each unit of exposure or trial, if there is such a column" if counts else ""
         note = (
             f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
-            " R² compares with the mean of the training rows."
+            f" R² compares with the mean of the training rows{rates}."
             f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
         )
     if len({known["rows"] for known in summary.arms(metrics).values()}) > 1:
