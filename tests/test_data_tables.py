@@ -225,6 +225,8 @@ def test_held_out_rows_beside_a_table_are_no_site():
     kept, [said] = sites_of(paths)
     assert kept == [paths[0], paths[2], paths[3]]
     assert said == "west.test.csv: the held-out rows of west.csv, not a site"
+    twice = [Path("a/west.csv"), Path("a/west.parquet")]
+    assert sites_of(twice) == (twice, [])
 
 
 def test_a_column_that_says_train_and_test_is_no_target(tmp_path):

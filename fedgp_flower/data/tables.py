@@ -57,8 +57,9 @@ def held_out_file(path: Path) -> Path | None:
 def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """Return the tables that are a site each, and messages on files ``NAME.test.csv`` with held-out rows."""
     stems = {(path.parent, table_stem(path)): path.name for path in paths}
-    owners = {path: stems.get((path.parent, table_stem(path).removesuffix(HELD_OUT))) for path in paths}
-    held_out = {path: name for path, name in owners.items() if name and name != path.name}
+    tests = [path for path in paths if table_stem(path).endswith(HELD_OUT)]
+    owners = {path: stems.get((path.parent, table_stem(path).removesuffix(HELD_OUT))) for path in tests}
+    held_out = {path: name for path, name in owners.items() if name}
     messages = [f"{path.name}: the held-out rows of {name}, not a site" for path, name in held_out.items()]
     return [path for path in paths if path not in held_out], messages
 
