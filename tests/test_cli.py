@@ -10,6 +10,7 @@ import pytest
 
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
+from fedgp_flower.run import terminal
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -69,6 +70,14 @@ def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
     assert f"{metrics['test']['nll']:.4g}" in out
     assert str(tmp_path / "mine" / "report.html") in out
     assert (tmp_path / "mine" / "report.html").is_file()
+
+
+def test_names_in_brackets_and_between_colons_are_printed_as_they_are(shared, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "quoted", lambda metrics: {"species[setosa]": "1", "dose:car:age": "2"})
+    terminal.show_result(shared)
+    terminal.show(terminal.table(["a[b]"], [["dose:car:age"]], title="species[setosa]"))
+    out = capsys.readouterr().out
+    assert [out.count(name) for name in ("species[setosa]", "dose:car:age", "a[b]")] == [2, 2, 1]
 
 
 def test_tables_are_a_site_each(fedgp, tmp_path):

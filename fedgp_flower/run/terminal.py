@@ -76,7 +76,7 @@ def interruptible(folder: Path) -> Iterator[None]:
 
 def show(what: str | Table) -> None:
     """Print text without wrapping, or a table."""
-    Console().print(what, markup=False, soft_wrap=isinstance(what, str))
+    Console(markup=False, emoji=False).print(what, soft_wrap=isinstance(what, str))
 
 
 def show_result(folder: Path) -> None:
@@ -84,11 +84,11 @@ def show_result(folder: Path) -> None:
     run = read_run(folder)
     metrics = run.metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False, emoji=False)  # names of effects may be a[b] and a:b:c
     first, *others = opening(run)
-    console.print(first, markup=False, highlight=False, style="bold")
+    console.print(first, highlight=False, style="bold")
     for sentence in others:
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence, highlight=False)
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
     if held_out_rows(metrics):
         console.print(table(*headline(metrics), title=title, numbers=True))
@@ -98,5 +98,5 @@ def show_result(folder: Path) -> None:
     if effects := quoted(metrics):
         console.print(table(["", "estimate (95 % interval)"], [[*row] for row in effects.items()], numbers=True))
     for note in notes(metrics):
-        console.print(f"Note: {note}", markup=False, highlight=False)
-    console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", markup=False, highlight=False)
+        console.print(f"Note: {note}", highlight=False)
+    console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", highlight=False)
