@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -289,7 +290,7 @@ def agree(
     ``order``; without one, they are sorted, numerically if they are numbers. Raise DataError if no site is left, a
     column has too many levels or no filled cell, or the target is constant.
     """
-    sites, refused = _matching_sites(descriptions, two=likelihood not in MULTICLASS)
+    sites, refused = _matching_sites(descriptions, two=likelihood not in MULTICLASS, order=order)
     *features, target = next(iter(sites.values()))
     pooled_features = [_pooled(sites, name, missing) for name in features]
     columns = [pooled.column for pooled in pooled_features]
@@ -352,7 +353,7 @@ def _target_summary(target: _PooledColumn) -> dict[str, float]:
 
 
 def _matching_sites(
-    descriptions: Mapping[Site, SiteDescription], *, two: bool
+    descriptions: Mapping[Site, SiteDescription], *, two: bool, order: Sequence[str]
 ) -> tuple[dict[Site, _Description], dict[Site, str]]:
     """Return the sites, sorted, whose columns match those of most sites, and why the others are refused."""
     parsed: dict[Site, _Description] = {}
@@ -362,7 +363,8 @@ def _matching_sites(
             parsed[site] = _parse(descriptions[site])
         except ProtocolError as error:
             refused[site] = str(error)
-    for differing in (_other_columns, *([_other_classes] if two else ())):
+    ordered = [partial(_other_grades, order=order)] if order else []
+    for differing in (_other_columns, *ordered, *([_other_classes] if two else ())):
         refused |= differing(parsed)
         parsed = {site: columns for site, columns in parsed.items() if site not in refused}
     if not parsed:
@@ -493,6 +495,16 @@ def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:
         site: f"target `{name}` has a class that is not among the two that most sites have; correct its spelling"
         for site, (name, column) in targets.items()
         if not set(column.counts) <= set(two)
+    }
+
+
+def _other_grades(sites: Mapping[Site, _Description], order: Sequence[str]) -> dict[Site, str]:
+    """Return the sites with a grade that is not in the order of grades."""
+    targets = {site: list(columns.items())[-1] for site, columns in sites.items()}
+    return {
+        site: f"target `{name}` has a grade that is not in the order of `target`; correct its spelling"
+        for site, (name, column) in targets.items()
+        if not set(column.counts) <= set(order)
     }
 
 

@@ -445,6 +445,10 @@ def test_grades_are_agreed_in_their_order():
     np.testing.assert_allclose(found.sums["0"][-1], [2.0, 0.0, 4.0 - 4.0 / 3])  # of numbers 0, 2, 0
     turned = agree(told, likelihood="ordinal", order=("9", "10", "2"))
     assert list(turned.training_target) == ["share of 9", "share of 10", "share of 2"]
+    assert not turned.refused
+    other = agree(told, likelihood="ordinal", order=("2", "10"))  # the second site has a grade of its own
+    assert list(other.refused) == ["1"]
+    assert "`y` has a grade that is not in the order" in other.refused["1"]
 
 
 def graded(rows=300):
