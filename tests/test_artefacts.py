@@ -120,6 +120,20 @@ def test_resume_goes_on_from_the_last_complete_round(tmp_path):
     assert lines[1:] == ["1,0,0.1,100,0,", "2,0,0.2,100,0,0.25", f"3,0,{0.1 * 3},100,0,0.125"]
 
 
+def test_a_finished_run_stays_until_its_first_new_round(tmp_path):
+    folder = finished(tmp_path)
+    folder.checkpoint(Snapshot({}, {"round": 1}))
+    folder.seal()
+    again = RunFolder.open(config(tmp_path, num_server_rounds=500, resume=True))
+    again.restore()
+    again.mark_as_failed()
+    assert read_run(folder.path).metrics == read_run(finished(tmp_path / "other").path).metrics
+    again.append_history(row(2))
+    assert "num-server-rounds = 500" in (folder.path / "config.toml").read_text()
+    with pytest.raises(RunError, match="the run has not finished"):
+        read_run(folder.path)
+
+
 def test_resume_with_other_keys_names_them_and_only_them(tmp_path):
     folder = RunFolder.open(config(tmp_path, seed=1, num_server_rounds=3))
     folder.checkpoint(Snapshot({}, {"round": 1}))

@@ -192,15 +192,20 @@ class Run:
 class RunFolder:
     """The folder of a run; :meth:`open` creates it."""
 
-    def __init__(self, path: Path, digest: str) -> None:
+    def __init__(self, path: Path, digest: str, config: bytes = b"") -> None:
         self.path = path
         self._digest = digest
+        self._config = config  # not yet written
         self._history = pd.DataFrame()
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
-        """Create the folder of a new run, or with ``resume`` open the one named ``name``, and write ``config.toml``."""
+        """Create the folder of a new run, or with ``resume`` open the one named ``name``.
+
+        A resumed run stays as it is until its first new round or result.
+        """
         path = Path(config.output_dir) / config.run_name()
+        folder = cls(path, config.digest(), tomli_w.dumps(nest(config.flat())).encode())
         try:
             if not config.resume and path.exists():
                 finished = "" if (path / "metrics.json").exists() else ", which did not finish; or delete its folder"
@@ -214,14 +219,21 @@ class RunFolder:
             else:
                 _require_same(path, _read_config(path), config)
             with locked(path):
-                for name in ("metrics.json", SEALS):  # marks of a finished run
-                    (path / name).unlink(missing_ok=True)
-                write_bytes(path / "config.toml", tomli_w.dumps(nest(config.flat())).encode())
+                if not config.resume:
+                    folder._begin()
         except OSError as error:
             raise RunError(
                 f"no folder for the run in `output-dir` = {config.output_dir!r}: {error.strerror}; choose another"
             ) from None
-        return cls(path, config.digest())
+        return folder
+
+    def _begin(self) -> None:
+        """Write ``config.toml``, unless it is written, after the marks of a finished run are removed."""
+        if self._config:
+            for name in ("metrics.json", SEALS):
+                (self.path / name).unlink(missing_ok=True)
+            write_bytes(self.path / "config.toml", self._config)
+            self._config = b""
 
     def mark_as_failed(self) -> None:
         """Rename the folder of a run that failed before its first checkpoint, so that its name is free again."""
@@ -239,20 +251,21 @@ class RunFolder:
 
     def set_history(self, history: pd.DataFrame) -> None:
         """Write these rounds to ``history.csv``, the columns of every history first."""
+        self._begin()
         self._history = history
         columns = list(dict.fromkeys((*HISTORY_COLUMNS, *history)))
         write_bytes(self.path / "history.csv", history.reindex(columns=columns).to_csv(index=False).encode())
 
     def write_metrics(self, metrics: RunMetrics) -> None:
         """Write ``metrics.json``, which marks a finished run, and ``effects.csv`` if the method has effects."""
+        self.set_history(self._history)
         if "effects" in metrics.method_details:
             write_bytes(self.path / "effects.csv", effects_table(metrics.method_details).to_csv(index=False).encode())
-        if self._history.empty:
-            self.set_history(self._history)
         write_json(self.path / "metrics.json", asdict(metrics))
 
     def write_posterior(self, posterior: Posterior) -> None:
         """Write ``posterior.safetensors`` and its description ``posterior.json``."""
+        self._begin()
         content = asdict(replace(posterior, arrays={}))
         coordinates, meanings = content.pop("coordinates"), content.pop("meanings")
         for name, array in posterior.arrays.items():
@@ -271,6 +284,7 @@ class RunFolder:
                 columns |= zip((f"input.{name}" for name in input_names), given["input"].T, strict=True)
             tables.append(pd.DataFrame({"site": site, **columns}))
         if tables:
+            self._begin()
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
 
     def checkpoint(self, snapshot: Snapshot) -> None:
@@ -287,7 +301,7 @@ class RunFolder:
                 old.unlink()
 
     def restore(self) -> Snapshot | None:
-        """Return the last complete round, and cut the history back to it; None if no round was completed."""
+        """Return the last complete round, and go on from its history; None if no round was completed."""
         folder = self.path / "checkpoint"
         if not (folder / "checkpoint.json").exists():
             return None
@@ -301,7 +315,7 @@ class RunFolder:
                 raise DamagedError(f"the checkpoint in {folder} was changed since the run wrote it")
         with reading(self.path / "history.csv"):
             history = _read_table(self.path / "history.csv")
-            self.set_history(history[history["round"] <= facts["round"]])
+            self._history = history[history["round"] <= facts["round"]]
         return snapshot
 
     @contextmanager
