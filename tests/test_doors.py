@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 import socket
 import ssl
 import tomllib
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from cryptography import x509
 from faults import waves
 from flwr.common.config import parse_config_args
 from flwr.supercore.constant import TaskType
@@ -165,6 +167,25 @@ def test_a_certificate_that_is_no_good_ends_a_supernode_with_what_to_do(another,
             found = doctor._reachable(f"localhost:{listening.getsockname()[1]}", tmp_path / "ca.crt")
             assert "a certificate of the authority" in found
         served.exception()
+
+
+def test_an_address_of_ipv6_is_certified_and_reached_without_its_brackets(tmp_path, monkeypatch) -> None:
+    create_authority(tmp_path, 9)
+    certify(tmp_path, tmp_path, "[2001:db8::1]", 9)
+    certificate = x509.load_pem_x509_certificate((tmp_path / "server.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert ipaddress.ip_address("2001:db8::1") in names.get_values_for_type(x509.IPAddress)
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    asked_for: list[object] = []
+
+    def refuse(address: object, timeout: float) -> None:
+        asked_for.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(RunError, match=r"\[2001:db8::1\]:8000 cannot be reached"):
+        doctor._reachable("[2001:db8::1]:8000", tmp_path / "ca.crt")
+    assert asked_for == [("2001:db8::1", 8000)]
 
 
 def test_a_supernode_that_is_not_admitted_says_what_to_do() -> None:

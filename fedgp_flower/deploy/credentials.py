@@ -36,7 +36,7 @@ def certify(authority: Path, folder: Path, host: str, days: int) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{authority}: no authority in ca.crt and ca.key ({error})") from None
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
-    key = ec.generate_private_key(_CURVE)
+    key, host = ec.generate_private_key(_CURVE), host.strip("[]")  # of an IPv6 address
     try:
         name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

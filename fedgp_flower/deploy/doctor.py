@@ -91,6 +91,7 @@ def _space(folder: Path) -> str:
 
 def _reachable(address: str, authority: Path) -> str:
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     try:
         with (
             socket.create_connection((host, int(port)), timeout=5) as plain,
