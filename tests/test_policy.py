@@ -369,6 +369,15 @@ def test_a_changed_log_is_named_by_line(log, change, problem):
     assert any(problem in found for found in audit.read(log)[1])
 
 
+@pytest.mark.parametrize("content", ["", "ten lines", "x y"])
+def test_a_changed_head_of_a_log_is_named(log, content, capsys):
+    log.with_name("audit.jsonl.head").write_text(content)
+    with pytest.raises(SystemExit) as status:
+        cli.main(["audit", str(log)])
+    assert status.value.code == 1
+    assert "audit.jsonl.head was changed: expected the number of the last line" in capsys.readouterr().err
+
+
 def again(line, other):
     entry = json.loads(line) | {"before": json.loads(other)["hash"]}
     del entry["hash"]

@@ -145,8 +145,12 @@ def read(path: Path, seen: str = "") -> tuple[list[Facts], list[str], str]:
     hashes = [str(line.get("hash")) for line in lines]
     head = path.with_name(f"{path.name}.head")
     if head.exists():
-        count, digest = head.read_text(encoding="ascii").split()
-        if int(count) > len(texts) or digest not in hashes:
+        try:
+            count, digest = head.read_text(encoding="ascii").split()
+            known = int(count)
+        except (OSError, ValueError):
+            raise RunError(f"{head} was changed: expected the number of the last line and its hash") from None
+        if known > len(texts) or digest not in hashes:
             problems.append(f"line {len(texts) + 1}: the log had {count} lines; the last ones were removed or replaced")
     if seen and not any(entry.startswith(seen) for entry in hashes):
         problems.append(f"no line has the hash {seen}: that line was removed or replaced")
