@@ -322,7 +322,7 @@ def compare_runs(
         terminal.show(f"careful: {doubt}")
     terminal.show(terminal.table(["", *(path.name for path in runs)], summary.side_by_side(read), numbers=True))
     if figure is not None:
-        figures.cost_figure(read).savefig(figure)
+        figures.save(figures.cost_figure(read), figure)
         terminal.show(str(figure))
 
 

@@ -218,6 +218,17 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     assert (code, "cannot be compared: their targets differ: " in one_line(err), "`weight`" in err) == (1, True, True)
 
 
+def test_a_file_that_cannot_be_written_is_said_in_a_line(fedgp, shared, tmp_path):
+    key, trust, picture = tmp_path / "no" / "key", tmp_path / "no" / "trust.toml", tmp_path / "cost.xyz"
+    for words in (
+        ["site", "key", key],
+        ["site", "trust", trust, "a", "ab" * 32],
+        ["compare", shared, "--figure", picture],
+    ):
+        code, _, err = fedgp(*words)
+        assert (code in {1, 2}, err.count("\n"), f"{tmp_path}/" in err) == (True, 1, True)
+
+
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
     (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
     out = fedgp("methods")[1]

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.files import write_bytes
 
 SEED_BYTES = 32
 
@@ -77,6 +78,8 @@ class Identity:
             handle = os.open(path.expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise ConfigError(f"{path} exists: a key is never overwritten; choose another file") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another file") from None
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(self.seed.hex() + "\n")
 
@@ -146,7 +149,7 @@ class Trust:
 
     def write(self, path: Path) -> None:
         """Write a trust file."""
-        path.expanduser().write_text(tomli_w.dumps({"sites": dict(self.keys or {})}), encoding="utf-8")
+        write_bytes(path.expanduser(), tomli_w.dumps({"sites": dict(self.keys or {})}).encode())
 
     def require(self, run: str, member: Member) -> None:
         """Raise ProtocolError if a site of a roster is not trusted, or did not sign its run key."""

@@ -105,7 +105,11 @@ def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path
     agreed = next(iter(predictors.values())).preparation
     if len(agreed.names) != 1 or agreed.target.levels:
         raise RunError(f"a picture needs one input and a target of numbers; inputs are {', '.join(agreed.names)}")
-    figure = site_curves(predictors, read_inputs(source, agreed).sort_values(agreed.features[0]))
+    save(site_curves(predictors, read_inputs(source, agreed).sort_values(agreed.features[0])), picture)
+
+
+def save(figure: Figure, picture: Path) -> None:
+    """Save a figure. Raise RunError if the file cannot be written or has an unknown ending."""
     try:
         figure.savefig(picture)
     except (OSError, ValueError) as error:
