@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from faults import FaultyGrid, Killed, Recorder, alike, configured, csv_nodes, fill, no_waiting, run, waves
 from flwr.app import Context, RecordDict
+from safetensors.numpy import save
 
 from fedgp_flower import server_app
 from fedgp_flower.agreement import Column
@@ -122,8 +123,9 @@ def test_a_restarted_node_finds_its_file_and_counts_on(tmp_path):
     assert memory.load_state(context(**{"state-dir": folder}), "r1").updates == 2
     assert memory.load_state(context(**{"state-dir": folder}), "r2").updates == 0
     assert memory.load_state(context(), "r1").updates == 0
-    (tmp_path / "state" / "site-state.safetensors").write_bytes(b"not a state")
-    assert same(memory.load_state(context(**{"state-dir": folder}), "r1"), memory.SiteState("r1"))
+    for content in (b"not a state", save({"a": np.zeros(1)})):
+        (tmp_path / "state" / "site-state.safetensors").write_bytes(content)
+        assert same(memory.load_state(context(**{"state-dir": folder}), "r1"), memory.SiteState("r1"))
     node = context()
     memory.save_state(node, updated("r1"))
     assert same(memory.load_state(node, "r1"), updated("r1"))

@@ -54,8 +54,8 @@ def _read_arrays(path: Path | None, key: str, value: str) -> tuple[NamedArrays, 
     """Arrays and metadata of a file; None without a file, or if its metadata ``key`` has another value."""
     try:
         with safe_open(path or "", framework="numpy") as file:
-            facts: dict[str, str] = file.metadata()
-            names = list(file.keys()) if facts[key] == value else None
+            facts: dict[str, str] = file.metadata() or {}
+            names = list(file.keys()) if facts.get(key) == value else None
             return None if names is None else ({name: file.get_tensor(name) for name in names}, facts)
     except (OSError, SafetensorError):
         return None
