@@ -234,7 +234,7 @@ def join(
     picture: Picture = None,
 ) -> None:
     """Predict at a new site: fit its local parameters to its table, here, and send nothing."""
-    name = site_data.name.split(".")[0]
+    name = tables.table_stem(site_data)
     _predict({name: predict.Predictor.joined(run, name, site_data)}, source, output, picture)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
-from fedgp_flower.run import terminal
+from fedgp_flower.run import predict, terminal
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -173,6 +173,15 @@ def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
     assert (code, "no such file" in err) == (2, True)
     code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "no" / "out.csv")
     assert (code, "cannot be written" in err) == (1, True)
+
+
+def test_a_site_that_joins_has_the_name_of_its_file(fedgp, shared, tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(predict.Predictor, "joined", lambda run, name, data: names.append(name))
+    monkeypatch.setattr(predict, "predict_file", lambda predictors, *others: (0, 0, 0))
+    where = ["--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv"]
+    assert fedgp("join", shared, "--site-data", tmp_path / "ward.7.csv.gz", *where)[0] == 0
+    assert names == ["ward.7"]
 
 
 def test_a_report_is_written_again(fedgp, shared, broken):
