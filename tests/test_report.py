@@ -91,6 +91,11 @@ def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page):
     assert {"probabilities", "roc"} <= plots(classes)
     assert "Brier" in page
     assert "RMSE" not in page
+    assert "AUC and calibration slope are computed" in page
+    content = read_json(classes / "metrics.json")
+    content["test"] = {name: content["test"][name] for name in ("accuracy", "nll", "brier")}  # as of several classes
+    write_json(classes / "metrics.json", content)
+    assert "AUC and calibration slope are computed" not in write_page(read_run(classes)).read_text()
 
 
 def test_paired_difference_by_hand(line_run):

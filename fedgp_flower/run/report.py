@@ -202,10 +202,13 @@ def _headline_note(metrics: RunMetrics, units: str) -> str:
             " predicted and observed survival at the quartiles of time."
         )
     elif summary.is_classification(metrics):
+        ranked = (
+            f" AUC and calibration slope are computed from log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed"
+            " over sites; a slope below 1: too extreme probabilities."
+        )
         note = (
-            "NLL in nats per row; NLL and Brier score: smaller is better. AUC and calibration slope are computed from"
-            f" log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too extreme"
-            " probabilities. Skill: 1 − Brier score / Brier score of the class shares."
+            f"NLL in nats per row; NLL and Brier score: smaller is better.{ranked if 'auc' in metrics.test else ''}"
+            " Skill: 1 − Brier score / Brier score of the class shares."
         )
     else:
         low, high = map(percent, summary.expected_coverage(n) if n else (0.0, 1.0))
