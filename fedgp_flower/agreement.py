@@ -405,7 +405,7 @@ def _pooled(
         means, within = sums[:, 0] / filled, np.median(np.sqrt(sums[:, 2] / filled))
         distance = np.abs(means - np.median(means))
         differs = [site for site, far in zip(by_site, distance > FAR * within, strict=True) if far]
-        facts = {"kind": "number", "mean": centre, "sd": float(scale[0]), "differs": differs}
+        facts = {"kind": "number", "mean": centre, "sd": 0.0 if constant else spread, "differs": differs}
     else:
         counts = sum((Counter(column.counts) for column in by_site.values()), Counter[str]())
         column, constant = Column(name, "categorical", tuple(sorted(counts, key=rank))), len(counts) == 1

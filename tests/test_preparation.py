@@ -59,6 +59,7 @@ def test_a_constant_column_is_found_exactly_and_becomes_zero(value, n, sites):
     found = agreed(rows(n, 0).assign(x=value), np.arange(n) % sites)
     assert "x" in found.constant
     assert found.arrays["input.scale"][0] == 1.0
+    assert found.columns[0]["sd"] == 0.0
     assert abs(value - found.arrays["input.mean"][0]) <= np.spacing(abs(value))
 
 

@@ -329,7 +329,8 @@ def _training_summary(run: Run) -> dict[str, tuple[float, float]]:
     facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
     rows = {"rows": (data["rows"], 1.0)} if data else {}
     columns = (column for column in data.get("columns", ()) if "mean" in column)
-    return {**rows, **facts, **{f"mean of `{column['name']}`": (column["mean"], column["sd"]) for column in columns}}
+    means = {f"mean of `{column['name']}`": (column["mean"], column["sd"] or 1.0) for column in columns}
+    return {**rows, **facts, **means}
 
 
 def _held_out(run: Run) -> tuple[object, ...]:
