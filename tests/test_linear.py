@@ -246,7 +246,7 @@ def test_boosting_comes_near_the_best_score(likelihood):
     """Never below the score of the truth by more than chance, and near it: noise is neither missed nor invented."""
     x, y, _ = steps(likelihood)
     x_test, y_test, known = steps(likelihood, seed=1)
-    rows = SiteData(x, y, x_test, y_test, 0)
+    rows = SiteData(x, y, x_test, y_test)
     found = boosted(x, y, likelihood).scores(rows, likelihood, UNITS).sums
     if likelihood in MULTICLASS:
         best = -np.log(known[np.arange(len(y_test)), y_test.astype(int)]).mean()
@@ -275,7 +275,7 @@ def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):
     """Where points are rows, bound and prediction are those of the exact GP, whose hyperparameters fit as well."""
     draw = np.random.default_rng(0)
     x, x_test = draw.uniform(-2, 2, (70, 1)), draw.uniform(-2, 2, (200, 1))
-    rows = SiteData(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(70), x_test, np.sin(3 * x_test[:, 0]), 0)
+    rows = SiteData(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(70), x_test, np.sin(3 * x_test[:, 0]))
     config = parse_config({"dataset": "sine", "method": "sgpr", "model.num-inducing": 20})
     exact = baselines.scores(rows, config, UNITS, 70).sums
     monkeypatch.setattr(baselines, "POOLED_ROWS", 50)
@@ -301,7 +301,7 @@ def test_noise_that_varies_does_not_explain_what_the_mean_can():
     x = draw.uniform(-1.7, 1.7, 300)
     bump, width = np.exp(-np.square((x + 0.4) / 0.35)), np.exp(-np.square(x / 0.7))
     y = 1 - 3 * bump + (0.05 + 0.6 * width) * draw.standard_normal(300)
-    rows = SiteData(x[:240, None], y[:240], x[240:, None], y[240:], 0)
+    rows = SiteData(x[:240, None], y[:240], x[240:, None], y[240:])
     section = {"model.likelihood": "heteroscedastic", "model.num-inducing": 20, "baselines.max-evaluations": 50}
     found = baselines.scores(rows, parse_config({"dataset": "sine", "method": "svgp", **section}), UNITS, 20).sums
     assert found["squared-error"] < 0.5 * np.square(y[240:] - y[:240].mean()).sum()

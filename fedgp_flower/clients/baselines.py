@@ -130,15 +130,13 @@ def _exact(
 def _subset(rows: SiteData, count: int, rng: np.random.Generator) -> SiteData:
     """The rows with a random subset of ``count`` training rows."""
     chosen = np.sort(rng.permutation(len(rows.x))[:count])
-    return SiteData(rows.x[chosen], rows.y[chosen], rows.x_test, rows.y_test, 0)
+    return rows._replace(x=rows.x[chosen], y=rows.y[chosen])
 
 
 def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> SiteData:
     """The encoded rows of all simulated sites."""
     encoded = [site.encode(preparation) for site in load_all_sites(config, partitions)]
-    parts = zip(*((data.x, data.y, data.x_test, data.y_test) for data in encoded), strict=True)
-    x, y, x_test, y_test = map(np.concatenate, parts)
-    return SiteData(x, y, x_test, y_test, sum(data.unknown_levels for data in encoded))
+    return SiteData(*map(np.concatenate, zip(*encoded, strict=True)))
 
 
 def _maximise(model: WiredModel, objective: Callable[[], Tensor], rows: SiteData, most: int, *more: Tensor) -> None:

@@ -168,18 +168,15 @@ def prepared_site(
     if prepared is not None:
         facts = json.loads(prepared[1]["facts"])
         rules.decisions += [Decision(**entry) for entry in facts.pop("decisions")]
-        encoded = {preparation.fingerprint(): SiteData(**prepared[0], unknown_levels=facts.pop("unknown_levels"))}
+        encoded = {preparation.fingerprint(): SiteData(**prepared[0])}
         facts["features"] = tuple(facts["features"])
         return PreparedSite(facts, encoded, lambda: load(replace(rules, decisions=[])))
     path.unlink(missing_ok=True)
     before = len(rules.decisions)
     site = load(rules)
-    rows = site.encode(preparation)
-    arrays: NamedArrays = {"x": rows.x, "y": rows.y, "x_test": rows.x_test, "y_test": rows.y_test}
     facts = {"site": site.site, "label": site.label, "target": site.target, "features": site.features}
-    facts |= {"dropped": site.dropped, "unknown_levels": rows.unknown_levels}
-    facts |= {"decisions": [asdict(entry) for entry in rules.decisions[before:]]}
-    _write_arrays(path, arrays, {"key": key, "facts": json.dumps(facts)})
+    facts |= {"dropped": site.dropped, "decisions": [asdict(entry) for entry in rules.decisions[before:]]}
+    _write_arrays(path, site.encode(preparation)._asdict(), {"key": key, "facts": json.dumps(facts)})
     return site
 
 

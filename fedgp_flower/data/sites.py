@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, kind_of, suspicions
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, split_columns
 from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
-from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, describe, encode_inputs, encode_targets
+from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_file, read_table, table_stem, tables_in
 from fedgp_flower.errors import ConfigError, DataError
@@ -47,16 +47,13 @@ _LOCK = Lock()
 """Held while a site loads and partitions: silencing a library's output is not thread-safe."""
 
 
-@dataclass(frozen=True, slots=True)
-class SiteData:
+class SiteData(NamedTuple):
     """A site's encoded rows; targets [N, 2] include the second target column."""
 
     x: Array  # [N, D]
     y: Array  # [N] or [N, 2]
     x_test: Array  # [N*, D]
     y_test: Array  # [N*] or [N*, 2]
-    unknown_levels: int
-    """Number of cells with a level that is not in the schema; their indicators are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +108,8 @@ class RawSite:
             if self.second_target:
                 pairs = zip((y, y_test), both, strict=True)
                 y, y_test = (np.column_stack([values, part[self.second_target]]) for values, part in pairs)
-            unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
-            self._encoded[key] = SiteData(x, y, x_test, y_test, unknown)
+            self._encoded[key] = SiteData(x, y, x_test, y_test)
         return self._encoded[key]
 
 

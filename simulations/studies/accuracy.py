@@ -57,7 +57,7 @@ def boosting(keys: Keys, sites: int) -> Row:
     begun, (encoded, scale) = time.perf_counter(), sites_of(keys, sites)
     parts = ([getattr(own, name) for own in encoded.values()] for name in ("x", "y", "x_test", "y_test"))
     x, y, x_test, y_test = map(np.concatenate, parts)
-    rows = SiteData(x, y, x_test, y_test, 0)
+    rows = SiteData(x, y, x_test, y_test)
     likelihood = keys.get("model.likelihood", "gaussian")
     found = tuned(rows.x, rows.y, likelihood, TUNED).scores(rows, likelihood, TargetUnits(0.0, scale))
     told = combine({"0": ScoreSums.of(found)}, scale)
