@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -50,7 +50,7 @@ def require_usable(config: CoreConfig, sites: int) -> None:
 def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, str]) -> Checked:
     """Check sites and their agreement; ``names`` are the names of their files for messages."""
     files = {name: name for name in nodes} | dict(names)
-    described, dropped, problems, suspected = {}, 0, [], []
+    described, problems, suspected = {}, [], []
     for name, node in nodes.items():
         try:
             site = Rules("query.describe").site(load_site(config, node))
@@ -60,8 +60,7 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
         except DataError as error:
             problems.append(str(error))
             continue
-        described[name] = site.describe()
-        dropped += site.dropped
+        described[name] = replace(site.describe(), label=name, dropped=site.dropped)
         suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
         suspected += site.left_out.splitlines()
     try:
@@ -70,10 +69,4 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
         return {}, [], [*problems, *([str(error)] if described else [])]
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
     suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
-    counted = {
-        "target": json.loads(agreement.schema)["target"]["name"],
-        "sites": len(agreement.rows),
-        "rows": sum(agreement.rows.values()),
-        "inputs": len(agreement.names),
-    }
-    return {**counted, "dropped": dropped, "columns": agreement.columns}, suspected, problems
+    return dict(agreement.data), suspected, problems
