@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +22,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedgp_flower.errors import ConfigError, ProtocolError
-from fedgp_flower.files import write_bytes
+from fedgp_flower.files import read_toml, write_bytes
 
 SEED_BYTES = 32
 
@@ -120,15 +119,11 @@ class Trust:
     @staticmethod
     def read(path: Path) -> Trust:
         """Read a trust file: TOML with lines ``SITE = "public key"`` below ``[sites]``."""
-        trust = Trust({})
-        try:
-            sites = dict(tomllib.loads(path.expanduser().read_text(encoding="utf-8"))["sites"])
-        except OSError as error:
-            raise ConfigError(f"`trust`: {path} cannot be read ({error.strerror})") from None
-        except (ValueError, KeyError, TypeError):
+        trust, sites = Trust({}), read_toml(path, "; check `trust`").get("sites")
+        if not isinstance(sites, dict):
             raise ConfigError(
                 f'`trust`: {path} is no trust file; expected [sites] and lines SITE = "public key"; see `fedgp site`'
-            ) from None
+            )
         for site, public in sites.items():
             trust = trust.with_site(site, str(public))
         return trust
