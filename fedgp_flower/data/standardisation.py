@@ -279,11 +279,6 @@ def unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> pd.DataFram
     return pd.DataFrame(found, index=frame.index)
 
 
-def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
-    """Return the number of categorical cells with a level that is not in the schema."""
-    return int(unknown_levels(frame, preparation).to_numpy().sum())
-
-
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:
     """Return standardised targets [N], or the indices 0, 1, … of their levels."""
     target = preparation.target
