@@ -157,9 +157,7 @@ def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[st
         clip = CLIP if config.privacy.epsilon else math.inf
         with torch.no_grad():
             parts = [pooled_sums(model, torch.from_numpy(s.x), torch.from_numpy(s.y.clip(-clip, clip))) for s in sites]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
+            total = add(parts)
         if config.privacy.epsilon:
             noise = Budget.of(config).noise * math.sqrt(1 if config.privacy.secure_aggregation else len(sites))
             rng = np.random.default_rng([config.seed, *b"attack", *name.encode()])
