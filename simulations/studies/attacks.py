@@ -27,6 +27,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 from scipy.stats import norm, rankdata
 
+from fedgp_flower.messages import add
 from simulations.common import ALONE, Array, Row, averaged, data_dir, fit, sampled, sites_of
 
 SETS = ("yacht", "boston", "energy", "concrete", "wine", "kin8nm", "power", "naval", "protein")
