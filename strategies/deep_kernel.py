@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedgp_flower.errors import RunError
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, HeadPosterior, HeadRequest, Heads, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import OptimizerSection
@@ -57,9 +56,7 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
         """Return the heads of all rows, from one total."""
         values = dict(state.parameters)
         summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.all_sites)
-        if summed.total is None:
-            raise RunError("no site sent usable sums; see the failures above")
-        head, evidence = chosen(values, SHARES, summed.total)
+        head, evidence = chosen(values, SHARES, summed.required("usable sums"))
         arrays = {**values, "heads.mean": head.mean, "heads.covariance": head.covariance}
         meanings = dict.fromkeys(arrays, "weights of the network, or log noise variance")
         meanings |= {"heads.mean": "E w_c, by output", "heads.covariance": "Cov w_c, by output"}

@@ -80,24 +80,20 @@ def first_look(config: RunConfig, roster: Roster) -> Asking[tuple[LatentFunction
     """
     inducing = yield from first_inducing(config, roster)
     latents = latents_at(inducing, cast(FedMGPOptions, config.options).multiples, config.model.jitter)
-    lengths, no_answer = sizes(latents), RunError("no unit sent statistics to start from; see the failures above")
+    lengths, statistics = sizes(latents), "statistics to start from"
     if not roster.totals_only:
         asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
         requests = dict.fromkeys(asked, FirstLook(latents))
         answers: Mapping[str, FirstStatistics] = yield Each(FirstStatistics, requests, retries=1, sizes=lengths)
         if not answers:
-            raise no_answer
+            raise RunError(f"no site sent {statistics}; see the failures above")
         starts = {site: answer.statistics for site, answer in answers.items()}
         return latents, posterior(starts[best_lead(starts)])
     pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)
-    if pointed.total is None:
-        raise no_answer
-    direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
+    direction = np.linalg.eigh(pointed.required(statistics).outer)[1][:, -1]
     direction = direction * math.copysign(1.0, direction[np.abs(direction).argmax()])
     summed: Summed[FirstStatistics] = yield Total(FirstStatistics, FirstLook(latents, direction), sizes=lengths)
-    if summed.total is None:
-        raise no_answer
-    total, units = summed.total.statistics, len(summed.sites) - summed.silent
+    total, units = summed.required(statistics).statistics, len(summed.sites) - summed.silent
     return latents, posterior(replace(total, precision=total.precision / units, shift=total.shift / units))
 
 

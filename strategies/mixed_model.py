@@ -211,13 +211,11 @@ class Fitting:
 
 
 def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
-    """The whitening of the design matrices, and the first trials; RuntimeError if no site answers."""
+    """The whitening of the design matrices, and the first trials; RunError if no site answers."""
     columns, terms = problem.columns, problem.terms
     widths = {"E": columns.fixed.shape[1], "W": sum(q * q for q in terms.widths)}
     summed: Summed[Outline] = yield Total(Outline, Nothing(), sizes=widths)
-    outline = summed.total
-    if outline is None:
-        raise RuntimeError("no site has answered `query.outline`")
+    outline = summed.required("an outline of its design matrices")
     count = float(outline.count)
     arrays: NamedArrays = {FIXED: whitening(outline.gram / count, columns.names, sizes(columns.fixed))}
     blocks = np.split(outline.effects, np.cumsum([q * q for q in terms.widths])[:-1])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
@@ -141,11 +141,10 @@ def total_statistics(
     """Return the sums of all rows of the sites that answer; raise RunError if no site answers."""
     sizes = {"M": len(parameters[LOCATIONS])}
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
-    if summed.total is None:
-        raise RunError("no site sent usable sums; see the failures above")
+    total = summed.required("usable sums")
     level = unit_function(SparseGP.from_arrays(section, compared(parameters)))
     yield Doubt(contradictions(summed.parts, level))
-    return summed.total
+    return total
 
 
 def compared(parameters: Mapping[str, ndarray]) -> NamedArrays:

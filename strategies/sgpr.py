@@ -40,7 +40,7 @@ from fedgp_flower.gp.optimisers import on_grid, pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import optimize, special
-from fedgp_flower.messages import encode, message
+from fedgp_flower.messages import message
 from fedgp_flower.methods.sgpr.messages import (
     EvidenceGradient,
     PairCounts,
@@ -248,9 +248,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     model = pooled_bound.initial_hyperparameters(section, num_inputs)
     sizes = {"C": ANCHORS, "H": pack(model).size, "B": VALUES}
     summed: Summed[Sketch] = yield Total(Sketch, OneArray(anchors), sizes=sizes)
-    if summed.total is None:
-        raise RunError("no site sent a sketch of its rows; see the failures above")
-    sketch, rng = summed.total, np.random.default_rng([seed, *b"inducing"])
+    sketch, rng = summed.required("a sketch of its rows"), np.random.default_rng([seed, *b"inducing"])
     wanted = pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites)
     policy = "warn" if problem.small_sites == "warn" else "cap"
     most = pooled_bound.inducing_points(enlarging.points_per_message(problem.megabytes), roster, policy)
@@ -575,15 +573,9 @@ class SGPR(FederatedStrategy[SGPRState]):
             details["doubling_promises"] = enlarging.doubling_gain(state.evidence_curve)
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
-    def public(self, state: SGPRState) -> NamedArrays:
-        """Return the parameters."""
-        return encode(Parameters(state.values))
-
     def adopt(self, state: SGPRState, arrays: NamedArrays) -> SGPRState:
-        """Return a state that starts from other parameters; equal parameters keep the state."""
+        """Return a state that starts from these parameters."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        if np.array_equal(pack(given), pack(state.values)):
-            return state
         return SGPRState(given, given[LOCATIONS], state.curvature, exchanges=state.exchanges + 1)
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:

@@ -24,12 +24,12 @@ from fedgp_flower.gp.optimisers import on_grid, pack, unpack
 from fedgp_flower.gp.steps import num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.lazy import optimize
-from fedgp_flower.messages import encode, message
+from fedgp_flower.messages import message
 from fedgp_flower.methods.sgpr.duals import Duals, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, ValueCounts
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.shared_messages import Nothing, Parameters
+from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import Problem
@@ -264,15 +264,9 @@ class SVGP(FederatedStrategy[SVGPState]):
         details |= {"bound": state.bound, "evaluations": state.evaluations}
         return Predicted(found, pooled_bound.saved(found, self.problem.model), details)
 
-    def public(self, state: SVGPState) -> NamedArrays:
-        """Return the parameters."""
-        return encode(Parameters(state.values))
-
     def adopt(self, state: SVGPState, arrays: NamedArrays) -> SVGPState:
-        """Return a state that starts from other parameters; equal parameters keep the state."""
+        """Return a state that starts from these parameters."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        if np.array_equal(pack(given), pack(state.values)):
-            return state
         return initial_state(LatentGP.from_arrays(self.problem.model, given))
 
     def warnings(self) -> list[str]:

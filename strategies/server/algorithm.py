@@ -70,8 +70,8 @@ class Algorithm(ABC, Generic[S]):
         """Return the message from which sites predict, and the posterior to save."""
 
     def public(self, state: S) -> NamedArrays:
-        """Return ``result.arrays``, to which Flower's wrappers apply clipping and noise: by default ``parameters``."""
-        found = getattr(state, "parameters", None)
+        """Return ``result.arrays``, which Flower's wrappers clip: by default ``parameters`` or ``values``."""
+        found = getattr(state, "parameters", getattr(state, "values", None))
         return encode(Parameters(found) if isinstance(found, Mapping) else state)
 
     def adopt(self, state: S, arrays: NamedArrays) -> S:

@@ -217,9 +217,7 @@ def transformed(agreement: Agreement, name: str, sites: tuple[str, ...]) -> Aski
     middle = np.array(agreement.training_target["mean"])
     centres = np.array([float(Transform(name, power).forward(middle)) for power in powers])
     summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
-    if summed.total is None:
-        raise DataError(f"no site sent moments of its target under `transform.target` = '{name}'")
-    best, mean, scale = chosen(summed.total, centres)
+    best, mean, scale = chosen(summed.required(f"moments of its target under `transform.target` = '{name}'"), centres)
     if not scale > 0:
         raise DataError(f"the target is constant under `transform.target` = '{name}'")
     schema = json.loads(agreement.schema)
@@ -235,18 +233,16 @@ def related(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
     columns = (Column.from_json(entry) for entry in json.loads(agreement.schema)["features"])
     size = agreement.num_inputs - sum(column.flagged for column in columns)
     summed: Summed[CellProducts] = yield Total(CellProducts, Nothing(), sites, sizes={"E": size})
-    if summed.total is None:
-        raise DataError("no site sent products of its inputs")
-    return replace(agreement, arrays={**agreement.arrays, COVARIANCE: summed.total.covariance()})
+    covariance = summed.required("products of its inputs").covariance()
+    return replace(agreement, arrays={**agreement.arrays, COVARIANCE: covariance})
 
 
 def followed(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
     """Return the agreement with a life table of the follow-up times, from counts of times in bins."""
     edges = edges_around(agreement.training_target["mean"])
     summed: Summed[TimeCounts] = yield Total(TimeCounts, OneArray(edges), sites, sizes={"B": len(edges) + 1})
-    if summed.total is None:
-        raise DataError("no site sent counts of its follow-up times")
-    return replace(agreement, arrays={**agreement.arrays, **life_table(summed.total.counts, edges).to_arrays()})
+    table = life_table(summed.required("counts of its follow-up times").counts, edges)
+    return replace(agreement, arrays={**agreement.arrays, **table.to_arrays()})
 
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:
@@ -277,9 +273,7 @@ def robustly_standardised(agreement: Agreement, sites: tuple[str, ...]) -> Askin
     for ratio in SPREADS:
         scales = scale * ratio ** (np.arange(CANDIDATES) - place)
         summed: Summed[RobustMoments] = yield Total(RobustMoments, RobustScales(float(centre), scales), sites)
-        if summed.total is None:
-            raise DataError("no site sent robust moments of its target")
-        sums = summed.total
+        sums = summed.required("robust moments of its target")
         excess = sums.second / sums.count - 1.0  # falls as the scale grows
         if not excess[0] > 0:
             return agreement  # more than half of the targets are equal

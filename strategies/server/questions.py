@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.messages import add, kind_of
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import Facts, Json
@@ -63,6 +64,12 @@ class Summed(Generic[A]):
     """Number of these sites that added zero; the server cannot tell which."""
     parts: Mapping[str, A] = field(default_factory=dict)
     """The summand of each site; empty under masks."""
+
+    def required(self, what: str) -> A:
+        """Return the total; raise RunError if no site sent ``what``."""
+        if self.total is None:
+            raise RunError(f"no site sent {what}; see the failures above")
+        return self.total
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,8 @@ def shape_of_inputs(roster: Roster) -> Asking[Shape]:
     """Return the pooled histograms and moments of inputs, and the median of the sites' initial hyperparameters."""
     if roster.totals_only:
         summed: Summed[Shape] = yield Total(Shape, Nothing())
-        if summed.total is None:
-            raise RunError("no total of the histograms of inputs; see the failures above")
-        count = len(summed.sites) - summed.silent
-        start = {name: np.asarray(array / count) for name, array in summed.total.start.items()}
-        return replace(summed.total, start=start)
+        total, count = summed.required("histograms of its inputs"), len(summed.sites) - summed.silent
+        return replace(total, start={name: np.asarray(array / count) for name, array in total.start.items()})
     answers: dict[str, Shape] = yield Each(Shape, {site: Nothing() for site in roster.sites}, retries=1)
     layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
     most_common = Counter(layouts.values()).most_common(1)

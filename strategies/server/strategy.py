@@ -305,15 +305,17 @@ class FederatedStrategy(Algorithm[S], Strategy):
             result.evaluate_metrics_clientapp[self.round] = record
         return floats(record)
 
-    def _adopt_arrays(self, arrays: ArrayRecord) -> None:
-        """Continue from these public arrays, if there are any; raise ProtocolError if their shapes differ."""
-        if not len(arrays):
+    def _adopt_arrays(self, record: ArrayRecord) -> None:
+        """Continue from these public arrays, if they are new; raise ProtocolError if their shapes differ."""
+        if not len(record):
             return
-        given, known = numpy_arrays(arrays), self.public(self.current)
+        given, known = numpy_arrays(record), self.public(self.current)
         if shapes_of(given) != shapes_of(known):
             shapes = ", ".join(f"`{name}` {shape}" for name, shape in shapes_of(known).items())
             raise ProtocolError(f"arrays to continue from: expected {shapes}; start from `initial_arrays(grid)`")
-        self.current = self.adopt(self.current, {name: np.asarray(given[name], known[name].dtype) for name in known})
+        arrays = {name: np.asarray(given[name], array.dtype) for name, array in known.items()}
+        if not all(np.array_equal(arrays[name], array) for name, array in known.items()):
+            self.current = self.adopt(self.current, arrays)
 
 
 def require_clippable(name: str, asked: Asked | None, known: NamedArrays) -> None:
