@@ -112,6 +112,6 @@ def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:
     return found if isinstance(found, kind) else None
 
 
-def settings_of(message: Message) -> ConfigRecord:
-    """Return the configuration record of a message; an empty one if it has none."""
-    return record_of(message.content, "config", ConfigRecord) or ConfigRecord()
+def config_of(message: Message) -> ConfigRecord:
+    """Return the configuration record of a message; an empty one if it has none, or for an error."""
+    return (None if message.has_error() else record_of(message.content, "config", ConfigRecord)) or ConfigRecord()

@@ -174,8 +174,7 @@ def contradictions(
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
     """Return the parameters with the optimal q(v) of all rows in the totals (Guo et al. 2022, Eqs. 14-15)."""
-    whitened = exact_posterior(totals, noise_of(parameters))
-    return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
+    return PooledPosterior.of(parameters, exact_posterior(totals, noise_of(parameters)))
 
 
 def progress(exchanges: int, gains: Array, per_round: int, rows: float) -> dict[str, float | None]:

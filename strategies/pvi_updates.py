@@ -20,7 +20,7 @@ from numpy import ndarray
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.fitc import at_unit_scale
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.gp.models import LOCATIONS
+from fedgp_flower.gp.models import LOCATIONS, WhitenedPosterior
 from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, numbered
@@ -161,8 +161,7 @@ def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
 
 def product(state: PVIState) -> PooledPosterior:
     """Return q(v) = p ∏ tₖ at the agreed parameters."""
-    mean, covariance = posterior(state)["whitened"].moments()
-    return PooledPosterior(state.values, mean.numpy(), covariance.numpy())
+    return PooledPosterior.of(state.values, WhitenedPosterior(*posterior(state)["whitened"].moments()))
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,7 @@ def restarted(state: SGPRState, found: Evaluated, sites: tuple[str, ...]) -> SGP
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """Return the state with ∇J at θ, the BFGS update along the latest step, and whether training has converged."""
     assert state.totals is not None
-    theta, request = state.theta, pooled_posterior(state.values, state.totals)
+    theta, request = state.theta, PooledPosterior.of(state.values, exact_posterior(state.totals))
     sizes = {"H": theta.size, "V": 2 * state.places.shape[1]}
     summed: Summed[EvidenceGradient] = yield Total(EvidenceGradient, request, state.sites, sizes=sizes)
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
@@ -466,12 +466,6 @@ def finished(problem: Problem, state: SGPRState) -> bool:
     return settled(problem, state) and (not state.rows or not state.next_size)
 
 
-def pooled_posterior(values: Mapping[str, ndarray], totals: WeightedSums) -> PooledPosterior:
-    """Return the parameters with the exact q(v) of all rows in the totals."""
-    whitened = exact_posterior(totals)
-    return PooledPosterior(values, whitened.mean.numpy(), whitened.covariance.numpy())
-
-
 def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, WeightedSums]]:
     """Return the exact posterior of all rows at the fewest sufficient inducing points, and the totals behind it.
 
@@ -489,7 +483,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
         count = enlarging.sufficient_points(evidence(totals).curve / rows, loss)
         values = {**values, LOCATIONS: values[LOCATIONS][:count]}
         values, totals, _ = at_best_scale(values, totals.leading(count), problem.model)
-    return pooled_posterior(values, totals), totals
+    return PooledPosterior.of(values, exact_posterior(totals)), totals
 
 
 def varying_noise(score: Array, rows: float) -> int | None:

@@ -123,8 +123,7 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     new = LatentGP.from_arrays(model, point)
     with torch.no_grad():
         moved = transferred(duals, old, new, new.factor())
-        q = moved.posterior()
-    request = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
+        request = PooledPosterior.of(point, moved.posterior())
     sizes = dict(zip("MC", request.mean.shape[::-1], strict=False))
     summed: Summed[Expectations] = yield Total(Expectations, request, roster.sites, sizes=sizes)
     if summed.total is None or summed.silent or summed.sites != roster.sites:  # an overflow may silence a site
@@ -216,8 +215,7 @@ def converged(state: SVGPState) -> bool:
 
 def posterior(state: SVGPState) -> PooledPosterior:
     """Return the accepted parameters, with q(v) after the natural-gradient step from their totals."""
-    q = natural_step(state).posterior()
-    return PooledPosterior(state.values, q.mean.numpy(), q.covariance.numpy())
+    return PooledPosterior.of(state.values, natural_step(state).posterior())
 
 
 class SVGP(FederatedStrategy[SVGPState]):

@@ -240,7 +240,7 @@ def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, cap
     assert strategy.details()["privacy"]["totals"] > 0
     clear = {kind for _, kind, own in grid.replies if "masked" not in own.content.array_records["arrays"]}
     assert clear == {"query.describe", "query.keys"}
-    assert "simulated" not in strategy.session.what_the_server_sees()
+    assert "simulated" not in strategy.session.masking.what_the_server_sees()
     lines = [record.message for record in caplog.records if record.message.startswith("totals under masks")]
     assert len(lines) == 1
     with pytest.raises(ConfigError, match="masks hide"):

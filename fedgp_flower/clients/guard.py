@@ -26,7 +26,7 @@ from fedgp_flower.messages import Layout, encode, is_public, is_summand
 from fedgp_flower.privacy import audit, masks, questions
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.records import SHARED, array_record, arrays_of, record_of, settings_of
+from fedgp_flower.records import SHARED, array_record, arrays_of, config_of, record_of
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -54,7 +54,7 @@ class Guard:
 
     def __init__(self, message: Message, context: Context) -> None:
         self.message, self.context = message, context
-        self.kind, self.settings = message.metadata.message_type, settings_of(message)
+        self.kind, self.settings = message.metadata.message_type, config_of(message)
         self.run, number = str(self.settings.get("run", "")), self.settings.get("round")
         self.round = number if isinstance(number, int) else -1
         self.masked = questions.REQUEST in self.settings

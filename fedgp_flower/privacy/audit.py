@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision
-from fedgp_flower.records import bytes_of, numpy_arrays, settings_of
+from fedgp_flower.records import bytes_of, config_of, numpy_arrays
 from fedgp_flower.typing import Facts
 
 BEGINNING = "0" * 64
@@ -43,7 +43,7 @@ def record(
     path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool, copy: str = ""
 ) -> None:
     """Append a reply to the log before it is sent; ``copy`` is ``syslog`` or a second file."""
-    content, asked, said = reply.content, settings_of(message), settings_of(reply)
+    content, asked, said = reply.content, config_of(message), config_of(reply)
     arrays = numpy_arrays(content.array_records.get("arrays", ArrayRecord()))
     numbers: dict[str, float] = {}
     for name, value in content.metric_records.get("metrics", MetricRecord()).items():

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of
+from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of, config_of
 from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
 
 logger = logging.getLogger("fedgp")
@@ -71,7 +71,7 @@ class SharedContext:
     def attach(self, message: Message) -> None:
         """Add the context's digest to a message, and the context if the node lacks it."""
         if self.digest:
-            _config(message)[SHARED] = self.digest[:16]
+            config_of(message)[SHARED] = self.digest[:16]
             if message.metadata.dst_node_id not in self.nodes:
                 message.content[SHARED] = self.record
                 if self.constants:
@@ -82,7 +82,7 @@ class SharedContext:
         if reply is None or reply.has_error():
             return False
         node = reply.metadata.src_node_id
-        had, lacks = node in self.nodes, bool(_config(reply).get(LACKS))
+        had, lacks = node in self.nodes, bool(config_of(reply).get(LACKS))
         (self.nodes.discard if lacks else self.nodes.add)(node)
         return had and lacks
 
@@ -191,7 +191,7 @@ class Network:
     def _replies_with_context(self, messages: Sequence[Message]) -> list[Message | None]:
         """Return the replies; sites that lack the context receive their message a second time, with it."""
         replies = self.round_trip(messages)
-        lacking = [place for place, reply in enumerate(replies) if reply is not None and _config(reply).get(LACKS)]
+        lacking = [place for place, reply in enumerate(replies) if reply is not None and config_of(reply).get(LACKS)]
         for reply in replies:
             self.context.note(reply)
         second = [_copy(messages[place]) for place in lacking]
@@ -291,7 +291,7 @@ class Network:
             return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}{hint}"
         if reason := _oversized(reply):
             return reason
-        config = _config(reply)
+        config = config_of(reply)
         if "error" in config:
             return str(config["error"])
         repeated: Texts = {"run": self.run} if asked is None else asked
@@ -348,7 +348,7 @@ class Network:
 
     def _note_warnings(self, site: str, reply: Message) -> None:
         """Keep the warnings of a valid reply, one a line, once for each site."""
-        for warning in str(_config(reply).get("warning", "")).splitlines()[:5]:
+        for warning in str(config_of(reply).get("warning", "")).splitlines()[:5]:
             if site not in self.warned.setdefault(warning[:300], set()):
                 self.warned[warning[:300]].add(site)
                 logger.info("site %s: %s", site, warning[:300])  # the run's notes repeat it
@@ -367,7 +367,7 @@ def pause_after(seconds: float) -> float:
 
 def echo_of(message: Message) -> Texts:
     """Return the fields that the reply to a message must repeat."""
-    config = _config(message)
+    config = config_of(message)
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 
@@ -378,7 +378,7 @@ def content_bytes(message: Message) -> int:
 
 def claimed_site(reply: Message | None) -> str | None:
     """Return the site id in a reply, including a reply that reports an error."""
-    site = None if reply is None else _config(reply).get("site")
+    site = None if reply is None else config_of(reply).get("site")
     return None if site is None else str(site)
 
 
@@ -389,13 +389,7 @@ def by_site(replies: Iterable[Message]) -> dict[str, Message]:
 
 def texts_of(reply: Message) -> dict[str, str]:
     """Return the texts of a reply."""
-    return {name: value for name, value in _config(reply).items() if isinstance(value, str)}
-
-
-def _config(message: Message) -> ConfigRecord:
-    """Return the record ``config`` of a message; an empty one for an error or a message without it."""
-    found = None if message.has_error() else message.content.get("config")
-    return found if isinstance(found, ConfigRecord) else ConfigRecord()
+    return {name: value for name, value in config_of(reply).items() if isinstance(value, str)}
 
 
 def count_of(reply: Message, name: str) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -331,12 +331,9 @@ def linear_fit(
         across = 2 * (np.eye(classes - 1) - 1 / classes)
         penalty = np.asarray(np.kron(across, np.diag([0.0, *np.ones(inputs)])), dtype=np.float64)
         sums = Total(LogisticSums, None, sites, sizes={"R": classes - 1, "Q": len(penalty)})
-        mode = yield from _mode(
-            lambda at: replace(sums, request=OneArray(at.reshape(shape))), np.zeros(len(penalty)), penalty
-        )
-        if mode is None:
+        weights, _ = yield from _mode(sums, np.zeros(shape), penalty)
+        if weights is None:
             return None
-        weights = mode.reshape(shape)
         if likelihood in MULTICLASS:
             return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
         return LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
@@ -376,9 +373,7 @@ def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[
     penalty = np.diag([0.0, *np.ones(inputs), 0.0])
     sums = Total(TimeSums, None, sites, sizes={"Q": len(penalty)})
     start = np.array([math.log(mean), *np.zeros(inputs), 1.0])
-    at = yield from _mode(
-        lambda at: replace(sums, request=OneArray(at)), start, penalty, 1.0, lambda at: bool(at[-1] > 0)
-    )
+    at, _ = yield from _mode(sums, start, penalty, 1.0, positive=True)
     if at is None:
         return None
     weights = at[:-1] / at[-1]
@@ -394,13 +389,10 @@ def count_regression(sites: tuple[str, ...], likelihood: str, inputs: int, used:
     """
     penalty = np.diag([0.0, *np.ones(used)])
     sums = Total(CountSums, None, sites, sizes={"Q": len(penalty)})
-    at = yield from _mode(lambda at: replace(sums, request=OneArray(at)), np.zeros(len(penalty)), penalty, LONGEST)
-    if at is None:
+    at, found = yield from _mode(sums, np.zeros(len(penalty)), penalty, LONGEST)
+    if at is None or found is None:
         return None
-    summed: Summed[CountSums] = yield replace(sums, request=OneArray(at))
-    if summed.total is None:
-        return None
-    surplus, squares = summed.total.excess.tolist()
+    surplus, squares = found.excess.tolist()
     weights, variance, shift = np.r_[at[1:], np.zeros(inputs - used)], 0.0, 0.0
     if likelihood == "poisson":
         variance = math.log1p(max(surplus / squares, 0.0))
@@ -411,29 +403,28 @@ def count_regression(sites: tuple[str, ...], likelihood: str, inputs: int, used:
 
 
 def _mode(
-    question: Callable[[Array], Total[Any]],
-    at: Array,
-    penalty: Array,
-    longest: float = math.inf,
-    valid: Callable[[Array], bool] = lambda at: True,
-) -> Asking[Array | None]:
-    """Return the mode of log likelihood − ½ wᵀPw by Newton's method from ``at``; None if no site answers.
+    question: Total[Any], at: Array, penalty: Array, longest: float = math.inf, *, positive: bool = False
+) -> Asking[tuple[Array | None, Any]]:
+    """Return the mode w of log likelihood − ½ wᵀPw by Newton's method from ``at``, and the sums there; None without.
 
-    A step that lowers the value or is not ``valid`` is halved; no entry of a step exceeds ``longest``.
+    A step that lowers the value, or makes a last entry negative that must be ``positive``, is halved; no entry of a
+    step exceeds ``longest``.
     """
-    step, value = np.zeros(len(at)), -math.inf
+    step, value, found = np.zeros(at.size), -math.inf, None
     for _ in range(NEWTON_STEPS):
-        if valid(trial := at + step):
-            summed: Summed[Any] = yield question(trial)
+        trial = at.ravel() + step
+        if trial[-1] > 0 or not positive:
+            summed: Summed[Any] = yield replace(question, request=OneArray(trial.reshape(at.shape)))
             if (sums := summed.total) is None:
-                return None
+                return None, None
             trial_value = float(sums.likelihood - 0.5 * trial @ penalty @ trial)
             if trial_value >= value:
-                at, value, gradient = trial, trial_value, sums.gradient.ravel() - penalty @ trial
+                at, value, found = trial.reshape(at.shape), trial_value, sums
+                gradient = sums.gradient.ravel() - penalty @ trial
                 step = np.linalg.solve(sums.information + penalty, gradient)
                 if gradient @ step < TOLERANCE:
                     break
                 step = step / max(1.0, float(np.abs(step).max()) / longest)
                 continue
         step = step / 2
-    return at
+    return at, found

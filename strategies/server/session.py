@@ -280,7 +280,8 @@ class Session:
             self.network.first_settings = {"configuration": self.configuration()}
         if privacy.secure_aggregation:
             self.masking = Masking.enrol(self.network, self.configuration(), privacy.min_sites, simulated)
-        logger.info("%s", self.what_the_server_sees())
+        clear = "the server sees the summand of each site (`privacy.secure-aggregation` = false)"
+        logger.info("%s", clear if self.masking is None else self.masking.what_the_server_sees())
 
     def roster(self) -> Roster:
         """Return the current sites."""
@@ -298,12 +299,6 @@ class Session:
         self.network.round += 1
         enrolment.admit_new_nodes(self.network, self.preparation)
         self.network.require(self.config.min_sites)
-
-    def what_the_server_sees(self) -> str:
-        """Return one sentence on what the server sees."""
-        if self.masking is None:
-            return "the server sees the summand of each site (`privacy.secure-aggregation` = false)"
-        return self.masking.what_the_server_sees()
 
     def warnings(self) -> list[str]:
         """Return warnings on the sites and their data for readers of the results."""

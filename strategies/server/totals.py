@@ -32,7 +32,7 @@ from fedgp_flower.privacy.questions import (
     length,
     unflat,
 )
-from fedgp_flower.records import numpy_arrays, settings_of
+from fedgp_flower.records import config_of, numpy_arrays
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
 from strategies.server.network import Network, by_site, count_of, finite_arrays, texts_of
@@ -61,7 +61,7 @@ class MaskedContract:
 
     def refusal(self, reply: Message) -> str | None:
         """Return why a reply cannot be used, or None."""
-        if settings_of(reply).get(ANSWERS) != self.masked.digest:
+        if config_of(reply).get(ANSWERS) != self.masked.digest:
             return "it answers another question, or the site received another roster or other scales than the others"
         try:
             arrays = numpy_arrays(reply.content.array_records["arrays"])
@@ -76,7 +76,7 @@ class MaskedContract:
 
     def layout(self, reply: Message) -> Layout:
         """Return the layout of the question, or the one the reply names."""
-        return self.masked.layout or list(json.loads(str(settings_of(reply)[LAYOUT])))
+        return self.masked.layout or list(json.loads(str(config_of(reply)[LAYOUT])))
 
 
 @dataclass(slots=True)

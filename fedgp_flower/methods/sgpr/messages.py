@@ -214,6 +214,11 @@ class PooledPosterior:
     mean: Float[ndarray, "*C M"] = leaves("m; of each function, if several")
     covariance: Float[ndarray, "*C M M"] = leaves("S", symmetric=True)
 
+    @staticmethod
+    def of(values: Mapping[str, ndarray], q: WhitenedPosterior) -> PooledPosterior:
+        """Return the parameters with a q(v)."""
+        return PooledPosterior(values, q.mean.numpy(), q.covariance.numpy())
+
     def whitened(self) -> WhitenedPosterior:
         """Return q(v) as tensors."""
         return WhitenedPosterior(torch.as_tensor(self.mean), torch.as_tensor(self.covariance))
