@@ -29,7 +29,7 @@ from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.fedmgp_shared import EVERYONE, collapse
+from strategies.fedmgp_shared import EVERYONE, SharedLatents
 
 UNITS = ("a", "b", "c", "d")
 
@@ -194,7 +194,7 @@ def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path):
 def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(error, alone, collapsed):
     scores = {"test": {"rmse": error}, "test_standardised": {"rmse": error}}
     local = SimpleNamespace(local_only=None if alone is None else {"rmse": alone})
-    assert bool(collapse(SimpleNamespace(evaluation=scores, scoring=local))) is collapsed
+    assert bool(SharedLatents.warnings(SimpleNamespace(evaluation=scores, scoring=local))) is collapsed
 
 
 Z = np.linspace(-8, 8, 4001)[:, None]
