@@ -97,6 +97,14 @@ def test_start_goes_on_from_the_arrays_it_is_given():
         FSGP(**(KEYWORDS | {"num_inducing": 6})).start(own_grid(), initial_arrays=half, num_rounds=1)
 
 
+def test_the_timeout_of_the_strategy_holds_unless_start_has_one():
+    strategy, grid = FSGP(**KEYWORDS), own_grid()
+    strategy.start(grid, num_rounds=0)
+    assert strategy.network.timeout == KEYWORDS["round_timeout"]
+    strategy.start(grid, num_rounds=0, timeout=7.0)
+    assert strategy.network.timeout == 7.0
+
+
 def test_the_configurations_of_training_and_evaluation_reach_the_sites():
     grid = own_grid()
     seen = watched(grid)

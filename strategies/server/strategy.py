@@ -94,19 +94,20 @@ class FederatedStrategy(Algorithm[S], Strategy):
         grid: Grid,
         initial_arrays: ArrayRecord | None = None,
         num_rounds: int = 3,
-        timeout: float = 3600,
+        timeout: float | None = None,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the method on the sites of a Grid, with the arguments of Flower's ``start``.
 
-        ``num_rounds`` includes rounds before a resume. :attr:`outcome` holds the full summary. Raises RunError if fewer
-        than ``min-sites`` sites are usable, or if no site ever contributed.
+        ``num_rounds`` includes rounds before a resume; ``timeout`` is by default ``round-timeout``. :attr:`outcome` is
+        the full summary. Raises RunError if fewer than ``min-sites`` sites are usable, or if no site ever contributed.
         """
-        self.timeout, self.planned_rounds = timeout, num_rounds
+        self.timeout, self.planned_rounds = self.config.round_timeout if timeout is None else timeout, num_rounds
         result = Result()
         self.enrol(grid)
+        self.network.timeout = self.timeout
         self.session.user_settings = {
             "train": train_config or ConfigRecord(),
             "evaluate": evaluate_config or ConfigRecord(),
