@@ -196,7 +196,7 @@ class FedMGPExact(SharedLatents[ExactState]):
         """Return pseudo-inputs from histograms, lengthscales from their spacing, and q(u) of one unit."""
         latents, q = yield from first_look(self.config, roster)
         steps = np.full((2, *latents.scales.shape), _STEP_START)
-        unsmoothed = min(UNSMOOTHED_ROUNDS, self.config.num_server_rounds // 2) if latents.scales.size > 1 else 0
+        unsmoothed = min(UNSMOOTHED_ROUNDS, self.planned_rounds // 2) if latents.scales.size > 1 else 0
         return ExactState(latents, q, None, steps, unsmoothed=unsmoothed)
 
     def watching(self) -> bool:

@@ -261,7 +261,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
             return rough.inducing_factor(inducing, section.jitter, torch.tensor(values["theta.lengthscale"]))
 
         state, figures = yield from one_round(state, roster, factor_at)
-        if roster.round >= self.config.num_server_rounds or self.settled(state):
+        if roster.round >= self.planned_rounds or self.settled(state):
             state = yield from calibrated(state)
         return state, figures
 

@@ -29,6 +29,8 @@ from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import parse_config
+from strategies.fedmgp_exact import FedMGPExact
 from strategies.fedmgp_shared import EVERYONE, SharedLatents
 
 UNITS = ("a", "b", "c", "d")
@@ -180,6 +182,13 @@ def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals(tmp_path, method)
         objectives.append([row["objective"] for row in recorder.rows])
     np.testing.assert_allclose(*objectives, rtol=1e-7)
     assert list(strategy.current.reports) == [EVERYONE]
+
+
+def test_units_smooth_in_half_of_the_rounds_given_to_start(tmp_path):
+    flat = keys(fedmgp__latents=2, num_server_rounds=20)
+    strategy = FedMGPExact.from_config(parse_config(flat), Recorder())
+    strategy.start(FaultyGrid(flat, nodes(tmp_path)), num_rounds=2)
+    assert strategy.current.unsmoothed == 0
 
 
 def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path):

@@ -30,7 +30,8 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.hierarchical_gp import USUAL_SITES, first_state, one_round, widened
+from fedgp_flower.run.registry import parse_config
+from strategies.hierarchical_gp import USUAL_SITES, HierarchicalGP, first_state, one_round, widened
 from strategies.server.questions import Roster, drive
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
@@ -563,6 +564,14 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     frame[frame["unit"] == "c"].iloc[:9][["t", "y"]].to_csv(tmp_path / "new.csv", index=False)
     joined = Predictor.joined(folder, "new", tmp_path / "new.csv").predict(frame[frame["unit"] == "c"])
     assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
+
+
+def test_units_calibrate_their_bands_after_the_last_round_of_start(tmp_path):
+    nodes = csv_nodes(tmp_path, {unit: own[["t", "y"]] for unit, own in series().groupby("unit")})
+    flat = configured(**ROUGH)
+    strategy = HierarchicalGP.from_config(parse_config(flat), Recorder())
+    strategy.start(FaultyGrid(flat, nodes), num_rounds=1)
+    assert strategy.current.factors is not None
 
 
 def test_what_rough_deviations_cannot_do_is_refused(tmp_path):

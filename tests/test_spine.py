@@ -105,6 +105,13 @@ def test_the_timeout_of_the_strategy_holds_unless_start_has_one():
     assert strategy.network.timeout == 7.0
 
 
+def test_the_forecast_is_of_the_rounds_given_to_start():
+    recorder = Recorder()
+    strategy = FSGP.from_config(parse_config(configured(method="fsgp", num_server_rounds=1)), recorder)
+    strategy.start(own_grid(), num_rounds=3)
+    assert recorder.totals == [3, 3, 3]
+
+
 def test_the_configurations_of_training_and_evaluation_reach_the_sites():
     grid = own_grid()
     seen = watched(grid)

@@ -264,7 +264,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.round_costs.append((seconds, exchanges, exchanges * work))
         plan = self.exchanges_to_come(self.current)
         parts = [(exchanges * (self.horizon() - self.round), work)] if plan is None else plan
-        most = self.exchanges_a_round * (self.config.num_server_rounds - self.round)
+        most = self.exchanges_a_round * (self.planned_rounds - self.round)
         costs = [cost for number, cost in parts for _ in range(number)][:most]
         left = checkpoint.seconds_to_come(self.round_costs, min(round_trips), len(costs), sum(costs))
         if plan is not None and not self.expected:
