@@ -360,6 +360,7 @@ class MixedModel(FederatedStrategy[MixedState]):
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
         """The whitening of the design matrices, and the first trials."""
+        self.__dict__.pop("problem", None)  # of an earlier agreement, if a site has contradicted its description
         return start(self.problem, roster)
 
     def constants(self, state: MixedState) -> NamedArrays:

@@ -154,6 +154,16 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase, change, words)
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
 
 
+def test_a_mixed_model_has_the_scales_and_levels_agreed_without_a_site_that_lies(tmp_path):
+    flat = configured(method="mixed-model", formula="y ~ x1 + (1 | site)", num_server_rounds=1)
+    nodes = csv_nodes(tmp_path, {site: waves(60, seed) * (1 + 2 * seed) for seed, site in enumerate(SITES)})
+    lying = run(FaultyGrid(flat, nodes, Fault("c", times(count=2.0), ("query.outline",))))
+    never = run(FaultyGrid(flat, nodes[:2]))
+    assert blamed(lying) == {"c": ["`count` is 96 rows; the site described 48"]}
+    kit.alike(lying.current.whitening, never.current.whitening)
+    kit.alike({"trials": lying.current.trials}, {"trials": never.current.trials})
+
+
 def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goes_on():
     """Sums and gradients must be of the same rows; usable sums do not forgive the gradients that never come."""
     fault = Fault("1", each(lambda array: array * np.inf), ("train.gradients",))
