@@ -568,9 +568,11 @@ class SGPR(FederatedStrategy[SGPRState]):
         return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def adopt(self, state: SGPRState, arrays: NamedArrays) -> SGPRState:
-        """Return a state that starts from these parameters."""
+        """Return a state that starts from these parameters; the other candidates follow its inducing points."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        return SGPRState(given, given[LOCATIONS], state.curvature, exchanges=state.exchanges + 1)
+        places = np.vstack([given[LOCATIONS], state.places[len(given[LOCATIONS]) :]])
+        exchanges, weight, most = state.exchanges + 1, state.weight, state.most
+        return SGPRState(given, places, state.curvature, exchanges=exchanges, weight=weight, most=most)
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Return the lengthscales with standard deviations of their logarithms, from the BFGS curvature."""

@@ -15,6 +15,7 @@ from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
+from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import parse_config
 from strategies import enlarging, sgpr
 from strategies.enlarging import doubling_gain, ordered, points_per_message, predictive_loss, sufficient_points
@@ -128,6 +129,21 @@ def test_a_run_ends_with_more_points_and_predicts_better(tmp_path, monkeypatch):
     assert large.outcome.metrics["test"]["nll"] < small.outcome.metrics["test"]["nll"]
     again = run(FaultyGrid(configured(**LARGE), nodes(tmp_path)), Recorder(), recorder.snapshots[-2])
     assert again.details()["evidence"] == pytest.approx(large.details()["evidence"], abs=1e-9)
+
+
+def test_a_run_from_given_arrays_counts_copies_once_and_ends_with_more_points(tmp_path, monkeypatch):
+    monkeypatch.setattr(sgpr, "FIRST_SIZE", 12)
+    monkeypatch.setattr(enlarging, "MINIMUM_GAIN", 1e-4)
+    copies = pd.concat([waves(60, 1)] * 5).sample(frac=1.0, random_state=0)
+    grid = FaultyGrid(configured(**LARGE), csv_nodes(tmp_path, {name: copies[k::3] for k, name in enumerate("abc")}))
+    strategy = sgpr.SGPR.from_config(parse_config(grid.flat), Recorder())
+    arrays = numpy_arrays(strategy.initial_arrays(grid))
+    before = strategy.current
+    arrays["values.likelihood.log_noise"] = arrays["values.likelihood.log_noise"] + 0.1
+    strategy.start(grid, array_record(arrays), num_rounds=20)
+    assert strategy.current.weight == before.weight < 1
+    assert strategy.current.asked >= 12
+    assert np.array_equal(strategy.current.places, before.places)
 
 
 def test_masked_points_and_evidence_are_the_plain_ones():
