@@ -124,12 +124,13 @@ class FedMGP(SharedLatents[PseudoState]):
             for site in ((EVERYONE,) if roster.totals_only else chosen)
         }
         answers: Mapping[str, PseudoGradient] = {}
+        sites: tuple[str, ...] = ()
         if roster.totals_only:
             summed: Summed[PseudoGradient] = yield Total(PseudoGradient, requests[EVERYONE], tuple(chosen))
             if summed.total is not None:
                 count = len(summed.sites) - summed.silent
                 mean = {name: np.asarray(array / count) for name, array in summed.total.parameters.items()}
-                answers = {EVERYONE: replace(summed.total, parameters=mean)}
+                answers, sites = {EVERYONE: replace(summed.total, parameters=mean)}, summed.sites
         else:
             answers = yield Each(PseudoGradient, requests)
         if not answers:
@@ -139,5 +140,6 @@ class FedMGP(SharedLatents[PseudoState]):
         except (ConfigError, NumericsError) as error:
             logger.warning("the round changes nothing: %s", error)
         reports = {**state.reports, **dict.fromkeys(answers, roster.round)}
+        state = replace(state, reports=reports, counted=sites if EVERYONE in state.counted else state.counted)
         rows = sum(answer.rows for answer in answers.values())
-        return replace(state, reports=reports), {"objective": sum(answer.fit for answer in answers.values()) / rows}
+        return state, {"objective": sum(answer.fit for answer in answers.values()) / rows}

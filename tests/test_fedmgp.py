@@ -182,6 +182,7 @@ def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals(tmp_path, method)
         objectives.append([row["objective"] for row in recorder.rows])
     np.testing.assert_allclose(*objectives, rtol=1e-7)
     assert list(strategy.current.reports) == [EVERYONE]
+    assert strategy.current.counted == UNITS
 
 
 def test_units_smooth_in_half_of_the_rounds_given_to_start(tmp_path):
