@@ -26,9 +26,10 @@ from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradien
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fedmgp_rules import RULES, least_sites, merge_natural, merged
-from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_look
+from strategies.fedmgp_shared import EVERYONE, collapse, first_look, predicted, pseudo_inputs, scaled_targets
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
@@ -94,7 +95,7 @@ def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGP
     return replace(state, parameters=theta, counted=counted)
 
 
-class FedMGP(SharedLatents[PseudoState]):
+class FedMGP(FederatedStrategy[PseudoState]):
     """Algorithm 2 of the paper, for any likelihood and mini-batches."""
 
     method = "fedmgp"
@@ -102,6 +103,7 @@ class FedMGP(SharedLatents[PseudoState]):
     state_class = PseudoState
     watched, anneals = "objective", WATCHED
     options: FedMGPOptions
+    adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Return pseudo-inputs from histograms, lengthscales from their spacing, and q(u) of one unit."""

@@ -25,9 +25,10 @@ from fedgp_flower.methods.fedmgp.messages import Known, TrialMoves, TrialStatist
 from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
 from fedgp_flower.methods.fedmgp.trust import consistent, sharing
 from fedgp_flower.typing import NamedArrays
-from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_look, sizes
+from strategies.fedmgp_shared import EVERYONE, collapse, first_look, predicted, pseudo_inputs, scaled_targets, sizes
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
@@ -183,7 +184,7 @@ def carried(report: Report, trial: LatentFunctions) -> UnitStatistics:
     return turned.rescaled(trial.amplitudes / report.latents.amplitudes)
 
 
-class FedMGPExact(SharedLatents[ExactState]):
+class FedMGPExact(FederatedStrategy[ExactState]):
     """Exact rounds for a Gaussian likelihood and full batches."""
 
     method = "fedmgp-exact"
@@ -191,6 +192,7 @@ class FedMGPExact(SharedLatents[ExactState]):
     state_class = ExactState
     watched = "objective"
     options: FedMGPExactOptions
+    adjusted, constants, predictive, warnings = scaled_targets, pseudo_inputs, predicted, collapse
 
     def initialise(self, roster: Roster) -> Asking[ExactState]:
         """Return pseudo-inputs from histograms, lengthscales from their spacing, and q(u) of one unit."""

@@ -1,6 +1,7 @@
 """The common parts of both Strategies of FedMGP: start values, predictions and warnings.
 
-Units are smoothed, scaled views of shared latent functions g; a unit's own parameters φ_m never leave it.
+Units are smoothed, scaled views of shared latent functions g; a unit's own parameters φ_m never leave it. Functions
+whose first argument is a Strategy are methods of both.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -25,9 +26,15 @@ from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.questions import Asking, Each, Predicted, Roster, S, Summed, Total
+from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
+
+if TYPE_CHECKING:
+    from strategies.fedmgp import PseudoState
+    from strategies.fedmgp_exact import ExactState
+
+    SharedState: TypeAlias = PseudoState | ExactState
 
 logger = logging.getLogger("fedgp")
 
@@ -117,45 +124,42 @@ def scaled_targets(strategy: FederatedStrategy[Any], preparation: Agreement) -> 
     return replace(preparation, arrays={**arrays, "target.mean": np.array(0.0), "target.scale": np.array(power)})
 
 
-class SharedLatents(FederatedStrategy[S]):
-    """What both Strategies share; a state has ``view`` and ``known`` of a unit, and the units ``counted``."""
+def pseudo_inputs(strategy: FederatedStrategy[Any], state: SharedState) -> NamedArrays:
+    """Return the pseudo-inputs for the pooled baseline of a simulation, or nothing."""
+    wanted = strategy.preparation.simulated and strategy.config.baselines.pooled
+    return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
-    adjusted = scaled_targets
 
-    def constants(self, state: Any) -> NamedArrays:
-        """Return the pseudo-inputs for the pooled baseline of a simulation, or nothing."""
-        wanted = self.preparation.simulated and self.config.baselines.pooled
-        return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
+def predicted(strategy: FederatedStrategy[Any], state: SharedState, roster: Roster) -> Asking[Predicted]:
+    """Return each unit's view and the posterior of g, which predicts a unit only with the unit's own parameters."""
+    yield from ()
+    view, prepared = state.view(EVERYONE), strategy.preparation
+    request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.all_sites}
+    mean, covariance = view.posterior.of_latents(view.latents)
+    arrays = {f"latents.{name}": array for name, array in encode(view.latents).items()}
+    arrays |= {f"posterior.{name}": array for name, array in encode(view.posterior).items()}
+    arrays |= {"latents.mean": mean, "latents.covariance": covariance}
+    arrays = {name: arrays[name] for name in MEANINGS}
+    coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
+    known_of: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
+    for site in prepared.rows:
+        known = state.known(site)
+        known_of[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
+    model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": known_of}
+    saved = outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
+    scales = (np.sqrt(view.latents.scales) * prepared.arrays["input.scale"]).tolist()
+    return Predicted(request, saved, {"lengthscales": scales, "counted": list(state.counted)})
 
-    def predictive(self, state: Any, roster: Roster) -> Asking[Predicted]:
-        """Return each unit's view and the posterior of g, which predicts a unit only with the unit's own parameters."""
-        yield from ()
-        view, prepared = state.view(EVERYONE), self.preparation
-        request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.all_sites}
-        mean, covariance = view.posterior.of_latents(view.latents)
-        arrays = {f"latents.{name}": array for name, array in encode(view.latents).items()}
-        arrays |= {f"posterior.{name}": array for name, array in encode(view.posterior).items()}
-        arrays |= {"latents.mean": mean, "latents.covariance": covariance}
-        arrays = {name: arrays[name] for name in MEANINGS}
-        coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
-        known_of: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
-        for site in prepared.rows:
-            known = state.known(site)
-            known_of[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
-        model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": known_of}
-        saved = outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
-        scales = (np.sqrt(view.latents.scales) * prepared.arrays["input.scale"]).tolist()
-        return Predicted(request, saved, {"lengthscales": scales, "counted": list(state.counted)})
 
-    def warnings(self) -> list[str]:
-        """Return a warning if held-out errors are as large as the signal or larger than those of local models."""
-        found, alone = self.evaluation, self.scoring.local_only
-        if found is None or "rmse" not in found["test"]:
-            return []
-        worse = alone is not None and found["test"]["rmse"] > alone["rmse"]
-        if not worse and found["test_standardised"]["rmse"] <= COLLAPSED:
-            return []
-        return [
-            "the model collapsed: held-out errors are as large as the signal, or larger than those of units that fit a"
-            " GP alone; try more `fedmgp.latents` or `model.num-inducing`"
-        ]
+def collapse(strategy: FederatedStrategy[Any]) -> list[str]:
+    """Return a warning if held-out errors are as large as the signal or larger than those of local models."""
+    found, alone = strategy.evaluation, strategy.scoring.local_only
+    if found is None or "rmse" not in found["test"]:
+        return []
+    worse = alone is not None and found["test"]["rmse"] > alone["rmse"]
+    if not worse and found["test_standardised"]["rmse"] <= COLLAPSED:
+        return []
+    return [
+        "the model collapsed: held-out errors are as large as the signal, or larger than those of units that fit a GP"
+        " alone; try more `fedmgp.latents` or `model.num-inducing`"
+    ]

@@ -20,6 +20,40 @@ from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 
+def tolerances(strategy: FSGP | FGPR, state: AveragingState) -> NamedArrays:
+    """Return units of the hyperparameters; inducing points need not converge."""
+    return log_units({name: array for name, array in state.parameters.items() if name != LOCATIONS})
+
+
+class FSGP(FederatedStrategy[AveragingState]):
+    """Federated averaging of w, then the exact posterior at it."""
+
+    method = "fsgp"
+    options_class = AveragedOptions
+    state_class = AveragingState
+    watched = "objective"
+    options: AveragedOptions
+    tolerances = tolerances
+
+    def initialise(self, roster: Roster) -> Asking[AveragingState]:
+        """Return inducing points from pooled histograms, and hyperparameters as configured."""
+        shape = yield from shape_of_inputs(roster)
+        locations = initial_locations(shape, self.config.model, self.config.seed)
+        return first_state({LOCATIONS: locations, **shape.start})
+
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Algorithm 1 of the paper."""
+        state, figures = yield from averaged(state, roster, self.config, self.config.optimizer)
+        return state, figures and {**figures, "noise": noise_of(state.parameters)}
+
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
+        """Return the exact posterior at the parameters from one total; name sites that contradict the others."""
+        totals = yield from total_statistics(state.parameters, self.config.model, roster.all_sites)
+        found, noise = posterior_at(state.parameters, totals), noise_of(state.parameters)
+        details = {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": noise**0.5}
+        return Predicted(found, saved(found, self.config.model), details)
+
+
 class FGPR(FederatedStrategy[AveragingState]):
     """Federated averaging of kernel hyperparameters and noise; each site predicts from its own rows."""
 
@@ -28,10 +62,7 @@ class FGPR(FederatedStrategy[AveragingState]):
     state_class = AveragingState
     watched = "objective"
     options: AveragedOptions
-
-    def tolerances(self, state: AveragingState) -> NamedArrays:
-        """Return units of the hyperparameters; inducing points need not converge."""
-        return log_units({name: array for name, array in state.parameters.items() if name != LOCATIONS})
+    tolerances = tolerances
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Return the configured hyperparameters."""
@@ -45,27 +76,3 @@ class FGPR(FederatedStrategy[AveragingState]):
         """Return the hyperparameters."""
         yield from ()
         return Predicted(Parameters(state.parameters))
-
-
-class FSGP(FGPR):
-    """Federated averaging of w, then the exact posterior at it."""
-
-    method = "fsgp"
-
-    def initialise(self, roster: Roster) -> Asking[AveragingState]:
-        """Return inducing points from pooled histograms, and hyperparameters as configured."""
-        shape = yield from shape_of_inputs(roster)
-        locations = initial_locations(shape, self.config.model, self.config.seed)
-        return first_state({LOCATIONS: locations, **shape.start})
-
-    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
-        """Algorithm 1 of the paper."""
-        state, figures = yield from super().one_round(state, roster)
-        return state, figures and {**figures, "noise": noise_of(state.parameters)}
-
-    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """Return the exact posterior at the parameters from one total; name sites that contradict the others."""
-        totals = yield from total_statistics(state.parameters, self.config.model, roster.all_sites)
-        found, noise = posterior_at(state.parameters, totals), noise_of(state.parameters)
-        details = {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": noise**0.5}
-        return Predicted(found, saved(found, self.config.model), details)

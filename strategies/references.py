@@ -9,8 +9,21 @@ from typing import ClassVar
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, Points, PooledScoreSums, ScoreSums
+from strategies.server.algorithm import Algorithm
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.strategy import FederatedStrategy
+
+
+def one_round(method: Algorithm[Nothing], state: Nothing, roster: Roster) -> Asking[tuple[Nothing, Figures]]:
+    """Do nothing."""
+    yield from ()
+    return state, {}
+
+
+def predictive(method: LocalOnly | Pooled, state: Nothing, roster: Roster) -> Asking[Predicted]:
+    """Return the request of the class."""
+    yield from ()
+    return Predicted(method.request)
 
 
 class LocalOnly(FederatedStrategy[Nothing]):
@@ -20,31 +33,25 @@ class LocalOnly(FederatedStrategy[Nothing]):
     state_class = Nothing
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = LocalScoreSums
-    request: ClassVar[Nothing | Points] = Nothing()
+    request = Nothing()
+    one_round, predictive = one_round, predictive
 
     def initialise(self, roster: Roster) -> Asking[Nothing]:
         """Return the empty state."""
         yield from ()
         return Nothing()
 
-    def one_round(self, state: Nothing, roster: Roster) -> Asking[tuple[Nothing, Figures]]:
-        """Do nothing."""
-        yield from ()
-        return state, {}
 
-    def predictive(self, state: Nothing, roster: Roster) -> Asking[Predicted]:
-        """Return the request of the class."""
-        yield from ()
-        return Predicted(self.request)
-
-
-class Pooled(LocalOnly):
+class Pooled(FederatedStrategy[Nothing]):
     """A GP of the rows of all sites; only in a simulation."""
 
     method = "pooled"
-    score_sums = PooledScoreSums
+    state_class = Nothing
+    predicts = trains = False
+    score_sums: ClassVar[type[ScoreSums]] = PooledScoreSums
     request = Points(0)
     """The configured number of inducing points."""
+    one_round, predictive = one_round, predictive
 
     def initialise(self, roster: Roster) -> Asking[Nothing]:
         """Return the empty state; raise if the rows of all sites must not be seen."""

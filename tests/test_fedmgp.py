@@ -31,7 +31,7 @@ from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.fedmgp_exact import FedMGPExact
-from strategies.fedmgp_shared import EVERYONE, SharedLatents
+from strategies.fedmgp_shared import EVERYONE, collapse
 
 UNITS = ("a", "b", "c", "d")
 
@@ -204,7 +204,7 @@ def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path):
 def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(error, alone, collapsed):
     scores = {"test": {"rmse": error}, "test_standardised": {"rmse": error}}
     local = SimpleNamespace(local_only=None if alone is None else {"rmse": alone})
-    assert bool(SharedLatents.warnings(SimpleNamespace(evaluation=scores, scoring=local))) is collapsed
+    assert bool(collapse(SimpleNamespace(evaluation=scores, scoring=local))) is collapsed
 
 
 Z = np.linspace(-8, 8, 4001)[:, None]
