@@ -446,6 +446,8 @@ def test_sites_with_means_and_noise_of_their_own_do_not_contradict(size):
     factor = Whitener(model).factor.detach()
     level = torch.linalg.solve_triangular(factor, torch.ones_like(factor[:, :1]), upper=False)[:, 0].numpy()
     assert set(contradicting(parts, level)) == ({"1", "3"} if size < 1 else set())
+    parts["2"] = replace(parts["2"], projection=0 * parts["2"].projection, target_squares=np.array(0.0))
+    assert "2" not in contradicting(parts, level)  # targets that are all equal to the mean
 
 
 def test_copies_of_rows_count_as_one_row():

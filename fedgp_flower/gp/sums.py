@@ -223,7 +223,7 @@ def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array)
     target, predicted = float(level @ projection) / rows, float(gram_level @ mean) / rows
     power = float(mean @ gram @ mean) - rows * predicted**2
     along = float(projection @ mean) - rows * target * predicted
-    if along >= power / 2:
+    if along >= power / 2 or not part.target_squares:  # targets that are all 0 are explained by a mean
         return False
     variance = max(float(part.target_squares) - rows * target**2, 0.0) / float(part.count)
     if along < -power / 2 and along < -4 * math.sqrt(variance * max(power, 0.0)):
