@@ -117,6 +117,11 @@ def test_probabilities_are_those_of_a_softmax_of_draws():
     torch.testing.assert_close(found[0], drawn.softmax(1).mean(0), atol=0.02, rtol=0)
 
 
+def test_the_noise_starts_at_the_configured_value():
+    start = DeepKernel(Small(), ModelSection(noise=0.07), D).observed.log_noise
+    assert start.exp().item() == pytest.approx(0.07, rel=1e-12)
+
+
 def test_images_are_square():
     options = Small.model_validate({"network": "convolutional", "classes": 2})
     model = DeepKernel(options, ModelSection(), 64)

@@ -157,7 +157,7 @@ class Numbers(nn.Module):
 
     def __init__(self, noise: float) -> None:
         super().__init__()
-        self.log_noise = nn.Parameter(torch.tensor([math.log(noise)]))
+        self.log_noise = nn.Parameter(torch.tensor([math.log(noise)], dtype=torch.float64))
 
     def values(self, targets: Targets) -> tuple[Float[Tensor, "1 N"], Float[Tensor, "1 N"]]:
         """Values of f and the variances of their noise."""
