@@ -105,7 +105,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"model.likelihood": "student-t"}, "`model.likelihood`"),
         ({"sfvi.model": "glmm", "model.likelihood": "bernoulli"}, "`sfvi.unit-column`"),
         ({"sfvi.classes": 3}, "was removed: classes are those of the target"),
-        ({"sfvi.hidden": 2}, "`sfvi.hidden`"),
+        ({"sfvi.unit-column": "u", "sfvi.latents": 3, "sfvi.hidden": 9}, "`sfvi.hidden`"),  # the first in order
         ({"optimizer.batch-size": 3}, "`optimizer.batch-size`"),
         ({"precision": "float32"}, "`precision`"),
         ({"optimizer.name": "sgd", "optimizer.steps": 7}, "`optimizer.name`, `optimizer.steps`"),

@@ -81,7 +81,7 @@ class SFVIOptions(MethodOptions):
                 "`sfvi.structure` = 'full': the barycentre of full covariances is not a sum over sites, which masks"
                 " need; set it to 'diagonal', or `privacy.secure-aggregation` to false"
             )
-        for name in frozenset().union(*(row.fields for row in MODELS.values())) - self.row.fields:
+        for name in sorted({name for row in MODELS.values() for name in row.fields} - self.row.fields):
             if getattr(self, name) != type(self).model_fields[name].default:
                 readers = ", ".join(model for model, row in MODELS.items() if name in row.fields)
                 key = f"`sfvi.{name.replace('_', '-')}`"
