@@ -6,11 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, each, lost, run, waves
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, each, lost, run, run_of_units, waves
 from faults import arrays as other_arrays
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from fedgp_flower import server_app
+from fedgp_flower.count_scores import count_scores, log_rate_of
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.pvi import panels as pvi_figures
 from fedgp_flower.methods.pvi.messages import NaturalParameters, PseudoPoints
@@ -67,6 +68,18 @@ def test_a_site_without_held_out_rows_scores_none_of_them(tmp_path):
     strategy = run(FaultyGrid(quick(test_fraction=0.0, num_server_rounds=1), nodes))
     assert blamed(strategy) == {}
     assert strategy.evaluation is None
+
+
+@pytest.mark.parametrize("update", ["adam", "lbfgs"])
+def test_counts_are_scored_as_counts(tmp_path, update):
+    frame = waves(80, 1).assign(y=lambda t: np.floor(np.exp(t.y)), unit=np.arange(80) % 2, split="train")
+    frame.loc[60:, "split"] = "test"
+    keys = {"method": "pvi", "num_server_rounds": 2, "pvi__steps": 4, "pvi__local_update": update}
+    done = read_run(run_of_units(tmp_path, frame, **keys, model__likelihood="poisson"))
+    rows, found = done.predictions, done.metrics.test
+    wanted = count_scores(*log_rate_of(rows["mean"].to_numpy(), rows["sd"].to_numpy()), rows["target"].to_numpy())
+    assert found["crps"] == pytest.approx(wanted.sums["crps"] / len(rows))
+    assert found["coverage_95"] == pytest.approx(wanted.sums["inside-95"] / len(rows))
 
 
 ADAM = {"pvi__local_update": "adam", "pvi__steps": 2}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.count_scores import count_scores, log_rate_of
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -161,6 +162,9 @@ class PVIClient(SiteClient):
         if name == "gaussian":
             return self.units.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
         moments = Prediction(mixture.mean().numpy(), mixture.variance().numpy())
-        rough = gaussian_scores(*self.units.original(moments, target))
+        if name == "poisson":
+            rough = count_scores(*log_rate_of(moments.mean, moments.variance**0.5), target)
+        else:
+            rough = gaussian_scores(*self.units.original(moments, target))
         nll = -float(mixture.log_density().sum()) + len(target) * float(np.log(self.preparation.target_scale))
         return Scores(rough.sums | {"nll": nll}, rough.arrays)
