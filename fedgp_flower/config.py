@@ -337,9 +337,16 @@ class CoreConfig(Section):
             raise ConfigError(
                 f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} supports {supported}; take 'svgp'"
             )
+        second = SECOND_COLUMN.get(likelihood, "exposure")
+        if second != "exposure" and not self.second_target:
+            example = {"trials": "cured,treated", "event": "days,died"}[second]
+            raise ConfigError(
+                f"`target` = {self.target!r}: `model.likelihood` = {likelihood!r} needs the {second} in a second"
+                f" column: `target` = {example!r}"
+            )
         if self.second_target and not {*SECOND_COLUMN} <= options.likelihoods:
             raise ConfigError(
-                f"`target` = {self.target!r} names a second column, the {SECOND_COLUMN[likelihood]}, which `method` ="
+                f"`target` = {self.target!r} names a second column, the {second}, which `method` ="
                 f" {self.method!r} does not read; take 'svgp'"
             )
 

@@ -25,6 +25,7 @@ from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.likelihoods.grades import edges_of
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.messages import add
+from fedgp_flower.run.registry import parse_config
 from fedgp_flower.scores import time_scores
 from fedgp_flower.shared_messages import Described, OneArray, TimeCounts
 from strategies.server.questions import drive
@@ -191,6 +192,10 @@ def test_what_stands_beside_the_target_is_checked(tmp_path):
         fg.run(wrong, target="cases,years", options=options | {"model.likelihood": "poisson"})
     with pytest.raises(DataError, match=r"`cases`: expected whole numbers, at least as large"):
         fg.run(frame, target="treated,cases", options=options | {"model.likelihood": "binomial"})
+    with pytest.raises(ConfigError, match=r"needs the trials .*: `target` = 'cured,treated'"):
+        fg.run(frame, target="cured", sites=3, options=options | {"model.likelihood": "binomial"})
+    with pytest.raises(ConfigError, match=r"needs the event .*: `target` = 'days,died'"):
+        parse_config({"target": "days", "model.likelihood": "log-normal"})
     with pytest.raises(ConfigError, match="does not read"):
         fg.run(frame, target="cases,years", method="pvi", options=options | {"model.likelihood": "poisson"})
     with pytest.raises(ConfigError, match="take 'svgp'"):
