@@ -36,7 +36,7 @@ BY_NAME: dict[str, type[PointLikelihood]] = {
     "ordinal": Grades,
     "categorical": Softmax,
 }
-"""Likelihoods by ``model.likelihood``, built from a number of quadrature nodes."""
+"""Likelihoods by ``model.likelihood``."""
 
 
 OF_NUMBERS: dict[str, Callable[[float], PointLikelihood]] = {
@@ -47,13 +47,12 @@ OF_NUMBERS: dict[str, Callable[[float], PointLikelihood]] = {
 """Likelihoods by ``model.likelihood``, built from an initial noise variance."""
 
 
-def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
+def build_point_likelihood(name: str, *, noise: float = 0.1) -> PointLikelihood:
     """The likelihood with a name of ``model.likelihood``; KeyError for another name.
 
-    ``noise`` is the initial noise variance σ² or squared scale, in standardised units; ``nodes`` is the number of nodes
-    of Gauss–Hermite quadrature.
+    ``noise`` is the initial noise variance σ² or squared scale, in standardised units.
     """
-    return OF_NUMBERS[name](noise) if name in OF_NUMBERS else BY_NAME[name](nodes)
+    return OF_NUMBERS[name](noise) if name in OF_NUMBERS else BY_NAME[name]()
 
 
 def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:

@@ -13,7 +13,7 @@ from torch.distributions import Binomial, Distribution, NegativeBinomial, Poisso
 from fedgp_flower import scores as rows_scores
 from fedgp_flower.count_scores import BinomialLaw, Law, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
 from fedgp_flower.gp.likelihoods.integrals import expected_softplus
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, split_target
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, split_target, trapezoidal_rule
 from fedgp_flower.lazy import special
 from fedgp_flower.scores import Scores, TargetUnits
 from fedgp_flower.typing import Array
@@ -124,7 +124,7 @@ class Successes(PointLikelihood):
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean E σ(f) and variance of the success probability, because new rows have no number of trials."""
         probability = expected_softplus(mean, variance)[1]
-        function, weights = self._at_nodes(mean, variance)
+        function, weights = trapezoidal_rule(mean, variance)
         return probability, (weights * (function.sigmoid() - probability).square()).sum(0)
 
     def observed(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,14 @@ class Probit(ClassLikelihood):
 
     def to_gpytorch(self, hyper: Tensor) -> Likelihood:
         """GPyTorch's Bernoulli likelihood."""
-        return in_float64(BernoulliLikelihood(), self)
+        return in_float64(BernoulliLikelihood())
+
+    def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """E log Φ((2y − 1) f), by :func:`expected_log_probit`, whose derivatives autograd sees."""
+        sign = 2.0 * targets - 1.0
+        with torch.no_grad():
+            value, alpha, beta = expected_log_probit(sign * mean, variance)
+        return value + sign * alpha * (mean - mean.detach()) - beta / 2 * (variance - variance.detach())
 
     def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """Closed form at any variance, by :func:`expected_log_probit`."""

@@ -77,10 +77,6 @@ class PointLikelihood(ABC):
     amplitude_spread = 1.0
     """Prior standard deviation of the logarithm of a kernel's amplitude."""
 
-    def __init__(self, nodes: int = 20) -> None:
-        points, weights = np.polynomial.hermite.hermgauss(nodes)  # for N(0, ½)
-        self.nodes, self.weights = torch.as_tensor(points), torch.as_tensor(weights / math.sqrt(math.pi))
-
     @abstractmethod
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """The conditional log p(y | f) at values ``function`` [*S, N] of f."""
@@ -90,9 +86,9 @@ class PointLikelihood(ABC):
         raise NotImplementedError
 
     def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
-        """A GPyTorch likelihood with the same quadrature; with several functions it samples them [*S, C, N]."""
+        """A GPyTorch likelihood; with several functions it samples them [*S, C, N]."""
         several = self.relative or self.functions
-        return ConditionalLikelihood(self, hyper) if several else in_float64(QuadratureLikelihood(self, hyper), self)
+        return ConditionalLikelihood(self, hyper) if several else in_float64(QuadratureLikelihood(self, hyper))
 
     def start(self, target: Mapping[str, float], second_mean: float) -> float | Array:
         """Initial constant of f, or [C, 1] for C functions.
@@ -109,10 +105,9 @@ class PointLikelihood(ABC):
         """Initial value and precision of f at each row; by default the target with precision :data:`WEAK`."""
         return targets, torch.full_like(targets, WEAK)
 
+    @abstractmethod
     def expected(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> Tensor:
-        """E log p(y | f) [*S, N], by Gauss–Hermite quadrature Σ_j w_j log p(y | m + √(2v) x_j)."""
-        function, weights = self._at_nodes(mean, variance)
-        return (weights * self.log_density(targets, function, hyper)).sum(0)
+        """E log p(y | f) [*S, N]."""
 
     def slopes(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """Σ_n :meth:`expected`, α = ∂/∂m [N], β = −2 ∂/∂s [N] for f ~ N(m, s), and the gradient by parameters [R]."""
@@ -124,7 +119,7 @@ class PointLikelihood(ABC):
 
     def log_predictive(self, targets: Targets, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> Tensor:
         """Log ∫ p(y | f) N(f; mean, variance) df [*S, N]. The sum over nodes uses logarithms and does not underflow."""
-        function, weights = self._at_nodes(mean, variance)
+        function, weights = trapezoidal_rule(mean, variance)
         return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
 
     @abstractmethod
@@ -160,12 +155,6 @@ class PointLikelihood(ABC):
     def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         """:meth:`moments` with the expected noise variance, σ² E e^{2ζ} = σ² exp(2 E ζ + 2 var ζ)."""
         return self.moments(mean, variance, torch.atleast_1d(0.5 * noise.log_variance + noise.mean + noise.variance))
-
-    def _at_nodes(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Gauss–Hermite nodes [Q, *S, N] and weights [Q, 1, …] for f ~ N(mean, variance)."""
-        shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
-        nodes, weights = (part.to(mean.device).view(shape) for part in (self.nodes, self.weights))
-        return mean + (2.0 * variance).sqrt() * nodes, weights
 
 
 class ClassLikelihood(PointLikelihood):
@@ -219,8 +208,8 @@ class QuadratureLikelihood(ConditionalLikelihood, _OneDimensionalLikelihood):
     """The same for a single function, with Gauss–Hermite quadrature instead of samples."""
 
 
-def in_float64(likelihood: _OneDimensionalLikelihood, point: PointLikelihood) -> Likelihood:
-    """Give a GPyTorch likelihood the quadrature of ``point``, in float64; returns the likelihood."""
-    likelihood.quadrature.locations = point.nodes
-    likelihood.quadrature.weights = point.weights * math.sqrt(math.pi)
+def in_float64(likelihood: _OneDimensionalLikelihood, nodes: int = 20) -> Likelihood:
+    """Give a GPyTorch likelihood Gauss–Hermite quadrature in float64; returns the likelihood."""
+    rule = likelihood.quadrature
+    rule.locations, rule.weights = map(torch.from_numpy, np.polynomial.hermite.hermgauss(nodes))
     return likelihood

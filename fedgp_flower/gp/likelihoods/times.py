@@ -65,11 +65,6 @@ class Times(PointLikelihood):
         """Log t with precision :data:`WEAK`."""
         return super().as_function(split_target(targets)[0].log())
 
-    def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """Logarithm of the predictive density or survival, by :func:`trapezoidal_rule`."""
-        function, weights = trapezoidal_rule(mean, variance)
-        return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
-
     def survival(self, times: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """P(T > t) [*, N] at ``times`` that broadcast with [*, N], in the units of the target."""
         shape = torch.broadcast_shapes(times.shape, mean.shape)

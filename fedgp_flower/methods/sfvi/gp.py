@@ -32,8 +32,6 @@ from fedgp_flower.methods.sfvi.structured import Draws, IndexVector, ModelInputs
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
-QUADRATURE_NODES = 32
-"""Nodes with error below 1e-9 for standard deviations of f up to 3."""
 DEVIATION = 0.3
 """Initial prior variance of a site's deviation, relative to ``model.outputscale``."""
 SITE_INDUCING = 20
@@ -64,7 +62,7 @@ class HierarchicalModel(StructuredModel, GP):
         size = inputs.shape[1] + 1
         super().__init__(torch.zeros(len(inputs) + size, dtype=torch.float64))
         self.jitter, self.gaussian = section.jitter, section.likelihood == "gaussian"
-        self.observed = build_point_likelihood(section.likelihood, nodes=QUADRATURE_NODES)
+        self.observed = build_point_likelihood(section.likelihood)
         self.spread = noise_spread if self.gaussian else 0.0
         self.trend = build_kernel(section, size - 1)
         self.register_buffer("inputs", inputs.clone())
@@ -115,7 +113,7 @@ class HierarchicalModel(StructuredModel, GP):
     def site_term(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
-        """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I) + H(q); the first by quadrature for Bernoulli."""
+        """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I) + H(q); the first approximate for Bernoulli."""
         rows = self.observed.expected_with(site.targets, *self._moments(site, q_global, q_local))
         second = q_local.mean.square().sum() + q_local.factor().square().sum()
         if q_local.coupling is not None:
