@@ -18,6 +18,7 @@ from fedgp_flower.methods import family
 from fedgp_flower.methods.family import GlobalPosterior, global_term, named, on_the_wire, unit_noise
 from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.learner import Learner, gradients
+from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SampledModel
 from strategies.server.questions import drive
 from strategies.sfvi import average, global_noise, gradient_round, plus, server_term
@@ -81,7 +82,7 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
 
 def multinomial():
     """The model with prior scales that are not the ones it starts with."""
-    model = Multinomial(2, 3)
+    model = Multinomial(2, SFVIOptions(model="multinomial", classes=3))
     with torch.no_grad():
         model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
     return model

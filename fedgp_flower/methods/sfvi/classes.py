@@ -56,7 +56,6 @@ from fedgp_flower.methods.sfvi.structured import (
     SoftmaxClasses,
     Units,
 )
-from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
 START = 0
@@ -72,19 +71,13 @@ TOPIC_WORDS = 10
 class Multinomial(SampledModel):
     """W [C, D] and b [C]."""
 
-    def __init__(self, num_inputs: int, num_classes: int, *, binary: bool = False) -> None:
+    def __init__(self, num_inputs: int, options: SFVIOptions, *, binary: bool = False) -> None:
+        num_classes = options.classes
         weights = num_inputs * num_classes
         block = (torch.arange(weights + num_classes) >= weights).long()
         super().__init__(torch.zeros(len(block), dtype=torch.float64), block)
         self.observed, self.binary = SoftmaxClasses(binary), binary
         self.num_inputs, self.num_classes = num_inputs, num_classes
-
-    @classmethod
-    def configured(
-        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
-    ) -> Multinomial:
-        """The model with the configured number of classes."""
-        return cls(num_inputs, options.classes, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteRows) -> int:
         """No local latents."""
@@ -108,13 +101,6 @@ class PersonalNetwork(SampledModel):
         self.first, self.second = (options.hidden, num_inputs), (options.classes, options.hidden)
         super().__init__(torch.zeros(math.prod(self.first) + self.scattered, dtype=torch.float64))
         self.observed, self.binary = SoftmaxClasses(binary), binary
-
-    @classmethod
-    def configured(
-        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
-    ) -> PersonalNetwork:
-        """The network with the configured sizes."""
-        return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteRows) -> int:
         """Size of the last layer, and of ε if first layers are scattered."""
@@ -164,13 +150,6 @@ class AmortisedModel(SampledModel):
                 last.weight[: self.latents] *= LAST_FACTOR
                 last.bias[self.latents :] -= 1.0
         self.double()
-
-    @classmethod
-    def configured(
-        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
-    ) -> AmortisedModel:
-        """The model with one code entry per hidden unit or topic."""
-        return cls(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     def encoder_inputs(self, features: Rows) -> Rows:
         """Inputs of the encoder; log counts are scaled to equal norm. Raise DataError for other features."""

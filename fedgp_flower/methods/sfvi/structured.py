@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -94,11 +94,12 @@ class StructuredModel(nn.Module, ABC):
             self.prior_log_scales = nn.Parameter(torch.zeros(int(block.max()) + 1, dtype=torch.float64))
 
     @classmethod
-    @abstractmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> StructuredModel:
         """The model at its initial θ; without the shared inducing ``inputs`` only its shapes are right."""
+        model: Callable[..., StructuredModel] = cls
+        return model(num_inputs, options, binary=section.likelihood == "bernoulli")
 
     @property
     def global_size(self) -> int:
