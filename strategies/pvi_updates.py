@@ -23,7 +23,7 @@ from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.models import LOCATIONS, WhitenedPosterior
 from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TrialSums, numbered
+from fedgp_flower.methods.sgpr.messages import Candidates, Expectations, PooledPosterior, TrialSums
 from fedgp_flower.shared_messages import Parameters
 from strategies import sgpr, svgp
 from strategies.pooled_bound import Problem, progress
@@ -139,7 +139,7 @@ def exact_factor(values: Mapping[str, ndarray]) -> Update:
         return Contribution({"whitened": factor}), at_unit_scale(sums) / state.rows[site], {}
 
     sizes = {"T": 1, "M": len(values[LOCATIONS])}
-    return Update(TrialSums, lambda *_: Parameters(numbered([values])), read, sizes)
+    return Update(TrialSums, lambda *_: Candidates((Parameters(values),)), read, sizes)
 
 
 def natural_gradient(q: PooledPosterior) -> Update:

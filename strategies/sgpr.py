@@ -42,12 +42,12 @@ from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import optimize, special
 from fedgp_flower.messages import message
 from fedgp_flower.methods.sgpr.messages import (
+    Candidates,
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
     Sketch,
     TrialSums,
-    numbered,
 )
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
@@ -310,7 +310,8 @@ def sums_at(
     Sites whose sums contradict those of the others are reported. The result is None if no site answers.
     """
     sizes = {"T": len(candidates), "M": len(candidates[0][LOCATIONS])}
-    summed: Summed[TrialSums] = yield Total(TrialSums, Parameters(numbered(candidates)), sites, sizes=sizes)
+    request = Candidates(tuple(map(Parameters, candidates)))
+    summed: Summed[TrialSums] = yield Total(TrialSums, request, sites, sizes=sizes)
     if summed.total is None:
         return None, ()
     totals = [sums.weighted(weight) for sums in summed.total.each()]

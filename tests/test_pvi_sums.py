@@ -15,7 +15,7 @@ from fedgp_flower.gp.fitc import weighted_sums
 from fedgp_flower.gp.models import LatentGP, SparseGP
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.duals import expectations
-from fedgp_flower.methods.sgpr.messages import PooledPosterior, TrialSums, unnumbered
+from fedgp_flower.methods.sgpr.messages import PooledPosterior, TrialSums
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import svgp
@@ -43,7 +43,7 @@ class Site:
     y: ndarray
 
     def trials(self, request):
-        models = [SparseGP.from_arrays(ModelSection(), values) for values in unnumbered(request.values)]
+        models = [SparseGP.from_arrays(ModelSection(), at.values) for at in request.each]
         rows = torch.from_numpy(self.x), torch.from_numpy(self.y)
         return TrialSums.of([weighted_sums(model, *rows) for model in models])
 

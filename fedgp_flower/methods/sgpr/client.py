@@ -23,6 +23,7 @@ from fedgp_flower.gp.steps import common_values
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
+    Candidates,
     EvidenceGradient,
     Expectations,
     PairCounts,
@@ -33,7 +34,6 @@ from fedgp_flower.methods.sgpr.messages import (
     SparseStatistics,
     TrialSums,
     ValueCounts,
-    unnumbered,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.options import SECOND_COLUMN, ModelSection
@@ -115,9 +115,9 @@ class SGPRClient(SparseClient):
         """Return how many of this site's rows have each pair of common values [D, V]."""
         return PairCounts(pair_counts(self.rows.x, request.values, max(LEAST_ALIKE, self.least_cell)))
 
-    def trials(self, request: Parameters) -> TrialSums:
+    def trials(self, request: Candidates) -> TrialSums:
         """Return the sums over this site's rows at each of several parameters."""
-        return TrialSums.of([self.evidence_sums(values) for values in unnumbered(request.values)])
+        return TrialSums.of([self.evidence_sums(at.values) for at in request.each])
 
     def evidence_sums(self, values: Mapping[str, ndarray]) -> WeightedSums:
         """Return the FITC sums over this site's rows at these parameters."""

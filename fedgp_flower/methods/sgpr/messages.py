@@ -14,7 +14,7 @@ from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import Described, max_abs, outlying_variances, oversized, quadratic_forms
+from fedgp_flower.shared_messages import Described, Parameters, max_abs, outlying_variances, oversized, quadratic_forms
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
@@ -112,6 +112,13 @@ class ValueCounts:
         return None if possible else f"`rows` cannot come from {described.rows} rows"
 
 
+@message()
+class Candidates:
+    """Several parameters."""
+
+    each: tuple[Parameters, ...]
+
+
 @message("query.trials", summand=True, counts="M")
 class TrialSums:
     """:class:`WeightedSums` at each of several parameters."""
@@ -190,20 +197,6 @@ class EvidenceGradient:
     def num_parameters(self) -> int:
         """Return the number of hyperparameters."""
         return len(self.gradient)
-
-
-def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:
-    """Return several sets of named arrays as one, with names ``number.name``."""
-    return {f"{number}.{name}": array for number, arrays in enumerate(each) for name, array in arrays.items()}
-
-
-def unnumbered(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
-    """Return the sets of named arrays; the inverse of :func:`numbered`."""
-    found: dict[str, dict[str, ndarray]] = {}
-    for name, array in arrays.items():
-        number, _, inner = name.partition(".")
-        found.setdefault(number, {})[inner] = array
-    return [found[number] for number in sorted(found, key=int)]
 
 
 @message()
