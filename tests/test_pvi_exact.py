@@ -389,8 +389,8 @@ def exact(data):
     return PseudoObservations(data.inputs, data.targets, torch.ones(len(data)).double())
 
 
-def start_near(data, size=20):
-    own = updates.averages(data, size)
+def start_near(data, least=3):
+    own = updates.averages(data, least)
     return PseudoObservations(own.inputs + 0.2, 0.5 * own.targets, own.root)
 
 
@@ -461,7 +461,7 @@ def test_an_averaged_z_moves_and_every_other_point_stays():
 def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     """With a pseudo-observation per row the local free energy of the first factor is the collapsed bound."""
     data, latents = sine(), grid()
-    draws, factor = model().at_means(latents), first_factor(model(), data, latents, form, most=60, least=1)
+    draws, factor = model().at_means(latents), first_factor(model(), data, latents, form, least=1)
     value = local_free_energy(draws, [], factor, data).item()
     assert value == pytest.approx(collapsed_local_bound(draws, [], data).item(), abs=1e-6)
 
@@ -472,9 +472,9 @@ def test_a_first_factor_of_counts_starts_near_the_optimum(form):
     x = 6 * torch.rand(60, 1, generator=generator(), dtype=torch.float64) - 3
     data = Data(x, torch.poisson((5 + 0.7 * x[:, 0].sin()).exp(), generator=generator(1)))
     poisson, latents = model("poisson"), grid("poisson")
-    start = first_factor(poisson, data, latents, form, most=40, least=1)
+    start = first_factor(poisson, data, latents, form, least=1)
     value = local_free_energy(poisson.at_means(latents), [], start, data).item()
-    begun = first_factor(poisson, data, latents, "free", most=60, least=1)
+    begun = first_factor(poisson, data, latents, "free", least=1)
     problem = LocalProblem(poisson, data, [], {}, num_samples=1)
     best = adam_update(problem, begun, latents, 100, generator()).free_energy
     assert best - len(data) < value <= best + 1
@@ -483,7 +483,7 @@ def test_a_first_factor_of_counts_starts_near_the_optimum(form):
 def test_averaged_counts_weigh_what_their_rows_say_of_the_logarithm():
     """Var log y ≈ 1/E y: a mean of n counts near λ suggests log λ with precision nλ."""
     same = Data(torch.zeros(6, 1).double(), torch.full((6,), 20.0).double())
-    factor = first_factor(model("poisson"), same, grid("poisson"), "tied", most=2, least=3)
+    factor = first_factor(model("poisson"), same, grid("poisson"), "tied", least=3)
     assert factor.targets.tolist() == pytest.approx([math.log(20.5)] * 2)
     assert factor.root.square().tolist() == pytest.approx([3 * 20.5] * 2)
 

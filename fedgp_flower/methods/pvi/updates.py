@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.cells import LEAST_ROWS, grouped
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.likelihoods import PointLikelihood
 from fedgp_flower.gp.optimisers import adam, maximise
@@ -35,14 +35,11 @@ from fedgp_flower.methods.pvi.model import (
     standard_normal,
 )
 from fedgp_flower.methods.pvi.options import Form
-from fedgp_flower.typing import Array, Indices
 
 SCALE_SPEED = 4.0
 """Factor of Adam's step for log-precisions, which move by several units, while means move by a fraction of one."""
 SAMPLES = 4
 """Antithetic draws of (Z, β) in an evaluation."""
-MOST_POINTS, ROWS_PER_POINT = 500, 5
-"""Most pseudo-observations of a site, and fewest rows in the average that each starts from."""
 ADAM_STEPS, ADAM_RATE, LBFGS_EVALUATIONS = 150, 0.03, 400
 """Defaults of ``pvi.steps`` and ``pvi.learning-rate``."""
 TOLERANCE, MOST_ITERATIONS = 1e-10, 500
@@ -180,15 +177,13 @@ def _update(
     return LocalUpdate(before.at(free), latents, late_mean(values), values)
 
 
-def first_factor(
-    model: SparseModel, data: Data, start: Marginals, form: Form, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
-) -> Factor:
+def first_factor(model: SparseModel, data: Data, start: Marginals, form: Form, least: int = LEAST_ROWS) -> Factor:
     """Initial factor at the means of q(Z) and q(β): averages of rows, or Titsias' optimum for ``cpo``."""
     with torch.no_grad():
         draws = model.at_means(start)
         points = PseudoObservations(data.inputs, data.targets, torch.ones_like(data.targets))
         if form != "cpo":
-            points = averages(data, max(1, min(most, len(data) // least)))
+            points = averages(data, least)
         values, precision = model.likelihood.as_function(points.targets)
         points = replace(points, targets=values, root=precision.sqrt() * points.root)
         if form == "cpo":
@@ -196,32 +191,13 @@ def first_factor(
         return points if form == "tied" else replace(points, root=points.root * draws.noise.rsqrt(), tied=False)
 
 
-def averages(data: Data, number: int) -> PseudoObservations:
-    """Tied pseudo-observations at averages of disjoint groups; the mean of n rows has noise σ²/n, so w = n."""
-    groups = torch.as_tensor(_groups(data.inputs.numpy(), number))
+def averages(data: Data, least: int) -> PseudoObservations:
+    """Tied pseudo-observations at averages of :func:`grouped` rows; the mean of n rows has noise σ²/n, so w = n."""
+    groups = torch.from_numpy(grouped(data.inputs.numpy(), least))
     sizes = torch.bincount(groups).double()
     centres = torch.zeros(len(sizes), data.inputs.shape[1], dtype=torch.float64).index_add_(0, groups, data.inputs)
     means = torch.zeros_like(sizes).index_add_(0, groups, data.targets) / sizes
     return PseudoObservations(centres / sizes[:, None], means, sizes.sqrt())
-
-
-def _groups(inputs: Array, number: int) -> Indices:
-    """Split rows repeatedly along their first principal axis into ``number`` groups of similar size; labels [N]."""
-    labels = np.empty(len(inputs), dtype=np.int64)
-    queue = [(np.arange(len(inputs)), number)]
-    label = 0
-    while queue:
-        rows, groups = queue.pop()
-        if groups == 1:
-            labels[rows] = label
-            label += 1
-            continue
-        centred = inputs[rows] - inputs[rows].mean(0)
-        direction = np.linalg.svd(centred, full_matrices=False)[2][0]
-        order = rows[np.argsort(centred @ direction, kind="stable")]
-        cut = len(rows) * (groups // 2) // groups  # both sides keep ⌊rows / groups⌋ rows per group
-        queue += [(order[:cut], groups // 2), (order[cut:], groups - groups // 2)]
-    return labels
 
 
 # ---- Linear functions of θ ------------------------------------------------------------------------------------------
