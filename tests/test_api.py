@@ -126,7 +126,7 @@ def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_
     assert (run.metrics.data["rows"], run.metrics.data["dropped"]) == (72 - 1, 1)
     assert set(run.metrics.labels.values()) == set(sites)
     [day] = [column for column in run.metrics.data["columns"] if column["name"] == "days(day)"]
-    assert day["sd"] == 1.0  # one day, whichever way it is written: constant, said and kept
+    assert day["sd"] == 0.0  # one day, whichever way it is written: constant, said and kept
 
 
 def admissions(rows: int = 72) -> pd.DataFrame:

@@ -177,7 +177,12 @@ def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
 
 def test_a_site_that_joins_has_the_name_of_its_file(fedgp, shared, tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(predict.Predictor, "joined", lambda run, name, data: names.append(name))
+
+    def joined(run, name, data):
+        names.append(name)
+        return predict.Predictor.of_run(run)
+
+    monkeypatch.setattr(predict.Predictor, "joined", joined)
     monkeypatch.setattr(predict, "predict_file", lambda predictors, *others: (0, 0, 0))
     where = ["--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv"]
     assert fedgp("join", shared, "--site-data", tmp_path / "ward.7.csv.gz", *where)[0] == 0
