@@ -286,6 +286,11 @@ class CellProducts:
             return f"`products` and `counts` are not those of {described.rows} rows"
         return None
 
+    @staticmethod
+    def outliers(answers: Mapping[str, CellProducts], rows: Mapping[str, float]) -> dict[str, str]:
+        """Return the sites whose products per row far exceed the median, with the reason."""
+        return oversized(answers, rows, "products", lambda answer: max_abs(answer.products))
+
 
 @message()
 class Points:

@@ -449,6 +449,8 @@ def test_products_that_no_rows_have_are_refused() -> None:
     assert CellProducts(products, counts).refusal(Described(9)) is None
     for wrong in (CellProducts(products * [[1, 2], [2, 1]], counts), CellProducts(products, counts + 1)):
         assert "not those of 9 rows" in str(wrong.refusal(Described(9)))
+    answers = {"a": CellProducts(products, counts), "b": CellProducts(1e6 * products, counts)}
+    assert list(CellProducts.outliers(answers | {"c": answers["a"]}, dict.fromkeys("abc", 9.0))) == ["b"]
 
 
 def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> None:

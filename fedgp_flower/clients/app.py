@@ -204,10 +204,7 @@ def _preparation(shared: ConfigRecord) -> Preparation | None:
 
 @lru_cache(maxsize=8)
 def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    arrays: NamedArrays = {}
-    for name, values in numbers:
-        shape = {COVARIANCE: (math.isqrt(len(values)), -1)} | dict.fromkeys(
-            ("input.mean", "input.scale", *CURVES), (-1,)
-        )
-        arrays[name] = np.reshape(values, shape.get(name, ()))
+    side = math.isqrt(len(dict(numbers).get(COVARIANCE, ())))
+    shapes = dict.fromkeys(("input.mean", "input.scale", *CURVES), (-1,)) | {COVARIANCE: (side, side)}
+    arrays: NamedArrays = {name: np.reshape(values, shapes.get(name, ())) for name, values in numbers}
     return Preparation.from_wire(arrays, schema)

@@ -14,7 +14,7 @@ from torch.distributions import Normal, StudentT
 
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, in_float64, trapezoidal_rule
+from fedgp_flower.gp.likelihoods.point import NODES, PointLikelihood, in_float64, trapezoidal_rule
 from fedgp_flower.scores import Scores, TargetUnits, mixture_quantiles, mixture_scores
 from fedgp_flower.typing import Array
 
@@ -190,7 +190,7 @@ class Heteroscedastic(MixedNoise):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Given g, y is Gaussian with variance v + e^g."""
         (m, a), (v, b) = mean.unbind(-2), variance.unbind(-2)
-        g, weights = trapezoidal_rule(a, b) if fine else trapezoidal_rule(a, b, 25)
+        g, weights = trapezoidal_rule(a, b, NODES if fine else 25)
         return m, v + g.exp(), weights
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
