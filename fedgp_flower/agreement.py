@@ -35,6 +35,9 @@ COVARIANCE = "input.covariance"
 ROUNDING = 4 * np.finfo(np.float64).eps
 """A column is constant if its sd is below this share of its mean."""
 
+DIGITS = 30
+"""Binary digits of an sd, and of a mean in units of its sd; the others depend on the order in which rows are summed."""
+
 ROWS_PER_INPUT = 3
 """Fewer training rows per encoded input give a warning."""
 TOO_MANY_LEVELS = f"at most {MAX_LEVELS} are allowed: leave it out of `features`"
@@ -401,7 +404,8 @@ def _pooled(
         sums = np.stack([column.sums for column in by_site.values()])
         centre, spread = _moments(filled, sums)
         constant = bool(spread <= ROUNDING * abs(centre))
-        column, mean, scale = Column(name, "numeric"), np.array([centre]), np.array([1.0 if constant else spread])
+        centre, spread = (centre, 1.0) if constant else _shortened(centre, spread)
+        column, mean, scale = Column(name, "numeric"), np.array([centre]), np.array([spread])
         means, within = sums[:, 0] / filled, np.median(np.sqrt(sums[:, 2] / filled))
         distance = np.abs(means - np.median(means))
         differs = [site for site, far in zip(by_site, distance > FAR * within, strict=True) if far]
@@ -430,6 +434,12 @@ def _moments(rows: Array, sums: Array) -> tuple[float, float]:
     mean = centre[0] + (rows * (centre - centre[0]) + residual).sum() / rows.sum()
     # For a constant column, rounding can leave squares of minus one unit in the last place of mean².
     return float(mean), float(np.sqrt(abs(squares_about(rows, sums, mean).sum()) / rows.sum()))
+
+
+def _shortened(mean: float, sd: float) -> tuple[float, float]:
+    """Return both with :data:`DIGITS`, so that runs whose sums differ by rounding have the same standardised rows."""
+    unit = np.ldexp(1.0, int(np.frexp(sd)[1]) - DIGITS)
+    return float(np.rint(mean / unit) * unit), float(np.rint(sd / unit) * unit)
 
 
 def squares_about(rows: int | Array, sums: Array, point: Array) -> Array:

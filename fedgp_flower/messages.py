@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from fedgp_flower import compensated_sums
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.lazy import lapack
 from fedgp_flower.typing import Facts, NamedArrays
@@ -376,34 +377,41 @@ class _Reader:
 
 
 def add(parts: Iterable[M]) -> M:
-    """Return the sum of summands, in the given order so that the last digit is reproducible; reads one at a time."""
-    total: M | None = None
-    for summand in parts:
-        total = _plus(summand, total)
-    if total is None:
+    """Return the sum of summands, the same in each order and under masks; reads one at a time."""
+    sums: list[NDArray[Any]] = []
+    last: M | None = None
+    for last in parts:
+        terms = _entries(last)
+        sums = list(map(compensated_sums.plus, sums, terms)) if sums else list(map(compensated_sums.start, terms))
+    if last is None:
         raise ProtocolError("a total needs at least one site")
-    return total
+    return _filled(last, map(compensated_sums.rounded, sums))
 
 
-def _plus(summand: M, total: M | None) -> M:
-    """Add to a total in place; without a total, return a copy."""
+def _entries(value: object) -> Iterator[NDArray[Any]]:
+    """Yield the arrays and numbers of a message."""
+    for spec in _fields(type(value)):
+        content = getattr(value, spec.name)
+        if spec.form == "message":
+            yield from _entries(content)
+        elif spec.form == "arrays":
+            yield from (np.asarray(content[key]) for key in sorted(content))
+        else:
+            yield np.asarray(content)
+
+
+def _filled(value: M, entries: Iterator[NDArray[Any]]) -> M:
+    """Return a message like ``value`` with other :func:`_entries`."""
     found: dict[str, Any] = {}
-    for spec in _fields(type(summand)):
-        value, before = getattr(summand, spec.name), None if total is None else getattr(total, spec.name)
-        match spec.form:
-            case "message":
-                found[spec.name] = _plus(value, before)
-            case "number":
-                found[spec.name] = value if before is None else spec.inner(before + value)
-            case "arrays":
-                found[spec.name] = {key: _sum(value[key], before and before[key]) for key in before or value}
-            case _:
-                found[spec.name] = _sum(value, before)
-    return type(summand)(**found)
-
-
-def _sum(value: NDArray[Any], total: NDArray[Any] | None) -> NDArray[Any]:
-    return np.array(value) if total is None else np.add(total, value, out=np.asarray(total))
+    for spec in _fields(type(value)):
+        content = getattr(value, spec.name)
+        if spec.form == "message":
+            found[spec.name] = _filled(content, entries)
+        elif spec.form == "arrays":
+            found[spec.name] = {key: next(entries) for key in sorted(content)}
+        else:
+            found[spec.name] = spec.inner(next(entries)) if spec.form == "number" else next(entries)
+    return type(value)(**found)
 
 
 def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | None:

@@ -36,7 +36,7 @@ from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, SparseGP
-from fedgp_flower.gp.optimisers import on_grid, pack, rounds_to_come, unpack
+from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import optimize, special
@@ -190,8 +190,8 @@ def logarithms(values: Mapping[str, ndarray]) -> NamedArrays:
 
 
 def moved(values: Mapping[str, ndarray], step: Array) -> NamedArrays:
-    """Return the parameters after a step of θ [H] to the grid of :func:`on_grid`, clipped to ± :data:`LOG_RANGE`."""
-    found = np.clip(on_grid(pack(logarithms(values)) + step), -LOG_RANGE, LOG_RANGE)
+    """Return the parameters after a step of θ [H], clipped to ± :data:`LOG_RANGE`."""
+    found = np.clip(pack(logarithms(values)) + step, -LOG_RANGE, LOG_RANGE)
     return {**values, **unpack(found, logarithms(values))}
 
 
@@ -218,7 +218,7 @@ def at_best_scale(values: Mapping[str, ndarray], totals: WeightedSums, section: 
         residual = half * math.exp(log_evidence_scale - log_scale)
         slope = residual - half - prior_slope - prior_curvature * log_scale
         log_scale += slope / (residual + prior_curvature)
-    log_scale = max(float(on_grid(np.asarray(log_scale))), -LOG_RANGE - float(values[LOG_NOISE][0]))
+    log_scale = max(log_scale, -LOG_RANGE - float(values[LOG_NOISE][0]))
     values = {**values, **{name: np.asarray(values[name] + log_scale) for name in names}}
     height = found.at(math.exp(log_scale), 2 * half) + prior_of(values, section)[0]
     return values, totals.scaled(math.exp(log_scale)), height
@@ -276,7 +276,7 @@ def combined_modes(
     The curvature is Σ H with the prior counted once instead of once per site, and in no direction below that of the
     prior. The mode is clipped to :data:`LOG_LENGTHSCALE_RANGE`. ``like`` gives the names and shapes of θ.
     """
-    pieces = unpack(on_grid(np.linalg.solve(sketch.precision, sketch.shift)), like)
+    pieces = unpack(np.linalg.solve(sketch.precision, sketch.shift), like)
     mode = {name: np.clip(a, *LOG_LENGTHSCALE_RANGE) if "lengthscale" in name else a for name, a in pieces.items()}
     sds = pack({name: np.full(array.shape, priors[name][1]) for name, array in like.items()})
     eigenvalues, axes = np.linalg.eigh(sketch.precision * np.outer(sds, sds) - (sites - 1) * np.eye(len(sds)))

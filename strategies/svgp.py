@@ -20,7 +20,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
-from fedgp_flower.gp.optimisers import on_grid, pack, unpack
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.steps import num_bins, step_points
 from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.lazy import optimize
@@ -110,8 +110,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
         summed: Summed[ValueCounts] = yield Total(ValueCounts, Nothing(), sizes={"D": locations.shape[1], "B": bins})
         more += 1
         if summed.total is not None:
-            cuts = step_points(summed.total.rows, summed.total.sums, rows)
-            locations = np.vstack([on_grid(cuts), locations])  # trials leave cuts on the grid where they are
+            locations = np.vstack([step_points(summed.total.rows, summed.total.sums, rows), locations])
     latent = LatentGP(model, torch.from_numpy(locations)).begin(problem.target, float(shape.beside) / rows)
     return replace(initial_state(latent), exchanges=EXCHANGES_BEFORE + more)
 
@@ -185,7 +184,7 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     limit = FIRST_STEP if first else LARGEST_STEP
     largest = float(np.abs(step).max())
     step *= limit / largest if largest > limit or first else 1.0
-    return unpack(on_grid(pack(state.values) + 0.5**state.halvings * step * scale), state.values)
+    return unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
 
 
 def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:

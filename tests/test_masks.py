@@ -67,7 +67,7 @@ def test_a_total_is_the_exact_sum_of_the_rounded_summands():
     assert exact(words[0]) == [len(SITES), *expected]
     count, total = masks.total(sent(QUESTION, summands).values())
     assert count == len(SITES)
-    assert total == pytest.approx([float(integer / SCALE) for integer in expected], rel=2**-51)
+    assert list(total) == [float(integer / SCALE) for integer in expected]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_total_is_the_exact_sum_of_the_rounded_summands():
 def test_a_number_is_rounded_to_the_grid(value):
     words = masks.encode(np.array([value]), 3)
     assert exact(words) == [rounded(value)]
-    assert masks.decode(words)[0] == pytest.approx(value, abs=2.0**-81, rel=2**-52)
+    assert masks.decode(words)[0] == float(rounded(value) / SCALE)
 
 
 @pytest.mark.parametrize("sites", [3, -7, 200])
@@ -88,7 +88,7 @@ def test_totals_at_the_bound_do_not_overflow(sites):
         masks.add(whole, part)
     assert exact(whole) == [sites * rounded(sign * masks.LARGEST_TOTAL / sites)]
     assert abs(exact(whole)[0]) < 2**127
-    assert masks.decode(whole)[0] == pytest.approx(sign * masks.LARGEST_TOTAL, rel=1e-15)
+    assert masks.decode(whole)[0] == float(exact(whole)[0] / SCALE)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, masks.LARGEST_TOTAL])

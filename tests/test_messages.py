@@ -1,5 +1,6 @@
 """One declaration gives encoding, decoding with words, sums and tables."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -125,6 +126,17 @@ def test_sums_add_every_field_once():
     assert np.array_equal(total.counts, one.counts + two.counts)
     assert total.fresh == 2
     assert total.values["a.b"] == pytest.approx(one.values["a.b"] + two.values["a.b"])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-(2**70), 2**70).map(lambda k: k * 2.0**-40), min_size=1, max_size=12), st.randoms())
+def test_a_sum_is_the_nearest_number_whatever_the_order(values, random):
+    random.shuffle(values)
+    total = add(replace(sums(), total=np.array(value), values={"a": np.full(3, value)}) for value in values)
+    assert total.total == math.fsum(values)
+    assert list(total.values["a"]) == [math.fsum(values)] * 3
+    assert total.fresh == len(values)
+    assert type(total.fresh) is int
 
 
 @pytest.mark.parametrize(

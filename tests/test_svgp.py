@@ -246,9 +246,8 @@ def test_the_bound_rises_until_its_slope_is_small() -> None:
     assert np.abs(state.gradients[-1]).max() < 0.03
 
 
-def test_a_trial_is_a_step_of_bfgs_from_the_scale_of_the_latest_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_is_a_step_of_bfgs_from_the_scale_of_the_latest_change() -> None:
     """H ← (I − ρ s yᵀ) H (I − ρ y sᵀ) + ρ s sᵀ from H = (sᵀy/yᵀy) I of the latest pair (Nocedal, Wright, Eq. 6.17)."""
-    monkeypatch.setattr(svgp, "on_grid", lambda values: values)
     state, model = rounds(dealt("poisson", 30, 30), "poisson", 5), section("poisson")
     scale, draw = svgp.units(state.values, model), np.random.default_rng(0)
     points = 0.1 * draw.normal(size=(4, len(scale)))
@@ -264,8 +263,7 @@ def test_a_trial_is_a_step_of_bfgs_from_the_scale_of_the_latest_change(monkeypat
     np.testing.assert_allclose(moved, inverse @ gradients[-1], rtol=1e-9, atol=1e-12)
 
 
-def test_a_trial_that_loses_is_taken_back_with_half_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(svgp, "on_grid", lambda values: values)  # half of a step may lie between places of the grid
+def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     likelihood = "poisson"
     sites, state = dealt(likelihood, 30, 30), rounds(dealt(likelihood, 30, 30), likelihood, 5)
     proud = replace(state, objectives=np.append(state.objectives[:-1], 1e9))

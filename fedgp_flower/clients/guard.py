@@ -22,7 +22,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.files import exclusive, read_arrays, write_arrays
-from fedgp_flower.messages import Layout, encode, is_public, is_summand
+from fedgp_flower.messages import Layout, encode, from_parts, is_public, is_summand, to_parts
 from fedgp_flower.privacy import audit, masks, questions
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.privacy.policy import Rules
@@ -204,7 +204,7 @@ def _summand(question: questions.MaskedQuestion, handler: Callable[[], object]) 
         answer = handler()
         if not is_summand(type(answer)):
             raise ProtocolError(f"`{type(answer).__name__}` is no summand, so sites cannot send its total")
-        arrays = encode(answer)
+        arrays = encode(from_parts(type(answer), *to_parts(answer)))  # rounded as an answer without a mask
         layout = questions.layout_of(arrays) if question.layout is None else question.layout
         return masks.counted(questions.flat(arrays, layout), len(question.members)), layout
     except Exception:  # a missing reply would spoil the total of all sites, and zeros reveal nothing

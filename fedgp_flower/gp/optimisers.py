@@ -27,8 +27,6 @@ COOLING = 0.25
 """Fraction of Adam's steps with a fifth of the learning rate."""
 WINDOW, TOLERANCE = 50, 1e-3
 """Adam's steps in a window, and the smallest increase between windows for which it continues, in nats per row."""
-GRID = 2.0**-26
-"""Spacing of the parameters that a server steps to: log hyperparameters, and in ``svgp`` inducing points."""
 PAIRS = 20
 """Steps and gradient changes in the memory of L-BFGS."""
 
@@ -201,17 +199,6 @@ def rounds_to_come(gains: Array, rounds: int, threshold: float) -> int | None:
         return 0
     ratio = _ratio(gains)
     return None if ratio == 1 else math.ceil(math.log(threshold / gain) / math.log(ratio))
-
-
-def on_grid(values: Array) -> Array:
-    """Return multiples of :data:`GRID`, so that steps from sums that differ by rounding alone are mostly equal.
-
-    Where they are not, because the sums are ill-conditioned, a parameter differs by one small step of the grid.
-
-    >>> on_grid(np.array([0.1, 0.1 + 1e-12])) * 2**26
-    array([6710886., 6710886.])
-    """
-    return np.asarray(np.rint(values / GRID) * GRID)
 
 
 def pack(arrays: Mapping[str, ndarray]) -> Array:

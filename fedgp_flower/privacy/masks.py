@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from numpy.typing import NDArray
 
+from fedgp_flower import compensated_sums
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.typing import Array
 
@@ -60,13 +61,15 @@ def encode(values: Array, sites: int) -> Words:
 
 
 def decode(words: Words) -> Array:
-    """Return the numbers of residues, each within a unit in the last place."""
+    """Return the numbers nearest to residues."""
     size = words.copy()
     negative = (words[:, 1] >> np.uint64(63)).astype(bool)
     _negate(size, negative)
-    values = np.ldexp(size[:, 1].astype(np.float64), 64 - FRACTION_BITS)
-    values += np.ldexp(size[:, 0].astype(np.float64), -FRACTION_BITS)
-    return np.where(negative, -values, values)
+    halves = size.astype("<u8", copy=False).view("<u4").astype(np.float64)  # [n, 4]; two words do not fit one number
+    values = compensated_sums.start(np.ldexp(halves[:, 3], 96 - FRACTION_BITS))
+    for place in (2, 1, 0):
+        values = compensated_sums.plus(values, np.ldexp(halves[:, place], 32 * place - FRACTION_BITS))
+    return np.where(negative, -1.0, 1.0) * compensated_sums.rounded(values)
 
 
 def add(total: Words, words: Words) -> None:

@@ -266,11 +266,10 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
 
     θ are the log hyperparameters, in the order of :func:`pack`, of an exact GP of at most :data:`MODE_ROWS` random
     rows. H is found by central differences; the likelihood part is scaled from the chosen rows to all rows. The server
-    combines the modes as (Σ H)⁻¹ Σ Hθ. Rows are rounded to 24 bits, so that the mode is the same under masks, where the
-    agreed scales differ in their last digits.
+    combines the modes as (Σ H)⁻¹ Σ Hθ.
     """
     chosen = np.sort(rng.permutation(len(inputs))[:MODE_ROWS])
-    x, y = (part[chosen].cpu().float().double() for part in (inputs, targets))
+    x, y = (part[chosen].cpu() for part in (inputs, targets))
     model = ExactGP(section, x, y)
     named, priors = dict(sorted(model.wire_parameters().items())), hyperpriors(model.kernel, inputs.shape[1])
     parameters = list(named.values())
