@@ -258,7 +258,7 @@ def to_parts(value: object) -> tuple[NamedArrays, dict[str, float | int]]:
     for spec in (spec for spec in _fields(type(value)) if spec.rank):
         matrices, rows = getattr(value, spec.name), int(np.max(getattr(value, spec.rank)))
         if 2 * rows < matrices.shape[-1] and (factors := low_rank_factors(matrices, rows)) is not None:
-            arrays[spec.name] = factors
+            arrays[spec.name] = factors if factors.ndim == len(spec.letters) else factors[None]
     rest = {name: array for name, array in arrays.items() if name not in numbers}
     return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
 
@@ -340,7 +340,8 @@ class _Reader:
         shape = array.shape
         factored = bool(spec.rank) and array.ndim == len(spec.letters)
         if factored:
-            shape = (*shape[:-2], shape[-1], shape[-1])
+            lone = int(spec.open and len(array) == 1)
+            shape = (*shape[lone:-2], shape[-1], shape[-1])
         elif spec.symmetric:
             axes = len(spec.letters) - 1
             length = shape[-1] if axes - spec.open <= array.ndim <= axes else -1

@@ -133,7 +133,7 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
         return rejected(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
     if state.evaluations % COMPARISON_PERIOD == 0 and HYPER not in found.values:  # Student-t noise is not log-concave
-        pseudo = [pseudo_sums(part, request.mean, roster.rows[site]) for site, part in summed.parts.items()]
+        pseudo = [pseudo_sums(part, request.mean) for part in summed.parts.values()]
         ones = np.broadcast_to(pooled_bound.unit_function(new), request.mean.shape)
         reasons: dict[str, str] = {}
         for one, *each in zip(ones.reshape(-1, ones.shape[-1]), *pseudo, strict=True):  # for each function

@@ -17,7 +17,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, packed, to_parts
-from fedgp_flower.methods.sgpr.messages import TrialSums
+from fedgp_flower.methods.sgpr.messages import Expectations, TrialSums
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
@@ -100,6 +100,18 @@ def test_matrices_of_few_rows_travel_as_their_factors():
     parts = to_parts(trials)
     assert parts[0]["grams"].shape == (2, 5, 12)
     assert np.allclose(from_parts(TrialSums, *parts, {"M": 12}).grams, trials.grams, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("functions", [(), (2,), (3,)])
+def test_one_matrix_and_one_of_each_function_travel_as_factors(functions):
+    curvature = np.broadcast_to(low_rank(3).gram, (*functions, 12, 12)) + 0.0
+    sent = Expectations({}, np.array(-1.0), np.zeros((*functions, 12)), curvature, np.array(3.0))
+    parts = to_parts(sent)
+    assert parts[0]["curvature"].shape[-2:] == (3, 12)
+    sizes = {"M": 12, "C": functions[0]} if functions else {"M": 12}
+    back = from_parts(Expectations, *parts, sizes)
+    assert back.curvature.shape == curvature.shape
+    assert np.allclose(back.curvature, curvature, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("gram", [-low_rank(5).gram, low_rank(7).gram, np.full((12, 12), np.nan)])

@@ -172,10 +172,11 @@ def expectations(
         if HYPER in gradient:
             gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
-    return Expectations(values, *to_arrays(fit, slope, symmetric(curvature)))
+    found = [*to_arrays(fit, slope, symmetric(curvature)), np.array(float(len(targets)))]
+    return Expectations(values, *found)
 
 
-def pseudo_sums(found: Expectations, mean: Array, rows: int) -> list[SparseSums]:
+def pseudo_sums(found: Expectations, mean: Array) -> list[SparseSums]:
     """Return the sums of pseudo-observations m + α/β with noise 1/β, for each function: A = B̄, b = B̄ μ + W α.
 
     ``mean`` is μ of q(v). The sum of squares is unknown; it is replaced by the explained part bᵀ(I + A)⁻¹b and noise of
@@ -186,7 +187,8 @@ def pseudo_sums(found: Expectations, mean: Array, rows: int) -> list[SparseSums]
     for curvature, slope, centre in zip(*each, strict=True):
         shift = curvature @ centre + slope
         explained = shift @ np.linalg.solve(np.eye(len(shift)) + curvature, shift)
-        sums.append(SparseSums(curvature, shift, np.asarray(rows + explained), np.zeros(()), np.array(float(rows))))
+        squares = np.asarray(found.count + explained)
+        sums.append(SparseSums(curvature, shift, squares, np.zeros(()), found.count))
     return sums
 
 

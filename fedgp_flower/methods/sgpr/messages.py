@@ -224,7 +224,10 @@ class Expectations:
     values: Mapping[str, AnyShape] = leaves("Σ ∂/∂w E log p(y | f) at fixed L and q, by parameter", as_sent=True)
     fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
     slope: Float[ndarray, "*C M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s); of each function, if several")
-    curvature: Float[ndarray, "*C M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
+    curvature: Float[ndarray, "*C M M"] = leaves(
+        "B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True, rank="count"
+    )
+    count: Float[ndarray, ""] = leaves("number of rows")
 
     @staticmethod
     def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
@@ -238,6 +241,8 @@ class Expectations:
         Neither holds for likelihoods with parameters, as Student-t, or for the noise of grades. The density of a
         real-valued target with a function for its noise may exceed 1. Masked summands are checked in O(M²) only.
         """
+        if reason := described.rows_mismatch("count", self.count):
+            return reason
         if any(name.startswith(("likelihood.", "kernel.grade.")) for name in self.values):
             return None
         real = any(name.startswith("kernel.noise.") for name in self.values)
