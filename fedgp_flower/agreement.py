@@ -366,8 +366,7 @@ def _matching_sites(
             parsed[site] = _parse(descriptions[site])
         except ProtocolError as error:
             refused[site] = str(error)
-    ordered = [partial(_other_grades, order=order)] if order else []
-    for differing in (_other_columns, *ordered, *([_other_classes] if two else ())):
+    for differing in (_other_columns, *([partial(_other_levels, order=order)] if two or order else ())):
         refused |= differing(parsed)
         parsed = {site: columns for site, columns in parsed.items() if site not in refused}
     if not parsed:
@@ -496,25 +495,17 @@ def _other_columns(sites: Mapping[Site, _Description]) -> dict[Site, str]:
     return refused
 
 
-def _other_classes(sites: Mapping[Site, _Description]) -> dict[Site, str]:
-    """Return the sites with a class beyond the two that most sites have; none if the target is a number."""
+def _other_levels(sites: Mapping[Site, _Description], order: Sequence[str]) -> dict[Site, str]:
+    """Return the sites with a grade that is not in the order, or with a class beyond the two that most sites have."""
     targets = {site: list(columns.items())[-1] for site, columns in sites.items()}
     held = Counter(level for _, column in targets.values() for level in column.counts)
-    two = sorted(held, key=lambda level: (-held[level], level))[:2]
+    known = set(order or sorted(held, key=lambda level: (-held[level], level))[:2])
+    beyond = "class that is not among the two that most sites have"
+    what = "grade that is not in the order of `target`" if order else beyond
     return {
-        site: f"target `{name}` has a class that is not among the two that most sites have; correct its spelling"
+        site: f"target `{name}` has a {what}; correct its spelling"
         for site, (name, column) in targets.items()
-        if not set(column.counts) <= set(two)
-    }
-
-
-def _other_grades(sites: Mapping[Site, _Description], order: Sequence[str]) -> dict[Site, str]:
-    """Return the sites with a grade that is not in the order of grades."""
-    targets = {site: list(columns.items())[-1] for site, columns in sites.items()}
-    return {
-        site: f"target `{name}` has a grade that is not in the order of `target`; correct its spelling"
-        for site, (name, column) in targets.items()
-        if not set(column.counts) <= set(order)
+        if not set(column.counts) <= known
     }
 
 

@@ -127,6 +127,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
     "sgpr": [
         (PRIVATE | {"privacy.epsilon": 0.0}, "is only used with `privacy.epsilon`"),
         ({"model.likelihood": "poisson"}, "`method` = 'sgpr' needs 'gaussian'; take 'svgp'"),
+        ({"model.kernel": "steps(rbf)"}, "svgp"),
     ],
     "svgp": [({}, "with Gaussian noise take 'sgpr'")],
     "fsgp": [(MASKED | {"averaging.fraction": 0.5}, "`averaging.fraction` = 0.5 samples sites")],

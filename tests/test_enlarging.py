@@ -153,12 +153,6 @@ def test_masked_points_and_evidence_are_the_plain_ones():
     assert masked.details()["evidence"] == pytest.approx(plain.details()["evidence"], rel=1e-9)
 
 
-def test_steps_of_svgp_under_masks_are_the_plain_ones():
-    keys = KEYS | {"method": "svgp", "model__likelihood": "student-t", "sgpr__exchanges": 12}
-    plain, masked = (run(FaultyGrid(configured(**keys, privacy__secure_aggregation=on), 3)) for on in (False, True))
-    alike(masked.current.values, plain.current.values)
-
-
 KERNELS = ("rbf", "rbf + l1", "matern52 + linear", "warp(rbf + l1)")
 
 
@@ -212,28 +206,6 @@ def test_the_posterior_predicts_what_the_textbook_joint_does():
     assert mean.numpy() == pytest.approx(cross @ np.linalg.solve(covariance, y.numpy()), abs=1e-8)
     expected = prior.numpy() - np.sum(cross.T * np.linalg.solve(covariance, cross.T), 0) + float(model.noise.detach())
     assert variance.numpy() == pytest.approx(expected, abs=1e-8)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_shares_of_the_gradient_add_up_to_finite_differences_of_the_evidence(kernel):
-    (x, y), values = rows(), unit_values(kernel)
-    section = ModelSection(kernel=kernel)
-
-    def at(arrays: dict[str, np.ndarray]) -> float:
-        covariance, _ = textbook(SparseGP.from_arrays(section, arrays), x)
-        return multivariate_normal(np.zeros(len(x)), covariance).logpdf(y.numpy())
-
-    model = SparseGP.from_arrays(section, values)
-    q = posterior(weighted_sums(model, x, y))
-    parts = zip(x.split([11, 49]), y.split([11, 49]), strict=True)
-    (first, _), (second, _) = (weighted_gradient(model, *part, q) for part in parts)
-    assert set(first) == set(values) - {LOCATIONS}
-    for name, share in first.items():
-        for index in np.ndindex(values[name].shape):
-            step = np.zeros_like(values[name])
-            step[index] = 1e-5
-            slope = (at(values | {name: values[name] + step}) - at(values | {name: values[name] - step})) / 2e-5
-            assert share[index] + second[name][index] == pytest.approx(slope, abs=1e-4), name
 
 
 def test_the_score_of_the_noise_is_the_slope_of_the_evidence_by_noise_that_varies():

@@ -17,10 +17,12 @@ from fedgp_flower.clients import baselines
 from fedgp_flower.clients.boosting import LOSSES, boosted
 from fedgp_flower.clients.numpy_client import count_regression as counted_sums
 from fedgp_flower.clients.numpy_client import linear_scores, logistic, moments
-from fedgp_flower.count_scores import count_quantiles, count_scores, log_rate_of
+from fedgp_flower.count_scores import count_quantiles, log_rate_of
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.gp.models import ExactGP
 from fedgp_flower.messages import add
 from fedgp_flower.options import MULTICLASS, ModelSection
@@ -30,7 +32,7 @@ from fedgp_flower.run.summary import verdict
 from fedgp_flower.scores import TargetUnits, bernoulli_scores, gaussian_scores
 from fedgp_flower.shared_messages import Moments, OneArray, ScoreSums, with_ones
 from strategies.server.questions import drive
-from strategies.server.scoring import PENALTIES, combine, constant, count_regression, linear_fit, ridge
+from strategies.server.scoring import PENALTIES, combine, count_regression, linear_fit, ridge
 
 ROWS, INPUTS = 57, 4
 
@@ -97,17 +99,6 @@ def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit():
     assert many.variance > 0
     exact = fitted((x[:, :3], x[:, :3] @ [1.0, 2.0, 3.0]), "gaussian", [9])
     np.testing.assert_allclose(exact.weights, [1, 2, 3], rtol=1e-5)
-
-
-def test_the_mean_predicts_by_the_spread_of_a_new_row():
-    y = np.array([1.0, 2.0, 6.0])
-    found = constant({"mean": 3.0, "sd": float(y.std())}, 3, 2, "gaussian", (1.0, 2.0))
-    assert found.intercept == pytest.approx(1.0)
-    assert found.variance == pytest.approx(y.var(ddof=1) / 4 * (1 + 1 / 3))
-    assert not found.weights.any()
-    assert constant({"share": 0.2}, 3, 2, "bernoulli", (0.0, 1.0)).intercept == pytest.approx(math.log(0.25))
-    poisson = count_scores(np.full(1, math.log(3.0)), np.zeros(1), np.array([2.0]))
-    assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
 
 
 @pytest.mark.parametrize("likelihood", ["poisson", "negative-binomial", "binomial"])
@@ -403,7 +394,7 @@ def exact(mean, variance):
 def test_scores_of_a_count(mean, variance, count):
     pmf = exact(mean, variance)
     below = np.cumsum(pmf)
-    found = count_scores(np.array([mean]), np.array([variance]), np.array([float(count)]))
+    found = Counts().scores(np.array([mean]), np.array([variance]), np.array([float(count)]), NONE, UNITS)
     assert found.sums["nll"] == pytest.approx(-np.log(pmf[count]), rel=1e-6)
     crps = np.sum((below - (np.arange(3000) >= count)) ** 2)
     assert found.sums["crps"] == pytest.approx(crps, rel=5e-3)  # F between the integers that are looked at
@@ -435,7 +426,7 @@ def test_quantiles_of_counts():
 @pytest.mark.parametrize(("variance", "target"), [(-0.1, 1.0), (0.1, 1.5), (0.1, -1.0)])
 def test_what_are_no_counts(variance, target):
     with pytest.raises(NumericsError):
-        count_scores(np.zeros(1), np.array([variance]), np.array([target]))
+        Counts().scores(np.zeros(1), np.array([variance]), np.array([target]), NONE, UNITS)
 
 
 def test_figures_by_hand_with_sites_of_unequal_size():

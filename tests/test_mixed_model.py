@@ -79,17 +79,6 @@ def totals(rows, theta):
     return Totals(values, slopes, curvature[np.tril_indices(len(theta))], float(len(rows.y)))
 
 
-def test_the_restricted_likelihood_is_that_of_contrasts():
-    rows, dense = crossed_rows()
-    found = totals(rows, THETA).restricted(torch.zeros(4).double(), numbers(0.3))
-    assert float(found) == pytest.approx(normal_contrasts(rows, dense @ spread(THETA), math.exp(0.3)), abs=1e-10)
-    around, step = totals(rows, THETA).expansion(), 1e-5 * np.eye(4)
-    near = [[totals(rows, THETA + torch.tensor(s * e)).expansion() for s in (1, -1)] for e in step]
-    slope = [(up.value - down.value) / 2e-5 for up, down in near]
-    np.testing.assert_allclose(around.gradient, slope, atol=1e-8)
-    np.testing.assert_allclose(around.hessian, [(up.gradient - down.gradient) / 2e-5 for up, down in near], atol=1e-7)
-
-
 SMOOTH = Smooth(("age",), np.zeros(1), np.ones(1), spread_out(1))
 AGES = torch.tensor(DRAW.uniform(-2, 2, (24, 1)))
 LENGTH, AMPLITUDE, NOISE = 0.7, 1.2, 0.4

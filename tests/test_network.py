@@ -99,19 +99,6 @@ def test_one_lost_reply_is_asked_for_again_and_fails_once():
     assert (len(net.failures), net.streak["1"]) == (2, 1)  # once in an exchange, however often it is asked
 
 
-def test_max_failures_leave_a_site_out_until_it_answers_for_a_round():
-    grid, net = met(max_failures=3)
-    grid.faults = [Fault("1", lost, times=3)]
-    healthy = []
-    for _ in range(4):
-        ask(net)
-        healthy.append(net.healthy())
-    everyone, others = ["0", "1", "2"], ["0", "2"]
-    assert healthy == [everyone, everyone, others, others]
-    net.end_round()
-    assert net.healthy() == everyone
-
-
 @pytest.mark.parametrize("first", ["answer", "failure"])
 def test_an_answer_in_a_round_with_a_failure_forgives_nothing(first):
     grid, net = met(max_failures=3)

@@ -17,7 +17,6 @@ from scipy.special import expit, gammaln
 import fedgp_flower as fg
 from fedgp_flower.agreement import agree
 from fedgp_flower.clients import numpy_client
-from fedgp_flower.count_scores import BinomialLaw, NegativeBinomialLaw, count_quantiles, count_scores
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.follow_up import FollowUp, counted, edges_around, life_table
@@ -26,7 +25,7 @@ from fedgp_flower.gp.likelihoods.grades import edges_of
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
 from fedgp_flower.messages import add
 from fedgp_flower.run.registry import parse_config
-from fedgp_flower.scores import time_scores
+from fedgp_flower.scores import TargetUnits, time_scores
 from fedgp_flower.shared_messages import Described, OneArray, TimeCounts
 from strategies.server.questions import drive
 from strategies.server.scoring import time_regression
@@ -128,23 +127,23 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
 
 
 @pytest.mark.parametrize(
-    ("law", "frozen"),
+    ("name", "target", "frozen"),
     [
-        (NegativeBinomialLaw(ALPHA), lambda f: stats.nbinom(1 / ALPHA, 1 / (1 + ALPHA * np.exp(f)))),
-        (BinomialLaw(np.array([9.0])), lambda f: stats.binom(9, expit(f))),
+        ("negative-binomial", 4.0, lambda f: stats.nbinom(1 / ALPHA, 1 / (1 + ALPHA * np.exp(f)))),
+        ("binomial", [4.0, 9.0], lambda f: stats.binom(9, expit(f))),
     ],
 )
-def test_laws_of_counts_are_those_of_scipy(law, frozen):
-    count, f, certain = np.arange(10.0), np.array(0.6), np.array([1e-12])
-    np.testing.assert_allclose(law.log_mass(count, f), frozen(0.6).logpmf(count), rtol=1e-10)
-    np.testing.assert_allclose(law.cumulative(count, f), frozen(0.6).cdf(count), rtol=1e-10)
-    assert law.mean(np.array([0.6]), certain) == pytest.approx(frozen(0.6).mean(), rel=1e-5)
-    found = count_scores(np.array([0.6]), certain, np.array([4.0]), law)
-    steps = np.arange(400)
+def test_scores_of_counts_are_those_of_scipy(name, target, frozen):
+    point, hyper = build_point_likelihood(name), torch.tensor([math.log(ALPHA)]).double()
+    f, certain, steps = np.array([0.6]), np.array([1e-12]), np.arange(400)
+    found = point.scores(f, certain, np.array([target]), hyper, TargetUnits(0.0, 1.0))
     exact = np.sum((frozen(0.6).cdf(steps) - (steps >= 4)) ** 2)
     assert found.sums["crps"] == pytest.approx(exact, rel=5e-3)  # F between the integers that are looked at
-    levels = (0.1, 0.5, 0.9)
-    assert (count_quantiles(np.array([0.6]), certain, levels, law)[:, 0] == frozen(0.6).ppf(levels)).all()
+    assert found.sums["nll"] == pytest.approx(-frozen(0.6).logpmf(4), rel=1e-5)
+    assert found.sums["squared-error"] == pytest.approx((frozen(0.6).mean() - 4) ** 2, rel=1e-5)
+    if name == "negative-binomial":
+        levels = (0.1, 0.5, 0.9)
+        assert (point.quantiles(f, certain, hyper, levels)[:, 0] == frozen(0.6).ppf(levels)).all()
 
 
 def counts_of(rows=400):

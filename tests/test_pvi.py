@@ -11,13 +11,16 @@ from faults import arrays as other_arrays
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from fedgp_flower import server_app
-from fedgp_flower.count_scores import count_scores, log_rate_of
+from fedgp_flower.count_scores import log_rate_of
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi import panels as pvi_figures
 from fedgp_flower.methods.pvi.messages import NaturalParameters, PseudoPoints
 from fedgp_flower.run import forget
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
+from fedgp_flower.scores import TargetUnits
 from strategies.pvi import forget_site, state_of
 from strategies.pvi_state import Contribution, PVIState, factor_strengths
 
@@ -77,7 +80,8 @@ def test_counts_are_scored_as_counts(tmp_path, update):
     keys = {"method": "pvi", "num_server_rounds": 2, "pvi__steps": 4, "pvi__local_update": update}
     done = read_run(run_of_units(tmp_path, frame, **keys, model__likelihood="poisson"))
     rows, found = done.predictions, done.metrics.test
-    wanted = count_scores(*log_rate_of(rows["mean"].to_numpy(), rows["sd"].to_numpy()), rows["target"].to_numpy())
+    moments, units = log_rate_of(rows["mean"].to_numpy(), rows["sd"].to_numpy()), TargetUnits(0.0, 1.0)
+    wanted = Counts().scores(*moments, rows["target"].to_numpy(), NONE, units)
     assert found["crps"] == pytest.approx(wanted.sums["crps"] / len(rows))
     assert found["coverage_95"] == pytest.approx(wanted.sums["inside-95"] / len(rows))
 

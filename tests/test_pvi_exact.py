@@ -347,9 +347,9 @@ def collapsed_local_bound(draws, others, data):
     log ∫ N(y; Aᵀv, σ²I) q_\k(v) dv − Σ (k_xx − aᵀa)/2σ²: Titsias' bound with the cavity in place of the prior.
     """
     cavity, A, noise = draws.product(others), draws.project(data.inputs), draws.noise[:, None]
-    spread = torch.linalg.solve_triangular(cavity.chol, A, upper=False)
-    covariance = spread.mT @ spread + torch.diag_embed(noise.expand(-1, len(data)))
-    mean = (A * cavity.mean[..., None]).sum(-2)
+    middle, spread = cavity.moments()
+    covariance = A.mT @ spread @ A + torch.diag_embed(noise.expand(-1, len(data)))
+    mean = (A * middle[..., None]).sum(-2)
     missing = (draws.prior_variance(data.inputs) - A.square().sum(-2)) / noise
     return MultivariateNormal(mean, covariance).log_prob(data.targets) - 0.5 * missing.sum(-1)
 

@@ -28,7 +28,7 @@ METHODS |= {
     "sfvi of classes": FORMS["svgp"] | {"method": "sfvi"},
     "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
-GATE = {"sgpr", "fsgp", "fedmgp", "fedmgp exact", "hierarchical-gp"}
+GATE = {"sgpr", "fsgp", "fedmgp", "fedmgp exact", "hierarchical-gp", "student-t"}
 OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 

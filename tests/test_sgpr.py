@@ -113,7 +113,7 @@ def height(kernel: str, values: dict[str, np.ndarray]) -> float:
     return at_unit_scale(weighted_sums(model, *rows())) + float(log_prior(named, hyperpriors(model.kernel, D)))
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "warp(rbf + l1)"])
+@pytest.mark.parametrize("kernel", ["rbf", "rbf + l1", "matern52 + linear", "warp(rbf + l1)"])
 def test_the_gradient_is_that_of_the_objective_whatever_the_partition(kernel):
     """Finite differences of the evidence and the prior at the parameters with their best scale."""
     whole = differentiated(kernel, [60])

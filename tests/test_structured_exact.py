@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import structured_problems as problems
 import torch
-from ot.gaussian import bures_wasserstein_barycenter
 from scipy import integrate, special, stats
 
 from fedgp_flower.errors import NumericsError
@@ -409,14 +408,6 @@ def test_solves_its_defining_equation_in_sixty_digits(rng, condition):
         gap = inverse.T * total * inverse - mpmath.eye(4)
         worst = max(abs(entry) for entry in gap)
     assert worst < 1e-10
-
-
-def test_the_barycentre_is_that_of_python_optimal_transport(rng):
-    means, weights, factors = rng.normal(size=(5, 8)), rng.dirichlet(np.ones(5)), random_factors(rng, 5, 8, 1e4)
-    centre, factor = barycentre(means, factors, weights)
-    mean, covariance = bures_wasserstein_barycenter(means, factors @ factors.mT, weights, num_iter=5000, eps=1e-14)
-    np.testing.assert_allclose(centre, mean, rtol=1e-13, atol=1e-13)
-    np.testing.assert_allclose(factor @ factor.T, covariance, rtol=0, atol=1e-8 * np.abs(covariance).max())
 
 
 def test_means_and_diagonal_scales_average_and_agree_with_the_full_iteration(rng):

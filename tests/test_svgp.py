@@ -11,7 +11,6 @@ from faults import ALONE, Fault, FaultyGrid, Recorder, alike, blamed, configured
 
 import fedgp_flower as fg
 from fedgp_flower.clients import baselines
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.gp.sparse import pooled_sums
@@ -22,7 +21,6 @@ from fedgp_flower.methods.sgpr.duals import Duals, expectations, gradient_at_ser
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import REAL_VALUED, ModelSection
 from fedgp_flower.run import dependence
-from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Described
 from strategies import svgp
 from strategies.pooled_bound import Problem
@@ -454,8 +452,3 @@ def test_a_jump_at_one_value_is_learned_and_saved(tmp_path: Any) -> None:
     np.testing.assert_allclose(
         observed(model(posterior.inputs(table))).mean, posterior.predict(table)["probability of yes"], rtol=1e-6
     )
-
-
-def test_other_methods_refuse_steps() -> None:
-    with pytest.raises(ConfigError, match=r"`model.kernel` = 'steps\(rbf\)'.*svgp"):
-        parse_config({"dataset": "diabetes", "model.kernel": "steps(rbf)"})

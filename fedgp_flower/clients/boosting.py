@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.options import CLASSIFICATION, MULTICLASS, REAL_VALUED
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array
@@ -50,7 +51,7 @@ class Boosted:
         mean = np.asarray(self.trees.predict(rows.x_test), np.float64)
         spread = np.full_like(mean, self.variance)
         if likelihood == "poisson":
-            return count_scores(np.log(mean) - spread / 2, spread, rows.y_test)
+            return Counts().scores(np.log(mean) - spread / 2, spread, rows.y_test, NONE, units)
         return units.gaussian_scores(Prediction(mean, spread), rows.y_test)
 
 

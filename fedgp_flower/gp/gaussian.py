@@ -25,10 +25,10 @@ class Gaussian:
     ``*`` multiplies densities, ``/`` removes one (a cavity), ``**`` damps or tempers one.
     """
 
-    eta1: Float[Tensor, " M"]
-    """η₁ = S⁻¹m."""
+    eta1: Float[Tensor, "*S M"]
+    """η₁ = S⁻¹m, also of S factors at once if η₂ are matrices."""
     eta2: Tensor
-    """η₂ = −½S⁻¹: symmetric [M, M], or its diagonal [M]."""
+    """η₂ = −½S⁻¹: symmetric [*S, M, M], or its diagonal [M]."""
 
     @staticmethod
     def from_moments(mean: Float[Tensor, " M"], covariance: Tensor) -> Gaussian:
@@ -72,11 +72,15 @@ class Gaussian:
     @property
     def full(self) -> bool:
         """Whether η₂ is a matrix."""
-        return self.eta2.ndim == 2
+        return self.eta2.ndim > self.eta1.ndim
 
-    def times(self, vector: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+    def times(self, vector: Float[Tensor, "*S M"]) -> Float[Tensor, "*S M"]:
         """Λ times a vector."""
-        return self.precision @ vector if self.full else self.precision * vector
+        return (self.precision @ vector[..., None])[..., 0] if self.full else self.precision * vector
+
+    def factor(self) -> Tensor:
+        """L with L Lᵀ = Λ, for matrices; raise NumericsError if improper."""
+        return cholesky(self.precision, of="precision of a Gaussian", hint=_HINT)
 
     def is_proper(self) -> bool:
         """Whether the precision is finite and positive definite."""
@@ -90,7 +94,7 @@ class Gaussian:
         """Mean m = Sη₁ and covariance S = Λ⁻¹, or its diagonal; raise NumericsError if improper."""
         return self.described()[:2]
 
-    def mean(self) -> Float[Tensor, " M"]:
+    def mean(self) -> Float[Tensor, "*S M"]:
         """Mean m = Sη₁."""
         return self.described()[0]
 
@@ -98,9 +102,9 @@ class Gaussian:
         """Mean, covariance and log|Λ|, by one factorisation; raises as :meth:`moments`."""
         precision = self.precision
         if self.full:
-            L = cholesky(precision, of="precision of a Gaussian", hint=_HINT)
-            mean = torch.cholesky_solve(self.eta1[:, None], L)[:, 0]
-            return mean, torch.cholesky_inverse(L), 2.0 * L.diagonal().log().sum()
+            L = self.factor()
+            mean = torch.cholesky_solve(self.eta1[..., None], L)[..., 0]
+            return mean, torch.cholesky_inverse(L), 2.0 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         if not (precision > 0).all():
             raise NumericsError(
                 f"precision of a diagonal Gaussian must be positive in all {len(precision)} entries; "
@@ -112,5 +116,6 @@ class Gaussian:
         """KL(self ‖ other) = ½ [tr(Λ'S) − M + (m−m')ᵀΛ'(m−m') + log|Λ| − log|Λ'|] in nats, primes marking ``other``."""
         (mean, covariance, log_det), (other_mean, _, other_log_det) = self.described(), other.described()
         difference = mean - other_mean
-        quadratic = (other.precision * covariance).sum() - len(mean) + difference @ other.times(difference)
+        trace = (other.precision * covariance).sum((-2, -1) if self.full else -1)
+        quadratic = trace - mean.shape[-1] + (difference * other.times(difference)).sum(-1)
         return 0.5 * (quadratic + log_det - other_log_det)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
-from fedgp_flower.gp.likelihoods.point import ClassLikelihood, Slopes
+from fedgp_flower.gp.likelihoods.point import ClassLikelihood
 from fedgp_flower.scores import shares_of
 from fedgp_flower.typing import Array
 
@@ -35,14 +35,6 @@ class Softmax(ClassLikelihood):
             value, probability, curvature = expected_log_sum_exp(mean, variance)
         zero = probability * (mean - mean.detach()) + curvature / 2 * (variance - variance.detach())  # has gradients
         return of_class(targets, mean) - value - zero.sum(0)
-
-    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """Closed form: α_c = 1[y = c] − E softmax(f)_c, β_c = E softmax(f)_c (1 − softmax(f)_c), both [C, N]."""
-        mean, variance = mean.double(), variance.double()
-        value, probability, curvature = expected_log_sum_exp(mean, variance)
-        indicator = (targets.long() == torch.arange(len(mean), device=mean.device)[:, None]).to(mean)
-        total = of_class(targets, mean).sum() - value.sum()
-        return total, indicator - probability, curvature, torch.zeros_like(hyper)
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """Log E softmax(f)_y."""

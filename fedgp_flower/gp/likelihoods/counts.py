@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Binomial, Distribution, NegativeBinomial, Poisson
 
 from fedgp_flower import scores as rows_scores
-from fedgp_flower.count_scores import BinomialLaw, Law, NegativeBinomialLaw, PoissonLaw, count_quantiles, count_scores
+from fedgp_flower.count_scores import count_quantiles, count_scores, poisson
 from fedgp_flower.gp.likelihoods.integrals import expected_softplus
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, split_target, trapezoidal_rule
 from fedgp_flower.lazy import special
@@ -25,10 +26,6 @@ class Counts(PointLikelihood):
     def start(self, target: Mapping[str, float], second_mean: float) -> float:
         """Logarithm of the total count per unit of exposure."""
         return math.log(target["mean"] / second_mean)
-
-    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
-        """Y log μ − μ − log y! with μ = e eᶠ."""
-        return self.expected(targets, function, torch.zeros_like(function), hyper)
 
     def conditional(self, function: Tensor, hyper: Tensor) -> Distribution:
         """Poisson with rate eᶠ."""
@@ -53,18 +50,19 @@ class Counts(PointLikelihood):
         """Mean and variance of the count at each row's exposure."""
         return self.moments(_with_exposure(targets, mean)[1], variance, hyper)
 
-    def law(self, hyper: Tensor) -> Law:
-        """The distribution of a count given f, for scores and quantiles."""
-        return PoissonLaw()
+    def cumulative(self, hyper: Tensor, count: Array, f: Array) -> Array:
+        """P(y ≤ k | f), for scores and quantiles."""
+        return poisson(count, f)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Scores of the counts at each row's exposure."""
         count, exposure = rows_scores.split_target(target)
-        return count_scores(mean + np.log(exposure), variance, count, self.law(hyper))
+        known, law = _known(self, mean, variance, target, hyper), partial(self.cumulative, hyper)
+        return count_scores(mean + np.log(exposure), variance, count, *known, law)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """The least k with P(y ≤ k) ≥ level, for an exposure of 1."""
-        return count_quantiles(mean, variance, levels, self.law(hyper))
+        return count_quantiles(mean, variance, levels, partial(self.cumulative, hyper))
 
 
 class OverdispersedCounts(Counts):
@@ -92,9 +90,10 @@ class OverdispersedCounts(Counts):
         rate, spread = super().moments(mean, variance, hyper)
         return rate, spread + hyper[..., -1:].exp() * rate.square() * variance.exp()
 
-    def law(self, hyper: Tensor) -> Law:
-        """The distribution of a count given f, for scores and quantiles."""
-        return NegativeBinomialLaw(math.exp(float(hyper.detach()[-1])))
+    def cumulative(self, hyper: Tensor, count: Array, f: Array) -> Array:
+        """P(y ≤ k | f) by the incomplete beta function."""
+        log_r = -float(hyper.detach()[-1])
+        return np.asarray(special.betainc(math.exp(log_r), count + 1, special.expit(log_r - f)))
 
 
 class Successes(PointLikelihood):
@@ -135,7 +134,13 @@ class Successes(PointLikelihood):
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Scores of the successes among each row's trials."""
         count, trials = rows_scores.split_target(target)
-        return count_scores(mean, variance, count, BinomialLaw(trials))
+
+        def cumulative(count: Array, f: Array) -> Array:
+            """P(y ≤ k | f) by the incomplete beta function."""
+            tail = special.betainc(np.maximum(trials - count, 1), count + 1, special.expit(-f))
+            return np.where(count >= trials, 1.0, tail)
+
+        return count_scores(mean, variance, count, *_known(self, mean, variance, target, hyper), cumulative)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """Quantiles of the success probability σ(f), because new rows have no number of trials."""
@@ -147,3 +152,11 @@ def _with_exposure(targets: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """Counts [N], and the mean of f plus the logarithm of the exposure [*S, N]."""
     count, exposure = split_target(targets)
     return count, mean + exposure.log()
+
+
+def _known(
+    likelihood: PointLikelihood, mean: Array, variance: Array, target: Array, hyper: Tensor
+) -> tuple[Array, Array]:
+    """E y and −log p(y) of each row."""
+    at = *map(torch.tensor, (target, mean, variance)), hyper.detach().double().cpu()
+    return likelihood.observed(*at)[0].numpy(), -likelihood.log_predictive(*at).numpy()

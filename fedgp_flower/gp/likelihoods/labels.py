@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus, logistic_mixture
-from fedgp_flower.gp.likelihoods.point import ClassLikelihood, Slopes, in_float64
+from fedgp_flower.gp.likelihoods.point import ClassLikelihood, in_float64
 from fedgp_flower.lazy import special
 
 
@@ -37,12 +37,6 @@ class Probit(ClassLikelihood):
             value, alpha, beta = expected_log_probit(sign * mean, variance)
         return value + sign * alpha * (mean - mean.detach()) - beta / 2 * (variance - variance.detach())
 
-    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """Closed form at any variance, by :func:`expected_log_probit`."""
-        sign = 2.0 * targets.double() - 1.0
-        value, alpha, beta = expected_log_probit(sign * mean.double(), variance.double())
-        return value.sum(), sign * alpha, beta, torch.zeros_like(hyper)
-
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """Log Φ(±m / √(1 + v))."""
         return self.log_density(targets, mean / (1.0 + variance).sqrt(), hyper)
@@ -67,12 +61,6 @@ class Logit(ClassLikelihood):
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """−E log(1 + e^{−(2y − 1) f})."""
         return -expected_softplus((1.0 - 2.0 * targets) * mean, variance)[0]
-
-    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
-        """Closed form: α = y − E σ(f), β = E σ′(f)."""
-        sign = 1.0 - 2.0 * targets
-        value, probability, density = expected_softplus(sign * mean, variance)
-        return -value.sum(), -sign * probability, density, torch.zeros_like(hyper)
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """Log E σ((2y − 1) f), by the logistic mixture in logarithms."""

@@ -32,10 +32,6 @@ class GaussianNoise(PointLikelihood):
     def __init__(self, noise: float = 0.1) -> None:
         self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
 
-    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
-        """Log N(y; f, σ²)."""
-        return self.expected(targets, function, torch.zeros_like(function), hyper)
-
     def to_gpytorch(self, hyper: Tensor) -> Likelihood:
         """GPyTorch's Gaussian likelihood."""
         return gaussian_likelihood(float((2.0 * hyper[-1]).exp()))
@@ -175,10 +171,6 @@ class Heteroscedastic(MixedNoise):
     def start(self, target: Mapping[str, float], second_mean: float) -> Array:
         """Constants of f and g [2, 1]: zero and the logarithm of the initial noise variance."""
         return np.array([[0.0], [math.log(self.noise)]])
-
-    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
-        """Log N(y; f, e^g)."""
-        return self.expected(targets, function, torch.zeros_like(function), hyper)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """−½ [log 2π + a + ((y − m)² + v) w]."""

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
-from fedgp_flower.count_scores import count_scores, log_rate_of
+from fedgp_flower.count_scores import log_rate_of
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -163,7 +165,7 @@ class PVIClient(SiteClient):
             return self.units.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
         moments = Prediction(mixture.mean().numpy(), mixture.variance().numpy())
         if name == "poisson":
-            rough = count_scores(*log_rate_of(moments.mean, moments.variance**0.5), target)
+            rough = Counts().scores(*log_rate_of(moments.mean, moments.variance**0.5), target, NONE, self.units)
         else:
             rough = gaussian_scores(*self.units.original(moments, target))
         nll = -float(mixture.log_density().sum()) + len(target) * float(np.log(self.preparation.target_scale))

@@ -29,7 +29,7 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
-from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.methods.pvi.messages import Factors, Marginals, NaturalParameters, PseudoPoints
 from fedgp_flower.options import ModelSection
 
@@ -105,54 +105,24 @@ class Draws:
         """k(x, x)."""
         return self.model.kernel.diagonal(self.kernel_hyper, inputs)
 
-    def product(self, factors: Sequence[Factor]) -> WhitenedGaussian:
+    def product(self, factors: Sequence[Factor]) -> Gaussian:
         """The prior N(0, I) of v times the factors."""
         samples, size = self.inducing.shape[:2]
         eye = torch.eye(size, dtype=self.chol.dtype)
-        q = WhitenedGaussian(eye.expand(samples, size, size), self.chol.new_zeros(samples, size))
+        q = Gaussian(self.chol.new_zeros(samples, size), -0.5 * eye.expand(samples, size, size))
         for factor in factors:
             q = q * factor.whitened(self)
         return q
 
 
-@dataclass(frozen=True, eq=False)
-class WhitenedGaussian:
-    """q(v | Z, β) ∝ exp(hᵀv − ½vᵀBv) at S samples, or a factor of it, which need not be a density."""
-
-    precision: Float[Tensor, "S M M"]
-    """B."""
-    shift: Float[Tensor, "S M"]
-    """h."""
-
-    def __mul__(self, other: WhitenedGaussian) -> WhitenedGaussian:
-        """The product: natural parameters add."""
-        return WhitenedGaussian(self.precision + other.precision, self.shift + other.shift)
-
-    @cached_property
-    def chol(self) -> Float[Tensor, "S M M"]:
-        """L_B of a density, B = L_B L_Bᵀ."""
-        return cholesky(self.precision, of="precision of q(v)", hint="A site's factor has negative precision.")
-
-    @cached_property
-    def mean(self) -> Float[Tensor, "S M"]:
-        """μ = B⁻¹h."""
-        return torch.cholesky_solve(self.shift[..., None], self.chol)[..., 0]
-
-    def predict(
-        self, projection: Float[Tensor, "S M N"], prior_variance: Float[Tensor, "S N"]
-    ) -> tuple[Float[Tensor, "S N"], Float[Tensor, "S N"]]:
-        """Mean aᵀμ and variance k(x, x) − aᵀa + aᵀB⁻¹a of f(x)."""
-        mean = (projection * self.mean[..., None]).sum(-2)
-        solved = torch.linalg.solve_triangular(self.chol, projection, upper=False)
-        return mean, prior_variance - projection.square().sum(-2) + solved.square().sum(-2)
-
-    def kl(self, other: WhitenedGaussian) -> Float[Tensor, " S"]:
-        """KL(self ‖ other) = ½ [tr(B'B⁻¹) − M + |L_B'ᵀ(μ − μ')|²] + ½ log|B| − ½ log|B'|."""
-        ratio = torch.linalg.solve_triangular(self.chol, other.chol, upper=False)
-        shift = (other.chol.mT @ (self.mean - other.mean)[..., None])[..., 0]
-        quadratic = ratio.square().sum((-2, -1)) - self.mean.shape[-1] + shift.square().sum(-1)
-        half_log_det, half_log_det_other = (q.chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) for q in (self, other))
-        return 0.5 * quadratic + half_log_det - half_log_det_other
+def moments_at(
+    q: Gaussian, projection: Float[Tensor, "S M N"], prior_variance: Float[Tensor, "S N"]
+) -> tuple[Float[Tensor, "S N"], Float[Tensor, "S N"]]:
+    """Mean aᵀμ and variance k(x, x) − aᵀa + aᵀB⁻¹a of f(x), for q(v | Z, β) at S samples."""
+    factor = q.factor()
+    mean = torch.cholesky_solve(q.eta1[..., None], factor)
+    solved = torch.linalg.solve_triangular(factor, projection, upper=False)
+    return (projection * mean).sum(-2), prior_variance - projection.square().sum(-2) + solved.square().sum(-2)
 
 
 # ---- Factors of u ---------------------------------------------------------------------------------------------------
@@ -176,10 +146,10 @@ class PseudoObservations:
         scale = draws.noise.rsqrt()[:, None]
         return columns * scale[..., None], values * scale
 
-    def whitened(self, draws: Draws) -> WhitenedGaussian:
+    def whitened(self, draws: Draws) -> Gaussian:
         """C Cᵀ and C r."""
         columns, values = self.columns(draws)
-        return WhitenedGaussian(columns @ columns.mT, (columns @ values.unsqueeze(-1)).squeeze(-1))
+        return Gaussian((columns @ values.unsqueeze(-1)).squeeze(-1), -0.5 * columns @ columns.mT)
 
     def unwhitened(self, draws: Draws) -> GaussianFactor:
         """The same factor of u at one sample: Λ = L⁻ᵀ C Cᵀ L⁻¹ and η = L⁻ᵀ C r."""
@@ -209,12 +179,12 @@ class GaussianFactor:
     of_v: bool = False
     """Whether it is a factor of v, as at fixed Z and β."""
 
-    def whitened(self, draws: Draws) -> WhitenedGaussian:
+    def whitened(self, draws: Draws) -> Gaussian:
         """LᵀΛL and Lᵀη; for a factor of v Λ and η."""
         precision, shift = self.natural.precision, self.natural.eta1
         if self.of_v:
-            return WhitenedGaussian(precision[None], shift[None])
-        return WhitenedGaussian(draws.chol.mT @ precision @ draws.chol, draws.chol.mT @ shift)
+            return Gaussian(shift[None], -0.5 * precision[None])
+        return Gaussian((draws.chol.mT @ shift[:, None])[..., 0], -0.5 * draws.chol.mT @ precision @ draws.chol)
 
     def free(self) -> list[Tensor]:
         """R and r with R Rᵀ = Λ and R r = η; R is square, so that the rank of Λ can grow."""
@@ -288,9 +258,9 @@ def prediction_draws(q: Marginals, model: SparseModel, seed: int, number: int = 
     return Draws(model, parts[0].reshape(number, -1, model.num_inputs), parts[1])
 
 
-def expected_fit(draws: Draws, q: WhitenedGaussian, data: Data) -> Float[Tensor, " S"]:
+def expected_fit(draws: Draws, q: Gaussian, data: Data) -> Float[Tensor, " S"]:
     """E_q log p(y | f) at every sample, in nats."""
-    moments = q.predict(draws.project(data.inputs), draws.prior_variance(data.inputs))
+    moments = moments_at(q, draws.project(data.inputs), draws.prior_variance(data.inputs))
     return draws.model.likelihood.expected(data.targets, *moments, draws.likelihood_hyper).sum(-1)
 
 
@@ -342,7 +312,7 @@ def _predict_some(
     for start in range(0, max(len(inputs), 1), ROWS_AT_ONCE):  # no rows give empty predictions
         rows = slice(start, start + ROWS_AT_ONCE)
         prior = draws.prior_variance(inputs[rows])
-        mean, variance = posterior.predict(draws.project(inputs[rows]), prior)
+        mean, variance = moments_at(posterior, draws.project(inputs[rows]), prior)
         invalid = ~(variance >= -ROUNDING * prior)  # also NaN
         if bool(invalid.any()):
             raise NumericsError(f"{int(invalid.sum())} of {variance.numel()} variances of f are negative")

@@ -59,11 +59,10 @@ class SavedFactors:
     def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
         """GPyTorch model and likelihood of every draw, in evaluation mode and standardised coordinates."""
         draws, exported = self.draws, []
-        q, model = draws.product(self.factors), draws.model
+        (mean, covariance), model = draws.product(self.factors).moments(), draws.model
         for s, hyper in enumerate(draws.likelihood_hyper):
             gp = WhitenedGP(model.kernel.at(draws.kernel_hyper[s]), draws.inducing[s], model.jitter)
-            covariance = torch.cholesky_inverse(q.chol[s])  # the inverse is the answer here
-            gp = gp.hold(WhitenedPosterior(q.mean[s], covariance)).requires_grad_(False)
+            gp = gp.hold(WhitenedPosterior(mean[s], covariance[s])).requires_grad_(False)
             exported.append((gp, model.likelihood.to_gpytorch(hyper).requires_grad_(False).eval()))
         return exported
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
-from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
@@ -76,7 +77,9 @@ class GLMClient(SiteClient):
         """Scores of held-out rows; those of counts from the moments of f."""
         section, counts = self.config.model, self.config.model.likelihood == "poisson"
         moments = predicted(section, q, data.x_test, link=counts)
-        return count_scores(*moments, data.y_test) if counts else self.scores_of(Prediction(*moments), data.y_test)
+        if counts:
+            return Counts().scores(*moments, data.y_test, NONE, self.units)
+        return self.scores_of(Prediction(*moments), data.y_test)
 
 
 class BNNClient(SiteClient):

@@ -12,10 +12,11 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
-from fedgp_flower.count_scores import count_scores
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.likelihoods.counts import Counts
+from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.family import LOCAL, GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
@@ -161,7 +162,9 @@ class SFVIClient(SiteClient):
         counts = self.config.model.likelihood == "poisson"
         rows = rows_of(self.preparation, data.x_test, self.options)
         found = learner.predict(q_global, q_local, rows, link=counts)
-        return count_scores(found.mean, found.variance, data.y_test) if counts else self.scores_of(found, data.y_test)
+        if counts:
+            return Counts().scores(found.mean, found.variance, data.y_test, NONE, self.units)
+        return self.scores_of(found, data.y_test)
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the model fitted to these rows, by the schedule of the run."""
