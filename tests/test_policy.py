@@ -168,6 +168,31 @@ def test_a_rare_class_of_the_target_and_identifiers_are_refused():
     assert not is_identifier(pd.Series([10] * 20 + [1] * 19), 10)
 
 
+@pytest.mark.parametrize(
+    ("column", "keys"),
+    [
+        ("admitted", {"target": "y", "dates": "days"}),
+        ("admitted", {"target": "y", "dates": "season"}),
+        ("admitted", {"target": "y", "holdout": "time:admitted"}),
+        ("ward", {"target": "y", "features": "x1", "holdout": "group:ward"}),
+        ("ward", {"formula": "y ~ x1 + (1 | ward)"}),
+        ("months", {"target": "y,months", "features": "x1", "model.likelihood": "poisson"}),
+        ("died", {"target": "months,died", "features": "x1", "model.likelihood": "time-to-event"}),
+        ("treated", {"target": "y,treated", "features": "x1", "model.likelihood": "binomial"}),
+    ],
+)
+def test_a_hidden_column_is_used_for_nothing(column, keys, tmp_path):
+    times = {"months": np.arange(1, 121), "died": [0, 1] * 60, "treated": 9, "y": np.arange(120) % 9}
+    dates = pd.date_range("2021-01-01", periods=120).astype(str)
+    frame = waves(120, 0).assign(ward=[f"w{i % 4}" for i in range(120)], admitted=dates, **times)
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    (tmp_path / "p.toml").write_text(f'hidden-columns = ["{column}"]')
+    node = {"data-path": str(tmp_path / "a.csv"), "policy": str(tmp_path / "p.toml")}
+    [line] = leaves.try_out(keys, node, 1)[1]
+    assert line["refused"] == f'column {column} may not be used: `hidden-columns` = ["{column}"] in p.toml of this site'
+    assert not line["arrays"]
+
+
 def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
     config, limited = parse_config({}), Policy(**{"rounds-per-day": 3})
     for run_id, number in (("r1", 0), ("r1", 0), ("r1", 2), ("r2", 1), ("r2", 1)):

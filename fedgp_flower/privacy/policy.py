@@ -14,6 +14,7 @@ from pydantic import Field
 
 from fedgp_flower.config import RunConfig, defaults, validated
 from fedgp_flower.data.cells import kind_of
+from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.tables import OTHER
 from fedgp_flower.errors import ConfigError, PolicyError
@@ -105,6 +106,10 @@ class Rules:
         if not passes:
             raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
 
+    def _require_shown(self, columns: set[str]) -> None:
+        hidden = sorted(columns & {*self.policy.hidden_columns})
+        self._require("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
+
     def admit(self, config: RunConfig, run: str, number: int, state_dir: str, content: str = "") -> None:
         """Raise PolicyError for a kind, round or configuration that is not allowed; ``content`` hashes the question."""
         limits, method = self.policy, config.method
@@ -125,6 +130,7 @@ class Rules:
         self._require("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
         self._require("secure-aggregation", masked or not limits.secure_aggregation, "totals under masks are required")
+        self._require_shown({config.holdout.partition(":")[2]})
         if limits.rounds_per_day:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
@@ -152,8 +158,7 @@ class Rules:
             return raw
         limits, rows = self.policy, len(raw.train)
         self._require("least-rows", rows >= limits.least_rows, "too few training rows", f"{rows} rows")
-        hidden = sorted({*raw.features, raw.target, raw.second_target} & {*limits.hidden_columns})
-        self._require("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
+        self._require_shown({found for name in raw.train for found in (str(name), source(str(name), ()))})
         scored = raw.test if len(raw.test) >= limits.least_cell else raw.test.iloc[:0]
         train, test = raw.train.copy(), scored.copy()
         for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
