@@ -15,7 +15,7 @@ from fedgp_flower import cli, client_app
 from fedgp_flower.clients.guard import DESCRIBE, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import RawSite
-from fedgp_flower.errors import ConfigError, PolicyError, ProtocolError
+from fedgp_flower.errors import ConfigError, PolicyError, ProtocolError, RunError
 from fedgp_flower.messages import is_summand
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
@@ -383,7 +383,7 @@ def test_a_line_says_what_left_and_the_second_place_has_the_same_lines(written):
         (lambda lines: [*lines[:2], *lines[3:]], "line 3: is numbered 4 after 2"),
         (lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "line 2: is numbered 3 after 1"),
         (lambda lines: [lines[0], lines[0], *lines[1:]], "line 2: is numbered 1 after 1"),
-        (lambda lines: lines[:-1], "the last ones were removed or replaced"),
+        (lambda lines: lines[:-1], "the last lines were removed or replaced"),
         (lambda lines: [*lines[:-1], lines[-1][:40]], "cannot be read"),
         (lambda lines: [*lines[:-1], again(lines[-1], lines[0])], "does not have the hash of the previous line"),
     ],
@@ -415,12 +415,30 @@ def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys
     assert audit.read(log, head[:8])[1] == []
     log.write_text("\n".join(log.read_text().splitlines()[:-1]) + "\n")
     log.with_name("audit.jsonl.head").unlink()
-    assert audit.read(log)[1] == []
-    assert "no line has the hash" in audit.read(log, head)[1][0]
+    assert audit.read(log)[1][0].startswith("audit.jsonl.head is missing")
+    assert "no line has the hash" in audit.read(log, head)[1][1]
     with pytest.raises(SystemExit) as status:
         cli.main(["audit", str(log), "--seen", head])
     assert status.value.code == 1
-    assert "was changed: no line has the hash" in capsys.readouterr().err
+    assert "no line has the hash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("removed", [1, 4, 99])
+def test_a_log_that_was_cut_gets_no_further_line(log, removed):
+    """Otherwise the next answer would hide what was cut. A line that a crash kept from ``.head`` is no cut."""
+    lines = log.read_text().splitlines(keepends=True)
+    asked = asking("query.describe", run="r", round=0)
+    log.write_text("".join(lines[:-removed]))
+    with pytest.raises(
+        RunError, match=rf"cannot be written \(the log had {len(lines)} lines; the last lines were removed"
+    ):
+        audit.record(log, asked, Message(RecordDict({"config": ConfigRecord()}), reply_to=asked), [], masked=False)
+    assert log.read_text() == "".join(lines[:-removed])
+    before = json.loads(lines[-1])["before"]
+    log.write_text("".join(lines))
+    log.with_name("audit.jsonl.head").write_text(f"{len(lines) - 1} {before}\n")
+    audit.record(log, asked, Message(RecordDict({"config": ConfigRecord()}), reply_to=asked), [], masked=False)
+    assert audit.read(log)[1] == []
 
 
 @pytest.mark.parametrize("key", ["audit", "audit-copy"])

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -28,6 +27,7 @@ from fedgp_flower.records import bytes_of, config_of, numpy_arrays
 from fedgp_flower.typing import Facts
 
 BEGINNING = "0" * 64
+NOTHING = {"line": 0, "hash": BEGINNING, "before": ""}
 
 
 def log_of(node_config: Facts) -> Path | None:
@@ -91,7 +91,9 @@ def _shape_and_norm(array: np.ndarray) -> dict[str, object]:
 def _append(file: FileIO, path: Path, line: Facts) -> str:
     """Append a whole line and return it; if writing fails, remove the part that was written."""
     last = _last_line(file)
-    previous: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
+    previous: Facts = json.loads(last) if last else NOTHING
+    if problem := _broken_end(path, previous):
+        raise RunError(f"{problem}; see `fedgp audit`, then move {path.name} and its .head away")
     number = previous["line"] + 1
     text = json.dumps({"line": number, **line, "before": previous["hash"]})
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -122,6 +124,21 @@ def _last_line(file: FileIO) -> bytes:
         size *= 2
 
 
+def _broken_end(path: Path, last: Facts) -> str:
+    """Return how the last line differs from ``.head``; it may be one ahead, after a crash between the two writes."""
+    head, count, digest = path.with_name(f"{path.name}.head"), 0, BEGINNING
+    try:
+        if head.exists():
+            number, digest = head.read_text(encoding="ascii").split()
+            count = int(number)
+    except (OSError, ValueError):
+        return f"{head.name} was changed: expected the number of the last line and its hash"
+    if (count, digest) in ((last["line"], last["hash"]), (last["line"] - 1, last["before"])):
+        return ""
+    had = f"the log had {count} lines" if head.exists() else f"{head.name} is missing"
+    return f"{had}; the last lines were removed or replaced, or lines were added"
+
+
 def cells(line: Facts) -> list[str]:
     """Return a line of the log as a row of a table."""
     arrays = ", ".join(f"{name} {entry['shape']}" for name, entry in line["arrays"].items())
@@ -143,15 +160,8 @@ def read(path: Path, seen: str = "") -> tuple[list[Facts], list[str], str]:
     lines: list[Facts] = []
     problems = list(_verified(texts, lines))
     hashes = [str(line.get("hash")) for line in lines]
-    head = path.with_name(f"{path.name}.head")
-    if head.exists():
-        try:
-            count, digest = head.read_text(encoding="ascii").split()
-            known = int(count)
-        except (OSError, ValueError):
-            raise RunError(f"{head} was changed: expected the number of the last line and its hash") from None
-        if known > len(texts) or digest not in hashes:
-            problems.append(f"line {len(texts) + 1}: the log had {count} lines; the last ones were removed or replaced")
+    if problem := _broken_end(path, lines[-1] if lines else NOTHING):
+        problems.append(problem)
     if seen and not any(entry.startswith(seen) for entry in hashes):
         problems.append(f"no line has the hash {seen}: that line was removed or replaced")
     return lines, problems, hashes[-1] if hashes else BEGINNING
