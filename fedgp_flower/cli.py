@@ -385,12 +385,12 @@ def key(file: Annotated[Path, typer.Argument(help="file with the site's secret; 
 
 @site.command()
 def trust(
-    file: Annotated[Path, typer.Argument(help="trust file; created if missing")],
+    file: Annotated[Path, typer.Argument(help="trust file; created with its first site")],
     name: Annotated[str, typer.Argument(help="id of a site to add")] = "",
     public: Annotated[str, typer.Argument(help="its public key")] = "",
 ) -> None:
     """Add a site to the trust file of this site, and print the trusted sites with their fingerprints."""
-    known = identities.Trust.read(file) if file.expanduser().exists() else identities.Trust({})
+    known = identities.Trust({}) if name and not file.expanduser().exists() else identities.Trust.read(file)
     if name:
         known = known.with_site(name, public)
         known.write(file)

@@ -243,6 +243,11 @@ def test_a_file_that_cannot_be_written_is_said_in_a_line(fedgp, shared, tmp_path
         assert (code in {1, 2}, err.count("\n"), f"{tmp_path}/" in err) == (True, 1, True)
 
 
+def test_a_trust_file_to_list_must_exist(fedgp, tmp_path):
+    code, _, err = fedgp("site", "trust", tmp_path / "nothere.toml")
+    assert (code, "nothere.toml cannot be read (No such file" in one_line(err)) == (2, True)
+
+
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
     (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
     out = fedgp("methods")[1]
