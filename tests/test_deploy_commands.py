@@ -16,6 +16,7 @@ import pytest
 import yaml
 from cryptography import x509
 from faults import waves
+from flwr.common.config import parse_config_args
 
 from fedgp_flower import cli
 from fedgp_flower.deploy import doctor, machines
@@ -168,6 +169,22 @@ def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, 
         cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
     assert capsys.readouterr().out.splitlines()[-2:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
     assert site.node_config["trust"] == str(site.folder / "trust.toml")
+
+
+def test_what_a_site_adds_to_its_file_reaches_its_node_or_is_refused(both: tuple[Coordinator, SiteFolder]) -> None:
+    _, site = both
+    file = site.folder / "site.toml"
+    joined = file.read_text()
+    file.write_text(f'{joined}min-sites = 4\nmax-roster-changes = 0\naudit = "/logs/a.jsonl"\n')
+    words, _, _ = SiteFolder.read(site.folder).command()
+    given = parse_config_args([words[words.index("--node-config") + 1]])
+    assert given == site.node_config | {"min-sites": 4, "max-roster-changes": 0, "audit": "/logs/a.jsonl"}
+    for line in ("min-site = 4", 'min-sites = "4"', "trust = 'trust.toml'"):
+        file.write_text(f"{joined}{line}\n")
+        with pytest.raises(
+            ConfigError, match=rf"site\.toml: .* wrong: {line.split()[0]}; allowed: site, .*min-sites \(wh"
+        ):
+            SiteFolder.read(site.folder)
 
 
 def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder], capsys: Any) -> None:

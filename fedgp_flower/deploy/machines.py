@@ -46,6 +46,12 @@ SHAPES = {
     "root-certificate": r"-----BEGIN CERTIFICATE-----\n[A-Za-z0-9+/=\n]{1,8192}\n-----END CERTIFICATE-----\n?",
 }
 """Keys of an invitation, with the pattern of each value."""
+CONNECTED = ("site", "superlink", "app", "data")
+SITE_KEYS: Mapping[str, type] = {
+    **dict.fromkeys((*CONNECTED, "test-path", "policy", "label", "audit", "audit-copy"), str),
+    **dict.fromkeys(("min-sites", "max-roster-changes"), int),
+}
+"""Keys of ``site.toml``; all but the last three of ``CONNECTED`` are also keys of the node configuration."""
 
 UNIT = """[Unit]
 Description=fedgp {name}
@@ -179,8 +185,8 @@ class SiteFolder:
     """The folder of a SuperNode."""
 
     folder: Path
-    facts: Mapping[str, object]
-    """``site``, ``superlink``, ``app``, ``data`` and further keys of the node configuration."""
+    facts: Mapping[str, Value]
+    """The content of ``site.toml``, see ``SITE_KEYS``."""
 
     @staticmethod
     def join(
@@ -205,7 +211,12 @@ class SiteFolder:
     @staticmethod
     def read(folder: Path) -> SiteFolder:
         """Read a folder that :meth:`join` wrote."""
-        return SiteFolder(folder.resolve(), _read(folder / "site.toml", "fedgp site join"))
+        content = _read(folder / "site.toml", "fedgp site join")
+        keys = {**dict.fromkeys(CONNECTED), **content}
+        if wrong := [key for key in keys if type(content.get(key)) is not SITE_KEYS.get(key)]:
+            known = ", ".join(key if kind is str else f"{key} (whole number)" for key, kind in SITE_KEYS.items())
+            raise ConfigError(f"{folder}/site.toml: missing, unknown or wrong: {', '.join(wrong)}; allowed: {known}")
+        return SiteFolder(folder.resolve(), content)
 
     @property
     def name(self) -> str:
@@ -220,14 +231,8 @@ class SiteFolder:
     @property
     def node_config(self) -> dict[str, Value]:
         """The node configuration, which stays at this SuperNode."""
-        values: dict[str, Value] = {
-            "site": self.name,
-            "data-path": str(self.facts["data"]),
-            "state-dir": str(self.folder / "state"),
-        }
-        values |= {
-            key: str(self.facts[key]) for key in ("test-path", "policy", "label", "audit-copy") if key in self.facts
-        }
+        values = {key: value for key, value in self.facts.items() if key not in CONNECTED[1:]}
+        values |= {"data-path": self.facts["data"], "state-dir": str(self.folder / "state")}
         trust = self.folder / "trust.toml"
         return values | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
 
@@ -241,7 +246,7 @@ class SiteFolder:
 
     def command(self, port: int = 0) -> Command:
         """Return the command of the SuperNode; port 0 is any free port for its ClientApps."""
-        node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
+        node_config = " ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
