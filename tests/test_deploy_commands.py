@@ -62,7 +62,7 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     assert words[words.index("--superlink") + 1] == f"{HOST}:8000"
     assert variables["FEDGP_APP"] == APP
     assert (folder / "ca.crt").read_bytes() == (coordinator.folder / "ca.crt").read_bytes()
-    for secret in (tmp_path / "coordinator-authority" / "ca.key", folder / "north", folder / "site-key"):
+    for secret in (tmp_path / "coordinator-authority" / "ca.key", site.secret, folder / "site-key"):
         assert secret.stat().st_mode & 0o777 == 0o600
     for machine, name in ((coordinator.folder, "superlink"), (folder, "site-north")):
         assert "Restart=always" in (machine / f"fedgp-{name}.service").read_text()
@@ -169,6 +169,17 @@ def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, 
         cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
     assert capsys.readouterr().out.splitlines()[-2:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
     assert site.node_config["trust"] == str(site.folder / "trust.toml")
+
+
+@pytest.mark.parametrize("name", ["site.toml", "state", "flower", "site-key", "node-key", "ca.crt"])
+def test_a_site_may_have_any_name(both: tuple[Coordinator, SiteFolder], name: str) -> None:
+    """None is that of another file in its folder. In a folder of an earlier version the node's key has the site's."""
+    site = SiteFolder.join(both[0].invite(name), Path("new"), {"data": Path("north.csv")})
+    words, folder, _ = SiteFolder.read(site.folder).command()
+    assert "PRIVATE KEY" in (folder / words[words.index("--auth-supernode-private-key") + 1]).read_text()
+    assert site.public.read_text().startswith("ecdsa-sha2")
+    site.secret.rename(both[1].folder / "old")
+    assert site.secret == site.folder / name
 
 
 def test_what_a_site_adds_to_its_file_reaches_its_node_or_is_refused(both: tuple[Coordinator, SiteFolder]) -> None:

@@ -29,7 +29,7 @@ Checks: TypeAlias = Mapping[str, Callable[[], str]]
 
 def of_site(site: SiteFolder) -> bool:
     """Check a site: its table, keys, disk, connection to the SuperLink, app and log. Return whether all are good."""
-    secrets = [site.folder / site.name, site.folder / "site-key"]
+    secrets = [site.secret, site.folder / "site-key"]
     return _examine(
         {
             "table": lambda: _table(Path(str(site.facts["data"]))),

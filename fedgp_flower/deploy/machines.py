@@ -201,7 +201,7 @@ class SiteFolder:
                 raise ConfigError(f"{path}: a SuperNode needs paths without quotation marks and backslashes; rename it")
         _new(place, "state")
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
-        create_node_key(place / site)
+        create_node_key(place / "node-key").rename(place / f"{site}.pub")
         Identity.new().write(place / "site-key")
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}, **(facts or {})}
         _write(place / "site.toml", facts)
@@ -229,6 +229,12 @@ class SiteFolder:
         return self.folder / f"{self.name}.pub"
 
     @property
+    def secret(self) -> Path:
+        """Path of the private node key, which folders of earlier versions name as the site."""
+        path = self.folder / "node-key"
+        return path if path.exists() else self.folder / self.name
+
+    @property
     def node_config(self) -> dict[str, Value]:
         """The node configuration, which stays at this SuperNode."""
         values = {key: value for key, value in self.facts.items() if key not in CONNECTED[1:]}
@@ -248,7 +254,7 @@ class SiteFolder:
         """Return the command of the SuperNode; port 0 is any free port for its ClientApps."""
         node_config = " ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
-        words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
+        words += ["--auth-supernode-private-key", self.secret.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
         variables = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", PIN: str(self.facts["app"])}
         return words, self.folder, environment(self.folder / "flower") | variables
