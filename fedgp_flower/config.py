@@ -10,7 +10,7 @@ import re
 import shlex
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
@@ -445,11 +445,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     given = _merge_extra(flat, known)
     problems = []
     for key in (key for key in given if key not in known):
-        close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
         advice = _moved()[1].get(key)
         removed = advice and f"the configuration key `{key}` was removed: {advice}"
-        problems.append(removed or f"unknown configuration key `{key}`; {hint}")
+        problems.append(removed or unknown(key, known))
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
@@ -526,8 +524,15 @@ def _merge_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
     return {**flat, "extra": "", **further}
 
 
-def validated(section: type[S], values: Facts, prefix: str) -> S:
-    """Validate nested values as a section. Raise ConfigError with every invalid key."""
+def unknown(key: str, known: Collection[str]) -> str:
+    """Return the error of an unknown key, with the known keys that are most similar."""
+    close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown configuration key `{key}`; {hint}"
+
+
+def validated(section: type[S], values: Facts, prefix: str, file: str = "") -> S:
+    """Validate nested values as a section. Raise ConfigError with every invalid key, after the name of a ``file``."""
     try:
         return section.model_validate(values)
     except ValidationError as error:
@@ -535,5 +540,7 @@ def validated(section: type[S], values: Facts, prefix: str) -> S:
         for item in error.errors():
             key = prefix + ".".join(str(part) for part in item["loc"])
             found = f"`{key}` = {item['input']!r}: " if key != prefix else f"`{prefix.rstrip('.')}`: " if prefix else ""
-            lines.append(found + item["msg"].removeprefix("Value error, "))
+            words = found + item["msg"].removeprefix("Value error, ")
+            names = [f"{prefix}{field.alias}" for field in section.model_fields.values()]
+            lines.append(file + (unknown(key, names) if item["type"] == "extra_forbidden" else words))
         raise ConfigError("\n".join(lines)) from None

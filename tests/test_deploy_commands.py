@@ -169,6 +169,10 @@ def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, 
         cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
     assert capsys.readouterr().out.splitlines()[-2:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
     assert site.node_config["trust"] == str(site.folder / "trust.toml")
+    doctor.of_site(site)
+    said = capsys.readouterr().out
+    assert "ok      policy: the default policy" in said
+    assert "ok      masks: answers leave only under masks, with south" in said
 
 
 @pytest.mark.parametrize("name", ["site.toml", "state", "flower", "site-key", "node-key", "ca.crt"])
@@ -206,13 +210,22 @@ def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder], ca
     text = json.dumps(line)
     digest = hashlib.sha256(text.encode()).hexdigest()
     (site.folder / "state" / "audit.jsonl").write_text(f'{text[:-1]}, "hash": "{digest}"}}\n')
-    site.approve("cd" * 32)
+    Path("bad.toml").write_text("least_rows = 5")
+    (site.folder / "trust.toml").write_text(f'[sites]\nnorth = "{APP}"\n')
+    machines._write(
+        site.folder / "site.toml", {**site.facts, "app": "cd" * 32, "policy": str(Path("bad.toml").resolve())}
+    )
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor", "north"])
     assert end.value.code == 2
     found = dict(re.findall(r"PROBLEM (\w+): (.*)", capsys.readouterr().out))
-    assert found.keys() == {"keys", "table", "app", "SuperLink", "log"}
+    assert found.keys() == {"keys", "table", "app", "SuperLink", "log", "policy", "masks"}
+    assert (
+        found["policy"]
+        == "bad.toml: unknown configuration key `least_rows`; did you mean `least-rows` or `least-cell`?"
+    )
+    assert "trust.toml does not hold the key of this site; remove its line" in found["masks"]
     assert "chmod 600" in found["keys"]
     assert "north.csv" in found["table"]
     assert "fedgp site approve" in found["app"]

@@ -321,8 +321,8 @@ def test_shares_of_one_table_have_no_policy_unless_one_is_named():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("least-row = 3", "least-row"),
-        ("least-rows = -1", "least-rows"),
+        ("least-row = 3", r"site\.toml: unknown configuration key `least-row`; did you mean `least-rows`"),
+        ("least-rows = -1", r"site\.toml: `least-rows` = -1: "),
         ("methods = 'fsgp'", "methods"),
         ("=", "is not valid TOML"),
         ("", "cannot be read"),

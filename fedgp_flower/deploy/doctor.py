@@ -16,7 +16,10 @@ from cryptography import x509
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprint
 from fedgp_flower.deploy.wrapped import reason_of
 from fedgp_flower.errors import FedGPError, RunError
+from fedgp_flower.options import Value
 from fedgp_flower.privacy import audit
+from fedgp_flower.privacy.keys import Identity, Trust
+from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.check import check
 from fedgp_flower.run.registry import parse_config
 
@@ -28,13 +31,15 @@ Checks: TypeAlias = Mapping[str, Callable[[], str]]
 
 
 def of_site(site: SiteFolder) -> bool:
-    """Check a site: its table, keys, disk, connection to the SuperLink, app and log. Return whether all are good."""
+    """Check a site: table, keys, disk, connection to the SuperLink, app, policy, masks and log; are all good?"""
     secrets = [site.secret, site.folder / "site-key"]
     return _examine(
         {
             "table": lambda: _table(Path(str(site.facts["data"]))),
             **_machine(site.folder, str(site.facts["superlink"]), secrets),
             "app": lambda: _app(str(site.facts["app"])),
+            "policy": lambda: f"{Rules('').read(site.node_config).file} can be read",
+            "masks": lambda: _masks(site.node_config),
             "log": lambda: _log(audit.log_of(site.node_config)),
         }
     )
@@ -73,6 +78,19 @@ def _table(path: Path) -> str:
     if problems:
         raise RunError("; ".join(problems))
     return f"{path}: {data['rows']} rows, {data['inputs']} inputs"
+
+
+def _masks(node: Mapping[str, Value]) -> str:
+    """Check that the trust file names this site with its own key."""
+    if "trust" not in node:
+        return "no trust file: answers leave in the clear"
+    site, own, file = str(node["site"]), Identity.read(Path(str(node["site-key"]))).public, Path(str(node["trust"]))
+    trusted = Trust.read(file).keys or {}
+    if trusted.get(site) != own:
+        remedy = f"remove its line, if there is one, then: fedgp site trust {file} {site} {own}"
+        raise RunError(f"{file} does not hold the key of this site; {remedy}")
+    others = ", ".join(sorted(trusted.keys() - {site})) or "no other site"
+    return f"answers leave only under masks, with {others}"
 
 
 def _secret(files: Sequence[Path]) -> str:

@@ -199,7 +199,7 @@ class Rules:
 
 def read(path: Path) -> Policy:
     """Read a policy file."""
-    policy: Policy = validated(Policy, read_toml(path), f"{path.name}: ")
+    policy: Policy = validated(Policy, read_toml(path), "", f"{path.name}: ")
     return policy
 
 
