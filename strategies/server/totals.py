@@ -89,7 +89,7 @@ class Masking:
     simulated: bool
     number: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
-    """Silent sites, with the round."""
+    """Sites that missed a question, with the round and the reason."""
     totals: int = 0
     empty: int = 0
     """Summands that were masked zeros."""
@@ -142,8 +142,9 @@ class Masking:
     def without(self, contract: MaskedContract, silent: Sequence[str]) -> MaskedContract:
         """Return the same question to the other sites; silent sites no longer take part."""
         question = contract.masked
+        reasons = {failure.site: failure.reason for failure in self.network.failures if failure.round == question.round}
         for site in silent:
-            self.left_out[site] = f"silent in round {question.round}"
+            self.left_out[site] = f"missing in round {question.round}: {reasons.get(site, 'no reply')}"
         members = tuple(member for member in question.members if member.site not in silent)
         self.require([member.site for member in members])
         logger.warning("round %d: question repeated without %s", question.round, ", ".join(silent))
@@ -203,7 +204,7 @@ class Masking:
     def warnings(self) -> list[str]:
         """Return warnings for readers of the results."""
         found = [
-            f"Site {site} was {why} and did not take part in later totals. The totals before and after differ by its"
+            f"Site {site} was {why}. It did not take part in later totals. The totals before and after differ by its"
             " summand; if its late reply reached the server, the server can compute the summand."
             for site, why in self.left_out.items()
         ]
