@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedgp_flower.config import RunConfig
+from fedgp_flower.errors import FedGPError
 from fedgp_flower.options import AUTO, FlatConfig
 from fedgp_flower.outcome import Observer, Progress, Summary, figures_of
 from fedgp_flower.run.artefacts import RunFolder, RunMetrics, locked, saved_posterior
@@ -32,7 +33,12 @@ def main(grid: Grid, context: Context) -> None:
     def progress(row: Facts, total: int) -> None:
         logger.info("round %d of about %d  %s", row["round"], total, figures_of(row))
 
-    folder = execute(grid, context.run_config, progress)
+    try:
+        folder = execute(grid, context.run_config, progress)
+    except FedGPError as error:
+        logger.error("%s", error)  # in place of Flower's traceback
+        logging.getLogger("flwr").addFilter(lambda record: not isinstance((record.exc_info or "no")[1], FedGPError))
+        raise
     logger.info("results: %s", folder.resolve())
 
 

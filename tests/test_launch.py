@@ -1,5 +1,6 @@
 """Pieces of a launch that need no SuperLink; exactly what a launch started is ended."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,13 +12,16 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from flwr.app import Context, RecordDict
 
+from fedgp_flower import client_app, server_app
 from fedgp_flower.deploy import machines
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import MARK, Processes, family, free_ports
 from fedgp_flower.deploy.submission import PROFILES, Flower, installed_home
-from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.user_config import complete_config, run_folder
 
 
@@ -53,6 +57,16 @@ def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path, mon
 def test_flower_reports_a_superlink_that_does_not_answer(tmp_path):
     with Processes({}, tmp_path) as processes, pytest.raises(RunError, match="did not answer"):
         Flower(processes, tmp_path, "gone").wait_until_ready(f"http://127.0.0.1:{free_ports(1)[0]}", seconds=0.5)
+
+
+def test_an_expected_end_of_a_run_has_no_traceback(monkeypatch):
+    flower = logging.getLogger("flwr")
+    monkeypatch.setattr(flower, "filters", [])
+    with pytest.raises(ConfigError) as end:
+        server_app.app(InProcessGrid(client_app.app, {}, []), Context(1, 1, {}, RecordDict(), {"method": "none"}))
+    for error, shown in ((end.value, False), (ValueError(), True)):
+        said = flower.makeRecord("", logging.ERROR, "", 0, "", (), (type(error), error, None))
+        assert bool(flower.filter(said)) == shown
 
 
 @pytest.fixture

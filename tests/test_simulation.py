@@ -100,6 +100,7 @@ def test_a_run_that_fails_says_so_and_leaves_no_process(tmp_path: Path) -> None:
     assert launch.process.returncode == 1, output
     assert "error: the run ended as finished:failed" in output
     assert "no-such-data" in output
+    assert [words for words in ("Traceback", "Exit Code", "exception occurred") if words in output] == []
     assert not (tmp_path / "run" / "metrics.json").exists()
     launch.require_nothing_left()
 

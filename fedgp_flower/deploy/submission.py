@@ -41,8 +41,11 @@ _QUIET = {
     "RAY_ADDRESS": "local",
 }
 
-MISLEADING = ("default simulated SuperNodes", "change federation size", "federation simulation-config")
-"""Lines of Flower with these words are hidden; the run reports the number of sites."""
+MISLEADING = (
+    *("default simulated SuperNodes", "change federation size", "federation simulation-config"),
+    *("Exit Code: 201", "exit-codes/201", "Exit Code: 700", "exit-codes/700", "unhandled exception occurred"),
+)
+"""Lines of Flower with these words are hidden; the run reports the number of sites, and why it ended."""
 COMPLETED = "finished:completed"
 HOST = "127.0.0.1"
 
