@@ -165,11 +165,11 @@ def contradictions(
 ) -> dict[str, str]:
     """Return the sites whose sums contradict those of the others; under masks there are no parts to compare."""
     leading = {site: sums.leading(COMPARED_POINTS) for site, sums in parts.items()}
-    return {
-        site: "its sums run against the prediction from the other sites' rows. The sums may be false, or the data of"
-        f" the site follow another relation. The evidence is {every:.3g} nats per row with it, {others:.3g} without it"
-        for site, (every, others) in contradicting(leading, unit_function[:COMPARED_POINTS], evidence).items()
-    }
+    why = (
+        "its sums run against the prediction from the other sites' rows. The sums may be false, or the data of the site"
+        " follow another relation"
+    )
+    return dict.fromkeys(contradicting(leading, unit_function[:COMPARED_POINTS], evidence), why)
 
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:

@@ -187,23 +187,21 @@ def at_unit_noise(sums: SparseSums) -> tuple[float, float]:
     return (explained - float(np.linalg.slogdet(precision)[1])) / 2, 1.0
 
 
-def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> dict[str, Array]:
-    """Sites, fewer than half, whose sums contradict those of all others, and the evidence per row with and without [2].
+def contradicting(parts: Mapping[str, SparseSums], level: Array, evidence: Evidence = at_best) -> list[str]:
+    """Sites, fewer than half, whose sums contradict those of all others.
 
     They are removed one at a time, first the site whose removal most increases the evidence of two separate models.
     """
-    rest, removed = dict(parts), dict[str, Array]()
+    rest, removed = dict(parts), list[str]()
     while len(removed) < (len(parts) - 1) // 2:
         total = add(rest.values())
-        every, ridge = evidence(total)
+        ridge = evidence(total)[1]
         candidates = [site for site, part in rest.items() if contradicts(part, total, ridge, level)]
         others = {site: add(part for name, part in rest.items() if name != site) for site in candidates}
-        values = {site: evidence(sums)[0] for site, sums in others.items()}
-        if not values:
+        if not others:
             break
-        site = max(values, key=lambda name: values[name] + evidence(rest[name])[0])
-        removed[site] = np.array([every / float(total.count), values[site] / float(others[site].count)])
-        del rest[site]
+        removed.append(max(others, key=lambda name: evidence(others[name])[0] + evidence(rest[name])[0]))
+        del rest[removed[-1]]
     return removed
 
 
