@@ -28,7 +28,7 @@ from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode, shared
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
-from strategies.pooled_bound import Problem, disclosure_by_sites, disclosure_by_total, inducing_points
+from strategies.pooled_bound import Problem, disclosure_by_sites, disclosure_by_total, inducing_points, unit_function
 from strategies.server.questions import Roster, drive
 from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round, varying_noise
 
@@ -449,6 +449,18 @@ def test_sites_with_means_and_noise_of_their_own_do_not_contradict(size):
     assert set(contradicting(parts, level)) == ({"1", "3"} if size < 1 else set())
     parts["2"] = replace(parts["2"], projection=0 * parts["2"].projection, target_squares=np.array(0.0))
     assert "2" not in contradicting(parts, level)  # targets that are all equal to the mean
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+def test_honest_sites_of_few_or_equal_inputs_do_not_contradict(size):
+    """Their predictions have no slope, and what centring leaves of them is rounding."""
+    model = SparseGP.from_arrays(ModelSection(), unit_values())
+    level = unit_function(model)
+    others = {str(number): pooled_sums(model, *rows(60, number)) for number in range(3)}
+    for seed in range(40):
+        x, y = rows(size, 10 + seed)
+        parts = others | {"small": pooled_sums(model, x[:1].expand(size, -1), y)}
+        assert not contradicting(parts, level)
 
 
 def test_copies_of_rows_count_as_one_row():

@@ -29,6 +29,8 @@ LOG_RATIO = (-8.0, 18.0)
 """Range of the search for log a/σ²."""
 SIGNIFICANCE = 1e-4
 """Level of the test that a site's rows explain themselves worse than noise would."""
+ROUNDING = 1e-9
+"""Share of a sum of squares below which what remains after centring is rounding."""
 LEAST_NOISE = 1e-6
 """Smallest noise variance of the standardised target."""
 
@@ -219,12 +221,15 @@ def contradicts(part: SparseSums, total: SparseSums, ridge: float, level: Array)
     gram_level = gram @ level
     rows = max(float(level @ gram_level), np.finfo(float).tiny)
     target, predicted = float(level @ projection) / rows, float(gram_level @ mean) / rows
-    power = float(mean @ gram @ mean) - rows * predicted**2
+    size = float(mean @ gram @ mean)
+    power = size - rows * predicted**2
     along = float(projection @ mean) - rows * target * predicted
-    if along >= power / 2 or not part.target_squares:  # targets that are all 0 are explained by a mean
+    if power <= ROUNDING * size or along >= power / 2:  # one row, or equal predictions, have no slope
+        return False
+    if not part.target_squares:  # targets that are all 0 are explained by a mean
         return False
     variance = max(float(part.target_squares) - rows * target**2, 0.0) / float(part.count)
-    if along < -power / 2 and along < -4 * math.sqrt(variance * max(power, 0.0)):
+    if along < -power / 2 and along < -4 * math.sqrt(variance * power):
         return True
     solved = np.linalg.solve(gram + identity, np.column_stack([projection, gram]))
     explained = float(projection @ solved[:, 0]) * float(part.count) / float(part.target_squares)
