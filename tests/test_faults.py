@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from unittest import mock
 
 import faults as kit
@@ -19,6 +20,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import collapsed_bound, input_shape
 from fedgp_flower.shared_messages import Described, Shape
 from strategies.pooled_bound import noise_of
+from strategies.server.network import MOST_NAMED
 
 SITES = ("a", "b", "c")
 SWAP = np.array([[9, -9, *[0] * 38]])
@@ -174,6 +176,19 @@ def test_a_site_that_sends_sums_and_never_a_gradient_is_left_out_and_the_run_goe
     assert [(failure.round, failure.site) for failure in strategy.network.failures] == [(1, "1"), (2, "1"), (3, "1")]
     assert strategy.current.sites == ("0", "2")
     assert strategy.current.rows == sum(strategy.preparation.rows[site] for site in "02")
+
+
+def test_sites_that_fail_are_named_by_label_in_the_notes_and_the_log(tmp_path, caplog):
+    nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate(SITES)})
+    nodes = [node | {"label": f"ward {node['site']}"} for node in nodes]
+    strategy = run(FaultyGrid(configured(num_server_rounds=1), nodes, Fault("c", lost, ("query.trials",))))
+    said = f"site ward c took no part: {strategy.network.failures[-1].reason}"
+    assert said in strategy.outcome.metrics["warnings"]
+    assert any("round 1: site ward c failed: no reply" in text for text in caplog.messages)
+    network = strategy.network
+    network.failures += [replace(network.failures[-1], site=f"s{number}") for number in range(9)]
+    assert len(network.failed_sites()) == MOST_NAMED + 1
+    assert network.failed_sites()[-1].startswith("5 more sites failed")
 
 
 def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes():

@@ -84,7 +84,8 @@ TEMPLATE = """<!DOCTYPE html>
 <h2>Failures and numerical repairs</h2>{% set failure_limit = 100 %}
 {% if metrics.failures %}<div class="wide"><table><thead><tr><th>round</th><th class="text">site</th>
 <th class="text">reason</th></tr></thead><tbody>
-{%- for row in metrics.failures[:failure_limit] %}<tr><td>{{ row.round }}</td><td class="text">{{ row.site }}</td>
+{%- for row in metrics.failures[:failure_limit] %}<tr><td>{{ row.round }}</td>
+<td class="text">{{ metrics.labels.get(row.site, row.site) }}</td>
 <td class="text">{{ row.reason }}</td></tr>{% endfor %}</tbody></table></div>
 {%- if metrics.failures | length > failure_limit %}
 <p class="note">The first {{ failure_limit }} of {{ metrics.failures | length }} failures; all are in metrics.json.</p>

@@ -175,6 +175,7 @@ def _new_descriptions(network: Network) -> dict[str, SiteDescription]:
         if not {"schema", "label"} <= texts.keys():
             network.dismiss(site, "its description lacks a schema or a label: it has another version of the app")
             continue
+        network.labels[site] = texts["label"]
         counts = count("dropped"), count("partitions"), count("bare") > 0, count(TRUST) > 0
         found[site] = SiteDescription(arrays, texts["schema"], count("num-examples"), texts["label"], *counts)
     return found

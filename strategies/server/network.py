@@ -29,6 +29,8 @@ logger = logging.getLogger("fedgp")
 LONGEST_TEXT, LONGEST_SCHEMA, MOST_NAMES, MOST_BYTES = 4096, 1 << 20, 1000, 1 << 30
 """Limits of a reply: characters of a text and of the JSON of its columns, names in a record other than the arrays, and
 bytes in total. A declared answer has its own limit, see :class:`strategies.server.session.Contract`."""
+MOST_NAMED = 5
+"""Largest number of failed sites in the notes of a run."""
 
 Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
 Texts: TypeAlias = Mapping[str, bool | int | float | str]
@@ -136,6 +138,8 @@ class Network:
     first_settings: Texts = field(default_factory=dict)
     asked: dict[str, Texts] = field(default_factory=dict)
     """Fields of the latest message to a site that the reply must repeat, :data:`fedgp_flower.messages.ECHOED`."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Names of the sites that described their rows."""
     took_part: set[str] = field(default_factory=set)
     warned: dict[str, set[str]] = field(default_factory=dict)
     """Warnings of sites' policies, with the sites that sent them."""
@@ -306,13 +310,14 @@ class Network:
     def _record(self, site: str, reason: str) -> None:
         reason = "".join(letter if letter.isprintable() else " " for letter in reason[:LONGEST_TEXT])
         self.failures.append(Failure(self.round, site, reason))
-        logger.warning("round %d: site %s failed: %s", self.round, site, reason)
+        logger.warning("round %d: site %s failed: %s", self.round, self.labels.get(site, site), reason)
 
     def _count_failure(self, site: str) -> None:
         self.failed.add(site)
         self.streak[site] = self.streak.get(site, 0) + 1
         if self.streak[site] == self.max_failures:
-            logger.warning("site %s failed %d times in a row and is left out of training", site, self.max_failures)
+            label = self.labels.get(site, site)
+            logger.warning("site %s failed %d times in a row and is left out of training", label, self.max_failures)
 
     def fail(self, site: str, reason: str) -> None:
         """Count and log a failure of a site."""
@@ -333,6 +338,16 @@ class Network:
         """Return the last sentence of an error message: the latest failures."""
         latest = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
         return f"Latest failures: {latest}" if latest else "No site failed; no other site was connected."
+
+    def failed_sites(self) -> list[str]:
+        """Return a sentence on each site that failed, with its latest reason; only the first few if there are many."""
+        reasons = {failure.site: failure.reason[:300] for failure in self.failures}
+        found = [
+            f"site {self.labels.get(site, site)} {'failed' if site in self.took_part else 'took no part'}: {reason}"
+            for site, reason in reasons.items()
+        ]
+        more = [f"{len(found) - MOST_NAMED} more sites failed; metrics.json has the reasons"]
+        return found[:MOST_NAMED] + more * (len(found) > MOST_NAMED)
 
     def _note(self, site: str, reply: Message) -> None:
         """Count a valid reply and its seconds, repairs and warnings."""

@@ -308,7 +308,8 @@ class Session:
             for warning, sites in self.network.warned.items()
         ]
         found += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]
-        return self.preparation.warnings + found + ([] if self.masking is None else self.masking.warnings())
+        found = self.network.failed_sites() + self.preparation.warnings + found
+        return found + ([] if self.masking is None else self.masking.warnings())
 
     def ask(self, question: Question) -> Any:
         """Return the answer to a question of an algorithm."""
