@@ -147,6 +147,18 @@ def test_groups_stay_together_and_the_future_is_held_out(tmp_path):
         load_site(config(holdout="group:ward", features="x"), {"data-path": str(tmp_path / "a.csv")})
 
 
+@pytest.mark.parametrize("form", ["%Y-%m-%d %H:%M", "%Y-%m-%d"])
+def test_the_latest_hours_are_held_out_and_latest_rows_of_one_day_are_not(tmp_path, form):
+    hours = pd.date_range("2024-03-30", periods=72, freq="h")
+    frame = pd.DataFrame({"time": hours.strftime(form), "x": range(72), "y": range(72)})
+    frame.sample(frac=1, random_state=0).to_csv(tmp_path / "a.csv", index=False)
+    keys = {"holdout": "time:time", "dates": "days"}
+    [dealt] = load_all_sites(config(dataset=str(tmp_path / "a.csv"), **keys), 1)
+    for site in (dealt, load_site(config(**keys), {"data-path": str(tmp_path / "a.csv")})):
+        assert sorted(site.test["x"]) == (list(range(58, 72)) if "%H" in form else [])
+        assert ("holds out no row: too many have the same `time`" in site.suspected) == ("%H" not in form)
+
+
 def test_a_real_site_holds_out_rows_by_its_id(tmp_path):
     write_partition(config(**{"test-fraction": 0.0}), 1, tmp_path)
     node = {"data-path": str(tmp_path / "site-00.csv")}

@@ -20,7 +20,7 @@ from fedgp_flower.cli import main
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, identifier_problems, repeated, suspicions, typed
 from fedgp_flower.data.datasets import checked, load_table
-from fedgp_flower.data.dates import dates_in
+from fedgp_flower.data.dates import dates_in, with_numbers
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation, describe
 from fedgp_flower.data.tables import read_table, sites_of, table_stem
@@ -490,12 +490,24 @@ def test_dates_become_days_and_season(tmp_path: Path, form: str) -> None:
     nodes = csv_nodes(tmp_path, {"a": pd.DataFrame({"day": days.strftime(form), "x": range(60), "y": range(60)})})
     site = load_site(settings("error", dates="days-and-season"), nodes[0])
     assert site.features == ("days(day)", "sine(day)", "cosine(day)", "x")
-    since = [(day.date() - pd.Timestamp("2000-01-01").date()).days for day in days]
-    assert site.train["days(day)"].tolist() == since
+    written = pd.Series(days if "%H" in form else days.normalize())
+    since = (written - pd.Timestamp("2000-01-01")) / pd.Timedelta(days=1)
+    assert site.train["days(day)"].tolist() == since.tolist()
     angle = 2 * math.pi * (days[7].timetuple().tm_yday - 1) / 365.2425
     assert site.train["sine(day)"][7] == pytest.approx(math.sin(angle))
     assert site.train["cosine(day)"][7] == pytest.approx(math.cos(angle))
     assert load_site(settings("error", dates="days"), nodes[0]).features == ("days(day)", "x")
+
+
+def test_times_of_day_and_offsets_from_utc_are_read() -> None:
+    cells = ["2024-01-01T23:30-05:00", "2024-01-01 00:30:00+0200", "2024-01-02 3:00:36,5 pm", "2024-01-02"]
+    cells += ["9999-12-31"]
+    found = with_numbers(pd.DataFrame({"t": cells}), ["days(t)"], "f")["days(t)"]
+    seconds = ((found - 8766) * 86400)[:4]
+    assert seconds.tolist() == pytest.approx([28.5 * 3600, -1.5 * 3600, 39 * 3600 + 36.5, 24 * 3600], abs=1e-3)
+    zoned = pd.DataFrame({"t": pd.to_datetime(cells[:1], utc=True).tz_convert("Asia/Tokyo")})
+    assert with_numbers(zoned, ["days(t)"], "f")["days(t)"][0] == found[0]
+    assert dates_in(pd.Series(["2024-01-01 25:61"])) is None
 
 
 def test_decimal_commas_are_read(tmp_path: Path) -> None:

@@ -22,29 +22,44 @@ FORMATS = {
     r"[A-Za-z]{3,9} \d{1,2}, \d{4}": ("%b %d, %Y", "%B %d, %Y"),
 }
 """Pattern of a date → its possible formats. Separators and a four-digit year exclude plain numbers."""
-TIME = r"(?:[T ]\s*\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?\s*(?:[AaPp][Mm])?\s*(?:Z|UTC|[+-]\d{2}:?\d{2})?)?"
+TIME = (
+    r"(?:[T ]\s*(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2}(?:[.,]\d+)?))?"
+    r"\s*(?:(?P<half>[AaPp])[Mm])?\s*(?:Z|UTC|(?P<zone>[+-]\d{2}:?\d{2}))?)?"
+)
 SHARE = 0.9
 """Smallest share of the filled cells that are dates; of the cells of a pattern, those of a single format."""
 
 
 def parse_dates(column: pd.Series) -> list[pd.Series]:
-    """Return the dates of a column in each possible format: two if day and month can be swapped in every cell."""
+    """Return the times of a column, in UTC, in each format: two if day and month can be swapped in every cell."""
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
-        return [column.dt.tz_localize(None)]
+        return [column if column.dt.tz is None else column.dt.tz_convert(None)]
     if pd.api.types.is_numeric_dtype(column.dtype):
         return []
     text = column.astype("str").str.strip()
     cells, levels = pd.factorize(text.where(~text.isin(MISSING)))  # -1 is a missing cell
     rows = np.bincount(cells[cells >= 0], minlength=len(levels))
-    found = [pd.Series(pd.NaT, range(len(levels)), dtype="datetime64[ns]")]
+    found = [pd.Series(pd.NaT, range(len(levels)), dtype="datetime64[us]")]
     for pattern, formats in FORMATS.items():
-        days = pd.Series(levels, dtype="str").str.extract(f"^({pattern}){TIME}$", expand=False)
-        alike = days.notna().to_numpy(dtype=bool)
-        ways = [pd.to_datetime(days, format=form, errors="coerce") for form in formats if alike.any()]
+        parts = pd.Series(levels, dtype="str").str.extract(f"^(?P<day>{pattern}){TIME}$")
+        alike = parts["day"].notna().to_numpy(dtype=bool)
+        times = _since_midnight(parts)
+        ways = [pd.to_datetime(parts["day"], format=form, errors="coerce") + times for form in formats if alike.any()]
         ways = [way for way in ways if rows[way.notna()].sum() >= SHARE * rows[alike].sum()]
         found = [known.fillna(way) for known in found for way in ways] or found
     found = [known for known in found if rows[known.notna()].sum() >= SHARE * max(rows.sum(), 1)]
     return [pd.Series(known.reindex(cells).to_numpy(), index=column.index) for known in found]
+
+
+def _since_midnight(parts: pd.DataFrame) -> pd.Series:
+    """Return times of day less their offset from UTC: 0 without a time, NaT for one such as 25:61."""
+    text = parts[["hour", "minute", "second", "zone"]].fillna("0")
+    numbers = (text[name].str.replace(",", ".").str.replace(":", "") for name in text)
+    hour, minute, second, zone = map(pd.to_numeric, numbers)
+    hour = hour.where(parts["half"].isna(), hour % 12 + 12 * parts["half"].isin(["P", "p"]))
+    offset = np.sign(zone) * (zone.abs() // 100 * 60 + zone.abs() % 100)
+    seconds = 60 * (60 * hour + minute - offset) + second
+    return pd.to_timedelta(seconds.where((hour < 24) & (minute < 60) & (second < 60)), unit="s").dt.as_unit("us")
 
 
 def dates_in(column: pd.Series) -> NDArray[np.bool_] | None:
@@ -92,7 +107,7 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.Dat
         angle = 2 * np.pi * (found[0].dt.day_of_year - 1) / YEAR
         part = name.partition("(")[0]
         if part == "days":
-            number = (found[0].dt.normalize() - ORIGIN).dt.days
+            number = (found[0] - ORIGIN) / np.timedelta64(1, "D")
         else:
             number = np.sin(angle) if part == "sine" else np.cos(angle)
         made[name] = number.astype(np.float64)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import codes_in, kind_of, suspicions
+from fedgp_flower.data.cells import Mask, codes_in, kind_of, suspicions
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, split_columns
 from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
 from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
@@ -210,14 +210,19 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         target=table.target,
         dropped=table.dropped if site == 0 else 0,
         left_out="\n".join(_left_out(table, config, partition)) if site == 0 else "",
-        suspected=suspicions(table.frame.iloc[site_rows], table.target, codes, _untransformed_gaussian(config)),
+        suspected=_suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
         shared_table=True,
         second_target=config.second_target,
     )
 
 
-def _untransformed_gaussian(config: CoreConfig) -> bool:
-    return config.model.likelihood == "gaussian" and config.transform.target == "none"
+def _suspected(rows: pd.DataFrame, held_out: int, target: str, codes: Mapping[str, Mask], config: CoreConfig) -> str:
+    """Return warnings on a site's rows, a line each."""
+    gaussian = config.model.likelihood == "gaussian" and config.transform.target == "none"
+    column = config.holdout.partition(":")[2]
+    tied = f"`holdout` = '{config.holdout}' holds out no row: too many have the same `{column}`"
+    nothing = column and not held_out and round(config.test_fraction * len(rows)) > 0
+    return "\n".join(filter(None, [tied if nothing else "", suspicions(rows, target, codes, gaussian)]))
 
 
 def _rows(table: Table, config: CoreConfig) -> tuple[Indices, Indices]:
@@ -328,7 +333,7 @@ def real_site(
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")
     rows = pd.concat(both)
-    suspected = suspicions(rows, target, codes_in(rows), _untransformed_gaussian(config))
+    suspected = _suspected(rows, len(both[1]), target, codes_in(rows), config)
     node, features = (site, label or site, partitions), tuple(inputs)
     second = config.second_target
     return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, second_target=second)

@@ -339,8 +339,8 @@ def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure
             ax.tick_params(axis="x", rotation=60 if len(effect.levels) > 3 else 0)
             ax.set_xlim(-0.6, len(effect.levels) - 0.4)
         else:
-            days = effect.values.round().astype("timedelta64[D]")
-            x = np.datetime64("2000-01-01") + days if effect.dates else effect.values
+            since = (86400 * effect.values).round().astype("timedelta64[s]")
+            x = np.datetime64("2000-01-01") + since if effect.dates else effect.values
             _band(ax, x, effect.low, effect.median, effect.high)
             if effect.dates:
                 ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
