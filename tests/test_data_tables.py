@@ -320,8 +320,23 @@ def test_dates_are_recognised(form: str) -> None:
     assert dates_in(cells).all()
     cells[:15], cells[15:20], cells[20:30] = "unknown", None, ""  # 15 of 185 filled cells
     assert (~dates_in(cells)).nonzero()[0].tolist() == list(range(30))
-    cells[30:36] = "unknown"  # 21 of 185
+    cells[30:107] = "unknown"  # 92 of 185
+    assert dates_in(cells) is not None
+    cells[107] = "unknown"
     assert dates_in(cells) is None
+
+
+@pytest.mark.parametrize("bad", ["2024-02-30", "unknown"])
+def test_a_cell_among_dates_that_is_none_is_named_by_its_row(tmp_path: Path, bad: str) -> None:
+    days = [*DAYS[:11].strftime("%Y-%m-%d"), bad]
+    frame = pd.DataFrame({"day": days, "x": range(12), "y": range(12)})
+    for missing in ("error", "impute"):
+        [node] = csv_nodes(tmp_path, {"a": frame})
+        with pytest.raises(DataError, match=r"^a\.csv: `day` holds no date in row 12; write dates as"):
+            load_site(settings(missing, dates="days-and-season"), node)
+    new = pd.DataFrame({"day": [DAYS[0].strftime("%d.%m.%Y"), "", bad, bad]})  # agreed to be dates, though most are not
+    with pytest.raises(DataError, match=r"^new: `day` holds no date in row 3 and 1 more; write dates as"):
+        with_numbers(new, ["days(day)", "sine(day)"], "new")
 
 
 @pytest.mark.parametrize("day", [DAYS, DAYS.date, DAYS.tz_localize("UTC")], ids=["datetime", "object", "zone"])

@@ -27,11 +27,14 @@ TIME = (
     r"\s*(?:(?P<half>[AaPp])[Mm])?\s*(?:Z|UTC|(?P<zone>[+-]\d{2}:?\d{2}))?)?"
 )
 SHARE = 0.9
-"""Smallest share of the filled cells that are dates; of the cells of a pattern, those of a single format."""
+"""A format is possible if it reads at least this share of the cells that the best format of their pattern reads."""
 
 
-def parse_dates(column: pd.Series) -> list[pd.Series]:
-    """Return the times of a column, in UTC, in each format: two if day and month can be swapped in every cell."""
+def parse_dates(column: pd.Series, *, agreed: bool = False) -> list[pd.Series]:
+    """Return the times of a column, in UTC, in each format: two if day and month can be swapped in every cell.
+
+    There are none in a column whose filled cells are not mostly dates, unless it is ``agreed`` that they are dates.
+    """
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
         return [column if column.dt.tz is None else column.dt.tz_convert(None)]
     if pd.api.types.is_numeric_dtype(column.dtype):
@@ -42,12 +45,14 @@ def parse_dates(column: pd.Series) -> list[pd.Series]:
     found = [pd.Series(pd.NaT, range(len(levels)), dtype="datetime64[us]")]
     for pattern, formats in FORMATS.items():
         parts = pd.Series(levels, dtype="str").str.extract(f"^(?P<day>{pattern}){TIME}$")
-        alike = parts["day"].notna().to_numpy(dtype=bool)
+        if parts["day"].isna().all():
+            continue
         times = _since_midnight(parts)
-        ways = [pd.to_datetime(parts["day"], format=form, errors="coerce") + times for form in formats if alike.any()]
-        ways = [way for way in ways if rows[way.notna()].sum() >= SHARE * rows[alike].sum()]
-        found = [known.fillna(way) for known in found for way in ways] or found
-    found = [known for known in found if rows[known.notna()].sum() >= SHARE * max(rows.sum(), 1)]
+        ways = [pd.to_datetime(parts["day"], format=form, errors="coerce") + times for form in formats]
+        counts = [rows[way.notna()].sum() for way in ways]
+        ways = [way for way, count in zip(ways, counts, strict=True) if count >= SHARE * max(counts)]
+        found = [known.fillna(way) for known in found for way in ways]
+    found = [known for known in found if agreed or rows[known.notna()].sum() > rows.sum() / 2]
     return [pd.Series(known.reindex(cells).to_numpy(), index=column.index) for known in found]
 
 
@@ -97,9 +102,11 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.Dat
         column = source(name, present)
         if column == name or column not in present:
             continue
-        found = parse_dates(frame[column]) or ([] if frame[column].notna().any() else [pd.Series(pd.NaT, frame.index)])
-        if not found:
-            raise DataError(f"{file}: `{column}` holds no dates; write them as 2024-12-31")
+        found = parse_dates(frame[column], agreed=True) or [pd.Series(pd.NaT, frame.index)]
+        empty = frame[column].isna() | frame[column].astype("str").str.strip().isin(MISSING)
+        if len(wrong := np.flatnonzero(found[0].isna() & ~empty)):
+            more = f" and {len(wrong) - 1} more" * (len(wrong) > 1)
+            raise DataError(f"{file}: `{column}` holds no date in row {wrong[0] + 1}{more}; write dates as 2024-12-31")
         if any(not found[0].equals(other) for other in found[1:]):
             raise DataError(
                 f"{file}: in `{column}` day and month could be swapped in every cell; write dates as 2024-12-31"
