@@ -18,7 +18,7 @@ from fedgp_flower import server_app
 from fedgp_flower.agreement import SiteDescription, agree
 from fedgp_flower.cli import main
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import codes_in, identifier_problems, repeated, suspicions, typed
+from fedgp_flower.data.cells import codes_in, far_in, identifier_problems, repeated, suspicions, typed
 from fedgp_flower.data.datasets import checked, load_table
 from fedgp_flower.data.dates import dates_in, with_numbers
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
@@ -533,6 +533,19 @@ def test_decimal_commas_are_read(tmp_path: Path) -> None:
         typed(frame, ["dose"], "f")
     assert typed(pd.DataFrame({"dose": ["1,500", "2,25"]}), ["dose"], "f")["dose"].tolist() == [1.5, 2.25]
     assert typed(pd.DataFrame({"job": ["a,b", "c", "d,5"]}), ["job"], "f")["job"].tolist() == ["a,b", "c", "d,5"]
+
+
+def test_a_number_absurdly_far_from_all_others_is_named_by_row_and_heavy_tails_are_not(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(5):
+        tails = {"cauchy": draw.standard_cauchy(10_000), "log": draw.lognormal(0, 3, 10_000)}
+        assert far_in(pd.DataFrame(tails | {"rare": np.where(draw.random(10_000) < 0.001, 1e6, 0.0)})) == {}
+    frame = pd.DataFrame({"x": draw.normal(size=40), "y": draw.normal(size=40)})
+    frame.loc[[2, 7], "x"], frame.loc[30, "y"] = np.nan, 1e9
+    [node] = csv_nodes(tmp_path, {"a": frame})
+    dealt = settings("drop", dataset=str(tmp_path / "a.csv"))
+    for site in (load_site(settings("drop"), node), load_all_sites(dealt, 1)[0]):
+        assert "`y`: the number in row 31 is over 1,000 times as far" in site.suspected
 
 
 def test_a_number_that_repeats_far_from_all_others_is_suspected_as_a_code() -> None:

@@ -29,6 +29,8 @@ LARGEST = 1e100
 """Largest number allowed: its square does not overflow."""
 OTHERS = 5
 """Fewest other values for the detection of a code for missing cells."""
+FAR = 1000
+"""Smallest ratio of a suspicious number's distance from the median to that of the next; heavy tails do not reach it."""
 Mask: TypeAlias = NDArray[np.bool_]
 
 COUNTS = ("poisson", "negative-binomial", "binomial")
@@ -156,6 +158,20 @@ def _codes(values: NDArray[np.float64]) -> Mask:
     return np.zeros(values.shape, dtype=bool)
 
 
+def far_in(frame: pd.DataFrame) -> dict[str, list[int]]:
+    """Return labels of rows, 1 % of a column at most, whose numbers are far further from the median than all others."""
+    found = {}
+    for name in frame.select_dtypes("number"):
+        distances = (frame[name] - frame[name].median()).abs().dropna().sort_values()
+        values, start = distances.to_numpy(), len(distances) - max(1, len(distances) // 100)
+        if len(np.unique(values[:start])) < OTHERS:
+            continue
+        far = values[start:] > FAR * values[start - 1 : -1]
+        if far.any():
+            found[str(name)] = sorted(distances.index[start + int(np.argmax(far)) :])
+    return found
+
+
 def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaussian: bool) -> str:
     """Return warnings on typed rows, a line each, that reveal no cell."""
     warnings = []
@@ -165,6 +181,11 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
             f"{found}{', …' * (len(codes) > 5)}: a number repeats far from all others and is used as a number; if it is"
             " a code for a missing cell (−999, 9999), empty those cells and set `missing`"
         ]
+    warnings += [
+        f"`{name}`: the number in row {rows[0] + 1}{_more(len(rows) - 1, 'row')} is over {FAR:,} times as far from the"
+        " median as all others; if it is a mistake, correct it or empty the cell"
+        for name, rows in far_in(frame.drop(columns=list(codes))).items()
+    ][:5]
     if duplicates := repeated(frame):
         rows = "1 row repeats" if duplicates == 1 else f"{duplicates:,} rows repeat"
         warnings += [f"{rows} another row in every column; if it is the same observation, leave it out"]

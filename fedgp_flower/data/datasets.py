@@ -63,7 +63,7 @@ class Table:
     file: str
     """Name in messages."""
     frame: pd.DataFrame
-    """Features and target: float64 for numbers, text for levels."""
+    """Features and target: float64 for numbers, text for levels; labels count the rows of the file from 0."""
     features: tuple[str, ...]
     target: str
     column: pd.Series
@@ -171,7 +171,7 @@ def _load(config: CoreConfig, path: Path | None) -> Table:
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else cells.typed(raw.iloc[kept], [by], file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in splits)
-    frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
+    column = column.reset_index(drop=True)
     dropped, keys = len(raw) - len(frame), keys_of(raw.iloc[kept], config, file)
     return Table(file, frame, tuple(features), target, column, splits, keys, dropped, cells.codes_in(frame))
 

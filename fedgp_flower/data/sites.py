@@ -324,15 +324,15 @@ def real_site(
     frame = kept.reset_index(drop=True)
     inputs = [str(name) for name in frame if name not in {target, config.second_target, *config.group_columns}]
     kinds = {name: kind_of(frame[name]) for name in inputs}
-    tested = [checked(other, *columns, config, name, kinds).reset_index(drop=True) for name, other in tables[1:]]
+    tested = [checked(other, *columns, config, name, kinds) for name, other in tables[1:]]
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
-    both = [frame, *tested]
+    both = [frame, *(part.reset_index(drop=True) for part in tested)]
     if not tested:
         keys, name = keys_of(raw.iloc[kept.index], config, file), label if partitions else site
         both = [frame.iloc[part].reset_index(drop=True) for part in split_rows(len(frame), keys, config, name)]
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")
-    rows = pd.concat(both)
+    rows = pd.concat([kept, *tested])
     suspected = _suspected(rows, len(both[1]), target, codes_in(rows), config)
     node, features = (site, label or site, partitions), tuple(inputs)
     second = config.second_target
