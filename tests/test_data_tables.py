@@ -548,6 +548,13 @@ def test_a_number_absurdly_far_from_all_others_is_named_by_row_and_heavy_tails_a
         assert "`y`: the number in row 31 is over 1,000 times as far" in site.suspected
 
 
+def test_days_written_as_numbers_are_named() -> None:
+    frame = pd.DataFrame({"day": [float(day) for day in DAYS.strftime("%Y%m%d")], "y": DAYS.hour * 1.0})
+    assert "`day` holds days written like 20240131" in suspicions(frame, "y", {}, gaussian=False)
+    assert "written like" not in suspicions(frame.assign(day=frame["day"] + 0.5), "y", {}, gaussian=False)
+    assert "written like" not in suspicions(frame.assign(day=frame["day"] + 1300), "y", {}, gaussian=False)
+
+
 def test_a_number_that_repeats_far_from_all_others_is_suspected_as_a_code() -> None:
     draw = np.random.default_rng(0)
     frame = pd.DataFrame({"crp": draw.gamma(2, 20, 60), "age": draw.normal(60, 9, 60), "ward": ["a", "b"] * 30})

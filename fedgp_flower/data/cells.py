@@ -172,6 +172,16 @@ def far_in(frame: pd.DataFrame) -> dict[str, list[int]]:
     return found
 
 
+def is_compact_date(column: pd.Series) -> bool:
+    """Return whether all numbers of a column are days from 1900 to 2100 such as 20240131."""
+    if kind_of(column) != "numeric" or column.isna().all():
+        return False
+    numbers = column.dropna()
+    if (numbers % 1 != 0).any() or not numbers.between(19000101, 21001231).all():
+        return False
+    return bool(pd.to_datetime(numbers.astype(np.int64).astype("str"), format="%Y%m%d", errors="coerce").notna().all())
+
+
 def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaussian: bool) -> str:
     """Return warnings on typed rows, a line each, that reveal no cell."""
     warnings = []
@@ -186,6 +196,12 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
         " median as all others; if it is a mistake, correct it or empty the cell"
         for name, rows in far_in(frame.drop(columns=list(codes))).items()
     ][:5]
+    warnings += [
+        f"`{name}` holds days written like 20240131, which are taken as plain numbers; write them as 2024-01-31 and set"
+        " `dates`"
+        for name, column in frame.drop(columns=target).items()
+        if is_compact_date(column)
+    ]
     if duplicates := repeated(frame):
         rows = "1 row repeats" if duplicates == 1 else f"{duplicates:,} rows repeat"
         warnings += [f"{rows} another row in every column; if it is the same observation, leave it out"]
