@@ -99,6 +99,16 @@ def test_rows_beyond_all_training_rows_are_marked(line, tmp_path):
     assert pd.read_csv(tmp_path / "out.csv")["outside"].fillna("").tolist() == ["", "x", "x"]
 
 
+def test_predictions_have_the_index_of_the_table(mixed):
+    predictor, plain = Predictor.of_run(mixed), table(6)
+    plain.loc[2, "age"] = 500.0
+    new = plain.set_index(pd.Index([9, 4, 4, 7, 0, 1]))
+    pd.testing.assert_frame_equal(predictor.predict(new), predictor.predict(plain).set_axis(new.index))
+    found = predictor.outside(new)
+    assert list(found.index) == list(new.index)
+    assert found.str.contains("age").tolist() == [False, False, True, False, False, False]
+
+
 def by_hand(run, inputs):
     """The equation of posterior.json in numpy, for an RBF kernel: mean and sd in original units."""
     a, facts = load_file(run / "posterior.safetensors"), json.loads((run / "posterior.json").read_text())

@@ -176,15 +176,19 @@ class Predictor:
 
         Classes have probabilities; grades also a median, and a mean if they are numbers. Times to an event have only
         quantiles (``q50`` is the median), and the survival at each of ``times``. With ``missing`` = drop, rows with a
-        missing cell are NaN. ``site`` is the id or label of a simulated site that predicts, see :meth:`at_site`.
+        missing cell are NaN. ``site`` is the id or label of a simulated site that predicts, see :meth:`at_site`. The
+        index is that of the table.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame, times=times)
-        agreed = self.preparation
         encoded = self._encoded(frame, whole=False)
         kept = np.flatnonzero(~np.isnan(encoded).any(axis=1))
-        if len(kept) < len(frame):
-            return self.predict(frame.iloc[kept], times=times).set_axis(kept).reindex(range(len(frame)))
+        table = self._predicted(encoded[kept], times)
+        return table.set_axis(kept).reindex(range(len(frame))).set_axis(frame.index)
+
+    def _predicted(self, encoded: Array, times: Sequence[float]) -> pd.DataFrame:
+        """Return the table of :meth:`predict` at standardised inputs without NaN."""
+        agreed = self.preparation
         with reading(self.run.path):
             mean, sd = self.standardised(encoded)
         if not (np.isfinite(mean).all() and np.isfinite(sd).all() and (sd >= 0).all()):
@@ -230,7 +234,7 @@ class Predictor:
             low, high = known.get(column.name) or (None, None)
             below = x[:, start] < (-np.inf if low is None else low)
             found[below | (x[:, start] > (np.inf if high is None else high))] += f"{column.name}; "
-        return found.str.removesuffix("; ")
+        return found.str.removesuffix("; ").set_axis(frame.index)
 
     def inputs(self, frame: pd.DataFrame) -> Rows:
         """Return encoded, standardised inputs, float64 [N, D], for a model of :meth:`to_gpytorch`."""
