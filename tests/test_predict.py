@@ -109,6 +109,13 @@ def test_predictions_have_the_index_of_the_table(mixed):
     assert found.str.contains("age").tolist() == [False, False, True, False, False, False]
 
 
+def test_levels_that_no_site_had_are_said_once(mixed):
+    new = table(4).assign(clinic=["north", "nort", "east", "nort"], sex=[0, 1, 1, 0])
+    with pytest.warns(UserWarning, match="`sex`: '0', '1'; `clinic`: 'nort', 'east'$") as told:
+        Predictor.of_run(mixed).predict(new)
+    assert len(told) == 1
+
+
 def by_hand(run, inputs):
     """The equation of posterior.json in numpy, for an RBF kernel: mean and sd in original units."""
     a, facts = load_file(run / "posterior.safetensors"), json.loads((run / "posterior.json").read_text())

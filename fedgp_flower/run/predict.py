@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,11 +223,12 @@ class Predictor:
 
     def outside(self, frame: pd.DataFrame) -> pd.Series:
         """Return for each row the columns outside the binned range, or the levels, of all training rows."""
-        columns, x = self.preparation.columns, self._encoded(frame, whole=False)
+        rows = typed_inputs(frame, self.preparation, "the table")
+        columns, x = self.preparation.columns, encode_inputs(rows, self.preparation)
         starts = np.cumsum([0, *(len(column.names) for column in columns)])
         known = {str(column["name"]): column.get("reach") for column in self.run.metrics.data.get("columns", ())}
         found = pd.Series("", index=range(len(frame)))
-        unknown = unknown_levels(typed_inputs(frame, self.preparation, "the table"), self.preparation)
+        unknown = unknown_levels(rows, self.preparation)
         for column, start in zip(columns, starts, strict=False):
             if column.levels:
                 found[unknown[column.name].to_numpy()] += f"{column.name}; "
@@ -312,10 +314,12 @@ class Predictor:
             raise DataError(f"expected a DataFrame with the columns {self._columns()}; got {type(frame).__name__}")
         rows = typed_inputs(frame, self.preparation, "the table")
         unknown = unknown_levels(rows, self.preparation)
-        if "formula" in self.saved.model and unknown.to_numpy().any():
-            name = str(unknown.columns[unknown.any()][0])
-            level = rows.loc[unknown[name], name].iloc[0]
-            raise DataError(f"`{name}` has the level {level!r}, which no site had: the formula has no effect of it")
+        new = {name: rows[name][unknown[name]].unique()[:5] for name in unknown if unknown[name].any()}
+        found = "; ".join(f"`{name}`: {', '.join(map(repr, levels))}" for name, levels in new.items())
+        if found and "formula" in self.saved.model:
+            raise DataError(f"levels that no site had, so that the formula has no effect of them: {found}")
+        if found:
+            warnings.warn(f"levels that no site had count as missing cells: {found}", stacklevel=3)
         encoded = encode_inputs(rows, self.preparation)
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, which `missing` = 'drop' does not impute")
@@ -361,7 +365,8 @@ def predict_file(
     frame = read_inputs(source, preparation)
     outside = first.outside(frame)
     extra = {"outside": outside} if outside.any() else {}
-    tables = {site: predictor.predict(frame, times=times).assign(**extra) for site, predictor in predictors.items()}
+    with warnings.catch_warnings(action="ignore"):  # the numbers of new levels are returned
+        tables = {site: predictor.predict(frame, times=times).assign(**extra) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
     # Other columns, such as ids, come first and unchanged.
     others = other_columns(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
