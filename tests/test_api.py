@@ -110,6 +110,32 @@ def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
         fg.run(frames, target="outcome", site="x")
 
 
+@pytest.mark.parametrize(
+    ("data", "keys", "error", "words"),
+    [
+        (table().rename(columns={"ward": "x"}), {}, DataError, "table: .* named more than once: `x`"),
+        (table().assign(x=1j), {}, DataError, "table: expected columns of numbers, text or dates; .*column x"),
+        ([table()], {}, DataError, "expected a DataFrame, .*; got list"),
+        ({"x": np.arange(9)}, {}, DataError, "x: expected a DataFrame, .*; got ndarray"),
+        (table(), {"sites": "3"}, ConfigError, "`sites` = '3': expected a whole number"),
+        (table(), {"sites": 2.5}, ConfigError, "`sites` = 2.5: expected a whole number"),
+        (table(), {"target": "yy"}, DataError, "missing column `yy`; the file has `x`, `outcome`, `ward`$"),
+        ({"a/b": table(), "a-b": table()}, {}, DataError, "more than one is named `a-b`"),
+    ],
+)
+def test_unusable_tables_and_arguments_are_named(data, keys, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        fg.run(data, **keys, options={"output-dir": str(tmp_path)})
+
+
+def test_intervals_are_text(tmp_path):
+    frame = table().assign(x=lambda own: pd.cut(own["x"], 3))
+    options = FEW | {"output-dir": str(tmp_path)}
+    posterior = fg.run(frame, target="outcome", sites=np.int64(2), options=options).posterior
+    assert posterior.preparation.columns[0].levels == tuple(sorted(map(str, frame["x"].cat.categories)))
+    assert posterior.predict(frame)["mean"].nunique() > 2
+
+
 def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_names(tmp_path):
     frames = [rows.drop(columns="ward").assign(day="2024-01-31") for _, rows in table().groupby("ward")]
     frames[1] = frames[1].assign(x=lambda own: own["x"].map(lambda x: str(x).replace(".", ",")), day="31.01.2024")
@@ -240,7 +266,7 @@ def test_new_rows_are_judged_as_a_site_s_are(run):
     pd.testing.assert_frame_equal(whole, run.posterior.predict(pd.DataFrame({"x": ["0", "1.0"]})))
     with pytest.raises(DataError, match=r"the table: column `x`: empty or NaN cell in row 2"):
         run.posterior.predict(pd.DataFrame({"x": [0.0, np.nan]}))
-    with pytest.raises(DataError, match=r"the table.*`x`"):
+    with pytest.raises(DataError, match=r"the table: missing column `x`; the file has `z`$"):
         run.posterior.distribution(pd.DataFrame({"z": [0.0]}))
 
 

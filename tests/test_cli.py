@@ -91,7 +91,7 @@ def test_tables_are_a_site_each(fedgp, tmp_path):
     status, out, err = fedgp("run", files[0], "--sites", 3, "target=y", "--dry-run")
     assert "rows at 3 sites" in out, err
     status, _, err = fedgp(*run, files[0])
-    assert (status, "two files have the same name" in err) == (2, True)
+    assert (status, "more than one is named" in err) == (2, True)
 
 
 def test_what_leaves_takes_the_words_of_check(fedgp, tmp_path):

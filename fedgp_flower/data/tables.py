@@ -7,6 +7,7 @@ import gzip
 import re
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
@@ -38,8 +39,8 @@ def tables_in(dataset: str) -> list[Path]:
     if len(names) < 2 or Path(dataset).expanduser().is_file():
         return []
     paths = [Path(name).expanduser() for name in names]
-    if len({table_stem(path) for path in paths}) < len(paths):
-        raise DataError("every table is a site with the name of its file: two files have the same name")
+    if twice := [stem for stem, count in Counter(map(table_stem, paths)).items() if count > 1]:
+        raise DataError(f"every table is a site with the name of its file: more than one is named `{twice[0]}`")
     return paths
 
 
@@ -163,10 +164,11 @@ def listed(names: Sequence[str]) -> str:
 def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
     """Raise DataError with the missing and the present columns if a column is missing."""
     present = [str(name) for name in frame.columns]
-    missing = [name for name in names if name not in present]
+    missing = [name for name in dict.fromkeys(names) if name not in present]
     if missing:
         names_missing = ", ".join(f"`{name}`" for name in missing)
-        hint = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if len(present) == 1 else ""
+        alone = len(present) == 1 and ".csv" in file
+        hint = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if alone else ""
         if any("," in name and {part.strip() for part in name.split(",")} <= {*present} for name in missing):
             hint = (
                 "; `target` takes two columns if `model.likelihood` is 'time-to-event' (time, event), 'poisson' (count,"

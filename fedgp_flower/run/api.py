@@ -6,12 +6,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import TypeAlias
 
 import pandas as pd
 
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Progress, round_of
@@ -68,17 +69,19 @@ def run(
     """
     given = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
     flat = dict(options or {}) | {key: value for key, value in given.items() if value is not None}
+    if not isinstance(sites, Integral) or sites < 0:
+        raise ConfigError(f"`sites` = {sites!r}: expected a whole number, at least 1")
     if isinstance(data, Mapping):
         if site:
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
         paths = [_save_table(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
         flat["dataset"], sites = ",".join(str(path.resolve()) for path in paths), len(paths)
     else:
-        flat["dataset"] = str(_save_table(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
+        flat["dataset"] = str(data if isinstance(data, str | Path) else _save_table(data, flat))
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
-        return load_run(run_in_process(complete_config(flat), 0 if site else sites, progress=progress))
+        return load_run(run_in_process(complete_config(flat), 0 if site else int(sites), progress=progress))
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:
@@ -88,8 +91,18 @@ def print_round(row: Mapping[str, float], total: int) -> None:
 
 def _save_table(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:
     """Save the table in a folder named after its hash, for resuming and for predictions at a site."""
-    # A column of a file cannot mix numbers and text.
-    content = table.astype({name: "str" for name in table if table[name].dtype == object}).to_parquet(index=False)
+    if not isinstance(table, pd.DataFrame):
+        found = type(table).__name__
+        raise DataError(f"{name}: expected a DataFrame, one for each site, or a value of `dataset`; got {found}")
+    if not table.columns.is_unique:
+        twice = ", ".join(f"`{column}`" for column in table.columns[table.columns.duplicated()].unique())
+        raise DataError(f"{name}: column names must differ; named more than once: {twice}")
+    try:
+        # A column of a file cannot mix numbers and text.
+        text = {column: "str" for column in table if getattr(table[column].dtype, "kind", "O") == "O"}
+        content = table.astype(text).to_parquet(index=False)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise DataError(f"{name}: expected columns of numbers, text or dates; {error}") from None
     folder = Path(str(flat.get("output-dir", "results"))) / "data" / hashlib.sha256(content).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.parquet"
