@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ import pandas as pd
 from flwr.app import ArrayRecord
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_consistent_length, column_or_1d
+from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -56,7 +57,8 @@ class _FederatedGP(BaseEstimator):
     """Base of regressor and classifier.
 
     ``method`` must save a posterior, see ``fedgp methods``. ``sites`` is used if ``fit`` has no ``groups``. None for
-    ``num_rounds`` is the default of the key. ``options`` are further keys of the run, ``random_state`` is its seed.
+    ``num_rounds`` is the default of the key. ``options`` are further keys of the run, ``random_state`` is its seed, or
+    draws it.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class _FederatedGP(BaseEstimator):
         sites: int = 5,
         num_rounds: int | None = None,
         options: Mapping[str, Value] | None = None,
-        random_state: int = 0,
+        random_state: int | np.random.RandomState | None = 0,
     ) -> None:
         self.method = method
         self.sites = sites
@@ -75,17 +77,23 @@ class _FederatedGP(BaseEstimator):
         self.random_state = random_state
 
     def _fit(self, x: NDArray[Any], y: NDArray[Any], groups: ArrayLike | None, likelihood: str) -> None:
-        flat: dict[str, Value] = {"method": self.method, "seed": self.random_state, "model.likelihood": likelihood}
+        given = self.random_state
+        seed = int(given if isinstance(given, Integral) else check_random_state(given).randint(2**31 - 1))
+        flat: dict[str, Value] = {"method": self.method, "seed": seed, "model.likelihood": likelihood}
         flat |= {} if self.num_rounds is None else {"num-server-rounds": self.num_rounds}
         table = self._frame(x).assign(**{TARGET: y})
         if groups is None:
-            order = np.random.default_rng(self.random_state).permutation(len(table))
+            if not isinstance(self.sites, Integral) or self.sites < 1:
+                raise ValueError(f"`sites` = {self.sites!r}: expected a whole number, at least 1")
+            order = np.random.default_rng(seed).permutation(len(table))
             parts = np.array_split(order, max(1, min(self.sites, len(table) // 2)))  # two rows or more each
             tables = {str(number): table.iloc[np.sort(part)] for number, part in enumerate(parts)}
         else:
-            site_of_row = column_or_1d(groups)
+            site_of_row = pd.Series(column_or_1d(groups))
             check_consistent_length(x, site_of_row)
-            tables = {str(site): table[site_of_row == site] for site in np.unique(site_of_row)}
+            if site_of_row.isna().any():
+                raise ValueError(f"`groups` names no site for row {site_of_row.isna().argmax() + 1}")
+            tables = {str(site): part for site, part in table.groupby(site_of_row.astype(str).to_numpy())}
         try:
             self.posterior_: Predictor = fit_in_memory({**flat, **(self.options or {})}, tables, TARGET)
         except FedGPError as error:

@@ -317,6 +317,24 @@ def test_classes_keep_their_names():
     assert np.mean(model.predict(x) == thirds) > 0.8
 
 
+def test_groups_sites_and_random_states_of_any_kind(fitted):
+    x, y = rows()
+    groups = np.array([[1, "b", None][k % 3] for k in range(60)], dtype=object)
+    for missing in (groups, np.where(np.arange(60) % 3 == 2, np.nan, 1.0)):
+        with pytest.raises(ValueError, match=r"`groups` names no site for row 3$"):
+            clone(fitted).fit(x, y, groups=missing)
+    with pytest.raises(ValueError, match="`sites` = 0: expected a whole number, at least 1"):
+        clone(fitted).set_params(sites=0).fit(x, y)
+    few, states = {**SMALL, "sgpr.exchanges": 2}, (np.random.RandomState(3), np.random.RandomState(3))
+    mixed = groups.copy()
+    mixed[2::3] = 2
+    for state in (None, np.int64(1)):
+        model = clone(fitted).set_params(options=few, random_state=state).fit(x, y, groups=mixed)
+        assert set(model.posterior_.run.metrics.labels) == {"1", "2", "b"}
+    one, two = (clone(fitted).set_params(options=few, random_state=state, sites=2).fit(x, y) for state in states)
+    np.testing.assert_array_equal(one.predict(x), two.predict(x))
+
+
 def test_a_wrong_key_is_a_value_error_with_the_projects_own_as_its_cause():
     x, y = rows()
     with pytest.raises(ValueError, match=r"unknown configuration key `model.kernal`") as error:
