@@ -439,6 +439,15 @@ def resolved(method: str, flat: FlatConfig) -> str:
     return "sgpr" if flat.get("model.likelihood", "gaussian") == "gaussian" else "svgp"
 
 
+def require_method(method: str, known: Iterable[str]) -> None:
+    """Raise ConfigError if a method is unknown."""
+    names = sorted(known)
+    if method not in names:
+        advice = _moved()[0].get(method)
+        words = f"was removed: {advice}" if advice else "is not a method"
+        raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(names)}")
+
+
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
     """Validate flat keys; ``options`` maps every method to the class of its keys."""
     known = defaults(options.values())
@@ -451,10 +460,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     if problems:
         raise ConfigError("\n".join(problems))
     method = resolved(str(given.get("method", AUTO)), given)
-    if method not in options:
-        advice = _moved()[0].get(method)
-        words = f"was removed: {advice}" if advice else "is not a method"
-        raise ConfigError(f"`method` = {method!r} {words}; allowed: {', '.join(sorted(options))}")
+    require_method(method, options)
     # An integer is accepted for a float; all other types are checked strictly.
     numbers = {k: float(v) for k, v in given.items() if isinstance(known[k], float) and type(v) is int}
     nested = nest({**given, **numbers, "method": method})

@@ -23,6 +23,7 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Parameters, Stepped
 from strategies.fsgp import FSGP
+from strategies.private_sgpr import PrivateSGPR
 from strategies.server.checkpoint import seconds_to_come
 from strategies.server.fedavg import AveragingState
 from strategies.server.questions import Total
@@ -138,6 +139,18 @@ def test_an_unknown_keyword_is_an_error_with_a_suggestion():
     for fixed in ("num_server_rounds", "output_dir"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{fixed}'"):
             FSGP(**{fixed: 1})
+
+
+def test_keywords_may_be_numpy_s_or_a_dict_and_wrong_arguments_are_refused_at_once():
+    ranges = {"x0": [-3, 3], "y": [-1.0, 2.5]}
+    strategy = PrivateSGPR(num_inducing=np.int64(8), epsilon=np.float64(1), ranges=ranges)
+    assert (strategy.config.model.num_inducing, strategy.config.privacy.epsilon) == (8, 1.0)
+    assert strategy.config.privacy.bounds == {"x0": (-3.0, 3.0), "y": (-1.0, 2.5)}
+    for rounds in (-1, 1.5):
+        with pytest.raises(ConfigError, match=f"`num_rounds` = {rounds}: expected a whole number"):
+            FSGP().start(own_grid(), num_rounds=rounds)
+    with pytest.raises(ConfigError, match=r"`method` = 'fsgpp' is not a method; allowed: .*fsgp"):
+        make_client_app("fsgpp", load_rows)
 
 
 def test_help_shows_every_keyword_with_its_default_and_meaning():

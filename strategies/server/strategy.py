@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Self
+from numbers import Integral
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -41,6 +43,8 @@ logger = logging.getLogger("fedgp")
 EXTRAS = ("baselines.linear", "baselines.local-only", "baselines.pooled", "keep-predictions")
 IN_A_PROGRAM: Mapping[str, Value] = {**dict.fromkeys(EXTRAS, False), "evaluate-every": 1}
 """Defaults for a Strategy in a program, which writes no run folder and no report."""
+Keyword: TypeAlias = Value | dict[str, Sequence[float]]
+"""A value of a keyword; a dict stands for its JSON."""
 NOT_FOR_A_STRATEGY = (
     {"method", "dataset", "data_dir", "partitioner", "partition", "output_dir", "name", "resume"}
     | {"num_server_rounds", "extra"}  # rounds are an argument of `start`
@@ -62,7 +66,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         lines = [f"    {name}: {meaning} (`{key}`, default {own!r})" for name, (key, own, meaning) in known.items()]
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
-    def __init__(self, **keywords: Value | None) -> None:
+    def __init__(self, **keywords: Keyword | None) -> None:
         self._set(configured(self.method, self.options_class, keywords), Observer(), None)
 
     @classmethod
@@ -104,6 +108,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         ``num_rounds`` includes rounds before a resume; ``timeout`` is by default ``round-timeout``. :attr:`outcome` is
         the full summary. Raises RunError if fewer than ``min-sites`` sites are usable, or if no site ever contributed.
         """
+        if not isinstance(num_rounds, Integral) or num_rounds < 0:
+            raise ConfigError(f"`num_rounds` = {num_rounds!r}: expected a whole number, at least 0")
         self.timeout, self.planned_rounds = self.config.round_timeout if timeout is None else timeout, num_rounds
         result = Result()
         self.enrol(grid)
@@ -359,7 +365,7 @@ def keys(options: type[MethodOptions]) -> dict[str, tuple[str, object, str]]:
     return found
 
 
-def configured(method: str, options: type[MethodOptions], given: Mapping[str, Value | None]) -> RunConfig:
+def configured(method: str, options: type[MethodOptions], given: Mapping[str, Keyword | None]) -> RunConfig:
     """Return the configuration of the keyword arguments ``given``; raise TypeError for an unknown one."""
     known = keys(options)
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
@@ -369,5 +375,6 @@ def configured(method: str, options: type[MethodOptions], given: Mapping[str, Va
             hint = f"; did you mean {' or '.join(close)}?" if close else f"; allowed: {', '.join(sorted(known))}"
             raise TypeError(f"unexpected keyword argument {name!r}{hint}")
         if value is not None:  # None: the default
-            flat[known[name][0]] = value
+            plain = json.dumps(value) if isinstance(value, dict) else value
+            flat[known[name][0]] = plain.item() if isinstance(plain, np.generic) else plain
     return parse(flat, {method: options})
