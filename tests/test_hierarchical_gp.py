@@ -26,6 +26,7 @@ from fedgp_flower.methods.hierarchical_gp.messages import Calibration
 from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, linear_terms
+from fedgp_flower.methods.sfvi.posterior import panels
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
@@ -559,6 +560,8 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     assert np.sqrt(np.mean((told["mean"] - told["target"]) ** 2)) < 0.3
     details = pd.read_json(folder / "metrics.json", typ="series")["method_details"]
     assert max(details["widened"].values()) > 1
+    [figure] = [panel.body for panel in panels(read_run(folder)) if panel.title == "Deviations"]
+    assert [own.get_text() for own in figure.axes[-1].get_legend().get_texts()] == ["site a"]
     again = Predictor.at_site(folder, "a").predict(told.rename(columns={"input.t": "t"}))
     np.testing.assert_allclose(again["sd"], told["sd"], rtol=1e-9)
     frame[frame["unit"] == "c"].iloc[:9][["t", "y"]].to_csv(tmp_path / "new.csv", index=False)

@@ -101,7 +101,8 @@ def panels(run: Run) -> list[Panel]:
         )
         target = str(run.saved.schema["target"]["name"])
         label = target if run.saved.likelihood == "gaussian" else f"the latent function of {target}"
-        sections.append(Panel("Deviations", deviations(rows, columns, label), caption))
+        named = rows.assign(site=rows["site"].map(run.metrics.labels))
+        sections.append(Panel("Deviations", deviations(named, columns, label), caption))
     return sections
 
 
