@@ -187,7 +187,7 @@ def state_of(snapshot: Snapshot) -> PVIState:
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
     """Return a checkpoint without a site's factor, rows and visits; its label stays, which keeps the partition."""
-    state = encode(forget(state_of(snapshot), site))
+    state = encode(forget(state_of(snapshot), site, snapshot.facts["preparation"]["labels"]))
     arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
     preparation = dict(snapshot.facts["preparation"])
     preparation["rows"] = without(preparation["rows"], site)

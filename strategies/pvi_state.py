@@ -228,13 +228,14 @@ def _sizes(
     return sizes
 
 
-def forget(state: PVIState, site: str) -> PVIState:
+def forget(state: PVIState, site: str, labels: Mapping[str, str]) -> PVIState:
     """Return the state without a site's factor, q/tₖ, which is exact in a conjugate model at fixed β and Z.
 
     Raises NumericsError if the site has no factor or the only one, or if the rest is improper.
     """
     if site not in state.sites:
-        known = ", ".join(sorted(state.sites)) or "none"
+        names = {one: labels.get(one, one) for one in sorted(state.sites)}
+        known = ", ".join(one if name == one else f"{one} ({name})" for one, name in names.items()) or "none"
         raise NumericsError(f"site {site!r} has no factor in this posterior; sites that have one: {known}")
     if len(state.sites) == 1:
         raise NumericsError(f"site {site!r} has the only factor: without it nothing is left")

@@ -108,7 +108,7 @@ def test_one_visit_each_is_the_pooled_posterior_whatever_the_partition(number, s
 def test_a_site_that_is_forgotten_was_never_there():
     sites = shards(3)
     others = [sites[name] for name in "02"]
-    state = forget(visited(sites, Plan(damping=1.0), 3), "1")
+    state = forget(visited(sites, Plan(damping=1.0), 3), "1", {})
     close(predicted(state), pooled(np.concatenate([s.x for s in others]), np.concatenate([s.y for s in others])))
 
 
