@@ -284,6 +284,8 @@ def test_a_data_frame_with_text_is_encoded_and_the_site_has_its_name():
     [
         ((np.zeros(3), np.zeros(3)), r"shapes \(3,\), \(3,\); expected \[N, D\] and \[N\]"),
         ((np.full((9, 1), np.nan), np.arange(9.0)), "load_data.*NaN"),
+        (None, r"load_data returned None; expected \(X, y\)"),
+        ((np.zeros((3, 1)),) * 3, r"load_data returned 3 values; expected \(X, y\)"),
     ],
 )
 def test_what_a_loader_returns_is_checked(data, words):

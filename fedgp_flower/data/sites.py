@@ -292,12 +292,12 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
     node = site, str(node_config.get("label", "")), 0
     if not site:
         raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
+    several = isinstance(data, tuple | list)
+    if not several or len(data) not in (2, 4):
+        what = f"{len(data)} values" if several else type(data).__name__.removesuffix("Type")  # NoneType
+        raise DataError(f"{LOADED} returned {what}; expected (X, y), (X, y, X_test, y_test) or (frame, target)")
     if len(data) == 2 and isinstance(data[0], pd.DataFrame):
         return real_site(config, node, [(LOADED, data[0])], str(data[1]))
-    if len(data) not in (2, 4):
-        raise DataError(
-            f"{LOADED} returned {len(data)} values; expected (X, y), (X, y, X_test, y_test) or (frame, target)"
-        )
     tables = []
     for x, y in zip(map(np.asarray, data[::2]), map(np.asarray, data[1::2]), strict=True):
         if x.ndim != 2 or y.shape != x.shape[:1]:
