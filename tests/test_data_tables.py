@@ -93,6 +93,7 @@ CASES = {
         {},
         ["`job` has 9 levels", "`features`", "`dose` holds dates", "`dates`", "`y`: empty or NaN cell in row 1 and 2"],
     ),
+    "two targets": (lines(), {"target": "y,dose"}, ["missing column `y,dose`", "a run has one `target`, or two"]),
     "left out by a wrong name": (lines(), {"features": "-jobs"}, ["leaves out `jobs`", "`job`"]),
     "header only": (HEADER + "\n", {}, ["no data rows"]),
     "empty file": ("", {}, ["the file is empty"]),

@@ -171,7 +171,7 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
         hint = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if alone else ""
         if any("," in name and {part.strip() for part in name.split(",")} <= {*present} for name in missing):
             hint = (
-                "; `target` takes two columns if `model.likelihood` is 'time-to-event' (time, event), 'poisson' (count,"
-                " exposure) or 'binomial' (successes, trials)"
+                "; a run has one `target`, or two columns if `model.likelihood` is 'time-to-event' (time, event),"
+                " 'poisson' (count, exposure) or 'binomial' (successes, trials)"
             )
         raise DataError(f"{file}: missing column {names_missing}; the file has {listed(present)}{hint}")
