@@ -480,6 +480,9 @@ def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> 
     np.testing.assert_array_equal(table.frame["age"].iloc[test], whole["age"][whole["split"] == "test"])
     assert table.column.iloc[train].tolist() == whole["clinic"][whole["split"] == "train"].tolist()
     assert [site.dropped for site in load_all_sites(config, 2)] == [table.dropped, 0]
+    frame.assign(clinic=frame["clinic"].mask(frame.index == 3)).to_csv(tmp_path / "all.csv", index=False)
+    with pytest.raises(DataError, match=r"`clinic`: empty or NaN cell in row \d+. Fill the cells, or remove the rows$"):
+        load_table(config)
 
 
 def finished(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> Path:

@@ -42,6 +42,11 @@ UNIQUE = 0.9
 LEAST_SKEWED = 30
 """Smallest number of rows for a skewness, and to recognise row numbers."""
 EMPTY = "empty or NaN cell"
+REMEDIES = {
+    "error": ". Fill the cells, or train with `missing` = 'drop', 'impute' or 'indicator'",
+    "": ". Fill the cells, or remove the rows",
+}
+"""Advice on empty cells of columns that are inputs, and of those that name sites or groups."""
 LEFT_OUT = "leave it out (`features` = '-{}')"
 """Advice to train without a column."""
 ROWS_PER_LEVEL = 3
@@ -58,9 +63,12 @@ def typed(
     names: Sequence[str],
     file: str,
     kinds: Mapping[str, Kind] | None = None,
-    missing: str = "error",
+    missing: str = "",
 ) -> pd.DataFrame:
-    """Return the named columns as float64 (numeric) or text (categorical). Raise DataError for unusable cells."""
+    """Return the named columns as float64 (numeric) or text (categorical). Raise DataError for unusable cells.
+
+    Without ``missing``, the key of that name, no cell may be empty.
+    """
     found, problems = cells_of(frame, names, kinds or {}, missing)
     if problems:
         raise DataError(f"{file}: {problems}")
@@ -75,9 +83,8 @@ def cells_of(
     problems: list[str] = []
     for name in names:
         columns[name], found = _typed_column(frame[name], kinds.get(name))
-        problems += [f"column `{name}`: {words}" for words in found if missing == "error" or EMPTY not in words]
-    empty = any(EMPTY in problem for problem in problems)
-    remedy = ". Fill the cells, or train with `missing` = 'drop', 'impute' or 'indicator'" if empty else ""
+        problems += [f"column `{name}`: {words}" for words in found if missing in REMEDIES or EMPTY not in words]
+    remedy = REMEDIES[missing] if any(EMPTY in problem for problem in problems) else ""
     words = f"{'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}"
     return pd.DataFrame(columns, index=frame.index), words
 
