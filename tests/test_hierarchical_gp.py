@@ -554,7 +554,7 @@ ROUGH |= {"model__num_inducing": 6, "num_server_rounds": 5}
 
 def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     frame = series()
-    folder = run_of_units(tmp_path, frame, **ROUGH)
+    folder = run_of_units(tmp_path, frame.assign(dew=1.0), features="-dew", **ROUGH)
     told = pd.read_csv(folder / "predictions.csv")
     assert (np.abs(told["mean"] - told["target"]) < 1.96 * told["sd"]).mean() > 0.8
     assert np.sqrt(np.mean((told["mean"] - told["target"]) ** 2)) < 0.3

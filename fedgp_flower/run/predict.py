@@ -29,6 +29,7 @@ from fedgp_flower.data.standardisation import (
     typed_inputs,
     unknown_levels,
 )
+from fedgp_flower.data.tables import read_table
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
@@ -132,7 +133,10 @@ class Predictor:
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(f"a site {name!r} took part in {run}: use `fedgp predict --site`, or rename the table")
-        config = parse_config(read.config | {"split": -1, "test-fraction": 0.0})
+        present = read_table(data).columns  # which need not have a column that the run left out
+        named = [name.strip() for name in str(read.config.get("features", "")).split(",")]
+        features = ",".join(name for name in named if name.removeprefix("-") in present or not name.startswith("-"))
+        config = parse_config(read.config | {"split": -1, "test-fraction": 0.0, "features": features})
         rows = load_site(config, _node(read, name, data))
         unusable = f"a new site cannot join a run of {read.metrics.method!r} as configured"
         return _at_node(read, config, rows, {}, unusable)
