@@ -10,15 +10,19 @@ of two neighbours (Ogita, Rump & Oishi, *Accurate sum and dot product*, 2005, Su
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Numbers: TypeAlias = NDArray[Any]
+"""Floats or integers."""
+
 BLOCK = 2**16
+"""Entries that are added at once, for the cache of the processor."""
 
 
-def start(value: ArrayLike) -> NDArray[Any]:
+def start(value: ArrayLike) -> Numbers:
     """Return the sum of one array.
 
     >>> rounded(plus(plus(start(1e16), 1.0), -1e16))
@@ -28,7 +32,7 @@ def start(value: ArrayLike) -> NDArray[Any]:
     return np.stack([first, np.zeros_like(first)])
 
 
-def plus(sums: NDArray[Any], value: ArrayLike) -> NDArray[Any]:
+def plus(sums: Numbers, value: ArrayLike) -> Numbers:
     """Add an array to a sum in place and return the sum."""
     (high, low), terms = sums.reshape(2, -1), np.ravel(value)
     for begin in range(0, len(terms), BLOCK):
@@ -40,6 +44,6 @@ def plus(sums: NDArray[Any], value: ArrayLike) -> NDArray[Any]:
     return sums
 
 
-def rounded(sums: NDArray[Any]) -> NDArray[Any]:
+def rounded(sums: Numbers) -> Numbers:
     """Return the array nearest to a sum."""
     return np.asarray(sums[0] + sums[1])

@@ -11,6 +11,7 @@ import pytest
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
 from fedgp_flower.run import predict, terminal
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -180,7 +181,7 @@ def test_a_site_that_joins_has_the_name_of_its_file(fedgp, shared, tmp_path, mon
 
     def joined(run, name, data):
         names.append(name)
-        return predict.Predictor.of_run(run)
+        return predict.Predictor.of(read_run(run))
 
     monkeypatch.setattr(predict.Predictor, "joined", joined)
     monkeypatch.setattr(predict, "predict_file", lambda predictors, *others: (0, 0, 0))

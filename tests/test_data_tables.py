@@ -493,7 +493,7 @@ def finished(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> Path
 
 def test_a_new_row_with_a_missing_cell_has_no_prediction_where_such_rows_are_dropped(tmp_path: Path) -> None:
     run_folder = finished(tmp_path, {str(k): patients(seed=k) for k in range(2)}, target="y", missing="drop")
-    posterior, new = Predictor.of_run(run_folder), patients(seed=9)
+    posterior, new = Predictor.of(read_run(run_folder)), patients(seed=9)
     found = posterior.predict(new)
     whole = new[["age", "weight", "ward"]].notna().all(axis=1)
     assert found["mean"].notna().tolist() == whole.tolist()

@@ -200,7 +200,7 @@ def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_p
     folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
     frame = told.rename(columns={"input.x": "x"})[["x"]]
-    own, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of_run(folder)
+    own, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of(read_run(folder))
     np.testing.assert_allclose(own[["mean", "sd"]], told[["mean", "sd"]], rtol=1e-9)
     assert told["trend"].to_numpy() == pytest.approx(new.predict(frame)["mean"].to_numpy(), rel=1e-9)
     assert (told["trend"] + told["deviation"]).to_numpy() == pytest.approx(told["mean"].to_numpy())

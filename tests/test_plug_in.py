@@ -22,6 +22,7 @@ from fedgp_flower.methods.sfvi.rows import GROUP
 from fedgp_flower.options import PositiveInt, Section
 from fedgp_flower.run import registry
 from fedgp_flower.run.api import load_run
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
@@ -61,7 +62,7 @@ def run(tmp_path_factory):
 def test_its_figures_are_those_of_all_rows_in_one_place(run):
     """The sums are additive: weights after each step are those of centralised expectation maximisation."""
     config = parse_config(load_run(run).config)
-    agreed, arrays = Predictor.of_run(run).preparation, load_run(run).saved.arrays
+    agreed, arrays = Predictor.of(read_run(run)).preparation, load_run(run).saved.arrays
     sites = [site.encode(agreed) for site in load_all_sites(config, SITES)]
     x = np.vstack([np.hstack([np.ones((len(site.y), 1)), site.x]) for site in sites])
     y, noise = np.concatenate([site.y for site in sites]), 0.7
@@ -128,7 +129,7 @@ for words in WORDS:
     assert "toy" in done.stdout
     assert len(pd.read_csv(tmp_path / "out.csv")) == len(pd.read_csv(table))
     # the model is one file and a line that names it: q(Z_G) is the exact posterior, and its section is reported
-    agreed, chosen = Predictor.of_run(run).preparation, ["age", "bmi", "bp"]  # of the same rows
+    agreed, chosen = Predictor.of(read_run(run)).preparation, ["age", "bmi", "bp"]  # of the same rows
     where = [agreed.names.index(name) for name in chosen]
     sites = [site.encode(agreed) for site in load_all_sites(parse_config(load_run(run).config), SITES)]
     x = np.vstack([np.hstack([np.ones((len(site.y), 1)), site.x[:, where]]) for site in sites])

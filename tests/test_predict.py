@@ -56,7 +56,7 @@ def line(tmp_path_factory):
 def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
     told = pd.read_csv(mixed / "predictions.csv", dtype={"site": str})
     sites = load_all_sites(parse_config(read_config(mixed / "config.toml")), SITES)
-    predictor = Predictor.of_run(mixed)
+    predictor = Predictor.of(read_run(mixed))
     assert set(told["site"]) == {site.site for site in sites}
     for site in sites:
         own, again = told[told["site"] == site.site], predictor.predict(site.test)
@@ -77,7 +77,10 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     ids = [f"00{number}" for number in range(len(told))]
     new = pd.DataFrame({"sd": "own", "x": shuffled["input.x"], "id": ids, "note": None})
     new.to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file({"": Predictor.of_run(line)}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (len(told), 0)
+    assert predict_file({"": Predictor.of(read_run(line))}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (
+        len(told),
+        0,
+    )
     found = pd.read_csv(tmp_path / "out.csv", dtype={"id": str})
     assert list(found)[:5] == ["input.sd", "id", "note", "mean", "sd"]
     assert list(found["id"]) == ids
@@ -90,7 +93,7 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
 
 
 def test_rows_beyond_all_training_rows_are_marked(line, tmp_path):
-    predictor = Predictor.of_run(line)
+    predictor = Predictor.of(read_run(line))
     mean, scale = float(predictor.preparation.input_mean[0]), float(predictor.preparation.input_scale[0])
     frame = pd.DataFrame({"x": [mean, mean + 5.7 * scale, mean - 9 * scale]})
     assert predictor.outside(frame).tolist() == ["", "x", "x"]
@@ -100,7 +103,7 @@ def test_rows_beyond_all_training_rows_are_marked(line, tmp_path):
 
 
 def test_predictions_have_the_index_of_the_table(mixed):
-    predictor, plain = Predictor.of_run(mixed), table(6)
+    predictor, plain = Predictor.of(read_run(mixed)), table(6)
     plain.loc[2, "age"] = 500.0
     new = plain.set_index(pd.Index([9, 4, 4, 7, 0, 1]))
     pd.testing.assert_frame_equal(predictor.predict(new), predictor.predict(plain).set_axis(new.index))
@@ -112,7 +115,7 @@ def test_predictions_have_the_index_of_the_table(mixed):
 def test_levels_that_no_site_had_are_said_once(mixed):
     new = table(4).assign(clinic=["north", "nort", "east", "nort"], sex=[0, 1, 1, 0])
     with pytest.warns(UserWarning, match="`sex`: '0', '1'; `clinic`: 'nort', 'east'$") as told:
-        Predictor.of_run(mixed).predict(new)
+        Predictor.of(read_run(mixed)).predict(new)
     assert len(told) == 1
 
 
@@ -138,7 +141,7 @@ def test_the_equation_beside_the_posterior_is_the_prediction_whatever_the_order_
     new = table(20)
     new.loc[[3, 7], "clinic"] = "east"
     new[["clinic", "sex", "dose", "age"]].to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file({"": Predictor.of_run(mixed)}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (20, 2)
+    assert predict_file({"": Predictor.of(read_run(mixed))}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (20, 2)
     columns = [new["age"], new["dose"], new["sex"] == "m"]  # as in the schema: two levels are one indicator
     columns += [new["clinic"] == level for level in ("north", "south", "west")]
     inputs = np.stack(columns, axis=1).astype(float)
@@ -155,7 +158,7 @@ def test_a_method_without_a_shared_posterior_says_so(tmp_path):
     run = run_in_process(BASE | keys | {"name": "run"}, 2)
     assert not (run / "posterior.safetensors").exists()
     with pytest.raises(RunError, match=r"no posterior to predict from.*`method` = 'fgpr'") as caught:
-        Predictor.of_run(run)
+        Predictor.of(read_run(run))
     assert METHODS["fgpr"].why_no_posterior in str(caught.value)
 
 

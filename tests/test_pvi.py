@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
 def test_the_saved_posterior_predicts_what_sites_scored(tmp_path, finished):
     for folder in (finished, executed(tmp_path, pvi__local_update="natural-gradient", baselines__pooled=False)):
         rows = pd.read_csv(folder / "predictions.csv").query("site == 1")
-        found = Predictor.of_run(folder)(rows.filter(like="input.").to_numpy())
+        found = Predictor.of(read_run(folder))(rows.filter(like="input.").to_numpy())
         np.testing.assert_allclose(found, rows[["mean", "sd"]].T, rtol=1e-9)
 
 

@@ -20,6 +20,7 @@ from fedgp_flower.methods.sfvi.mixed import GroupedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import METHODS
@@ -176,7 +177,7 @@ def test_a_topic_model_is_scored_saved_and_predicts(tmp_path):
     keys |= {"num_server_rounds": 45, "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)
     assert load_run(folder).metrics.test["accuracy"] > 0.9
-    chance = Predictor.of_run(folder).predict(table)["probability of game"]
+    chance = Predictor.of(read_run(folder)).predict(table)["probability of game"]
     assert ((chance > 0.5) == table["theme"]).mean() > 0.9
     report = (folder / "report.html").read_text()
     assert "Topics" in report
@@ -299,7 +300,7 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path, method):
     if personal:
         assert read.posterior is None
         with pytest.raises(RunError, match="keeps its own last layer"):
-            Predictor.of_run(folder)
+            Predictor.of(read_run(folder))
         assert len(Predictor.of_all(folder)) == 3
     site = table[table["silo"] == 1]
     predictors = [] if personal else [read.posterior]

@@ -87,11 +87,6 @@ class Predictor:
         return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
 
     @staticmethod
-    def of_run(run: Path) -> Predictor:
-        """Read the posterior in a run's folder."""
-        return Predictor.of(read_run(run))
-
-    @staticmethod
     def of(run: Run) -> Predictor:
         """Return the posterior of a run. Raise RunError if it has none."""
         reason = run.why_no_posterior

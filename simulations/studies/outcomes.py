@@ -199,6 +199,7 @@ def concordance(order: np.ndarray, test: pd.DataFrame) -> float:
 
 def times(seeds: tuple[int, ...]) -> Iterator[Row]:
     """Survival."""
+    from fedgp_flower.run.artefacts import read_run
     from fedgp_flower.run.predict import Predictor
 
     for name in ("aft", "gbsg2", "rossi"):
@@ -216,7 +217,7 @@ def times(seeds: tuple[int, ...]) -> Iterator[Row]:
             for method, figures in {"svgp": run["test"], "AFT regression": run["linear"], "KM": run["mean"]}.items():
                 found = row | {"method": method} | {figure: figures[figure] for figure in shown}
                 if method == "svgp" and not common.CHECKING:
-                    found["concordance"] = concordance(Predictor.of_run(run["folder"]).predict(test)["q50"], test)
+                    found["concordance"] = concordance(Predictor.of(read_run(run["folder"])).predict(test)["q50"], test)
                     tables.append(np.array(run["calibration"]["survival"]).sum(axis=1))
                 yield found
             if not common.CHECKING:
@@ -274,11 +275,12 @@ def motorcycle(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def coverage(run: Row, test: pd.DataFrame) -> Row:
     """Shares of held-out rows in their 95 % intervals, in the left and the right half."""
+    from fedgp_flower.run.artefacts import read_run
     from fedgp_flower.run.predict import Predictor
 
     if common.CHECKING:
         return {}
-    table, y = Predictor.of_run(run["folder"]).predict(test), test["y"].to_numpy()
+    table, y = Predictor.of(read_run(run["folder"])).predict(test), test["y"].to_numpy()
     inside, left = (table["q2.5"] <= y) & (y <= table["q97.5"]), test["x"].to_numpy() < 0.5
     return {"left": inside[left].mean(), "right": inside[~left].mean()}
 
