@@ -376,7 +376,7 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [fg.FederatedGPRegressor, fg.FederatedGPClassifier])
 def test_scikit_learns_own_checks_pass(kind):
-    check_estimator(kind(num_rounds=3, sites=2, options={"model.num-inducing": 5, "sgpr.exchanges": 4}))
+    check_estimator(kind(num_rounds=3, sites=2, options={"model.num-inducing": 10, "sgpr.exchanges": 4}))
 
 
 def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs(fitted):
