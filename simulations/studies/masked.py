@@ -13,7 +13,7 @@ from simulations.common import Row, cost, fit
 
 
 def study(
-    sets: tuple[str, ...] = ("concrete", "boston", "yacht", "power"), splits: tuple[int, ...] = (3, 4)
+    sets: tuple[str, ...] = ("concrete", "boston", "yacht"), splits: tuple[int, ...] = (3, 4, 5, 6)
 ) -> Iterator[Row]:
     """A row for each set and split."""
     for name, split in ((name, split) for name in sets for split in splits):
