@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
@@ -437,6 +438,13 @@ def resolved(method: str, flat: FlatConfig) -> str:
     if flat.get("formula"):
         return "mixed-model"
     return "sgpr" if flat.get("model.likelihood", "gaussian") == "gaussian" else "svgp"
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return an argument that counts something; raise ConfigError for other types and for less than ``least``."""
+    if not isinstance(value, Integral) or value < least:
+        raise ConfigError(f"`{name}` = {value!r}: expected a whole number, at least {least}")
+    return int(value)
 
 
 def require_method(method: str, known: Iterable[str]) -> None:

@@ -6,12 +6,12 @@ import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
-from numbers import Integral
 from pathlib import Path
 from typing import TypeAlias
 
 import pandas as pd
 
+from fedgp_flower.config import whole_number
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
@@ -69,8 +69,7 @@ def run(
     """
     given = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
     flat = dict(options or {}) | {key: value for key, value in given.items() if value is not None}
-    if not isinstance(sites, Integral) or sites < 0:
-        raise ConfigError(f"`sites` = {sites!r}: expected a whole number, at least 1")
+    sites = whole_number("sites", sites, 0)
     if isinstance(data, Mapping):
         if site:
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
@@ -81,7 +80,7 @@ def run(
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
-        return load_run(run_in_process(complete_config(flat), 0 if site else int(sites), progress=progress))
+        return load_run(run_in_process(complete_config(flat), 0 if site else sites, progress=progress))
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:

@@ -364,7 +364,8 @@ def predict_file(
     frame = read_inputs(source, preparation)
     outside = first.outside(frame)
     extra = {"outside": outside} if outside.any() else {}
-    with warnings.catch_warnings(action="ignore"):  # the numbers of new levels are returned
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "levels that no site had")  # their number is returned
         tables = {site: predictor.predict(frame, times=times).assign(**extra) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
     # Other columns, such as ids, come first and unchanged.

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from numbers import Integral
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -23,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from pydantic import BaseModel
 
-from fedgp_flower.config import CoreConfig, RunConfig, parse
+from fedgp_flower.config import CoreConfig, RunConfig, parse, whole_number
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.messages import decode, stepped_from
 from fedgp_flower.options import MethodOptions, Section, Value, meanings
@@ -108,8 +107,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         ``num_rounds`` includes rounds before a resume; ``timeout`` is by default ``round-timeout``. :attr:`outcome` is
         the full summary. Raises RunError if fewer than ``min-sites`` sites are usable, or if no site ever contributed.
         """
-        if not isinstance(num_rounds, Integral) or num_rounds < 0:
-            raise ConfigError(f"`num_rounds` = {num_rounds!r}: expected a whole number, at least 0")
+        num_rounds = whole_number("num_rounds", num_rounds, 0)
         self.timeout, self.planned_rounds = self.config.round_timeout if timeout is None else timeout, num_rounds
         result = Result()
         self.enrol(grid)
