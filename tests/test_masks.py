@@ -11,8 +11,11 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedgp_flower.client_app import app
-from fedgp_flower.clients.guard import Guard
+from fedgp_flower.clients.guard import Guard, _summand
 from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
+from fedgp_flower.gp.fitc import WeightedSums
+from fedgp_flower.messages import encode, from_parts, to_parts
+from fedgp_flower.methods.sgpr.messages import TrialSums
 from fedgp_flower.privacy import masks, questions
 from fedgp_flower.privacy.keys import Identity, Member, Trust, fingerprint
 from fedgp_flower.run.in_process import InProcessGrid
@@ -68,6 +71,16 @@ def test_a_total_is_the_exact_sum_of_the_rounded_summands():
     count, total = masks.total(sent(QUESTION, summands).values())
     assert count == len(SITES)
     assert list(total) == [float(integer / SCALE) for integer in expected]
+
+
+def test_a_masked_answer_of_low_rank_is_the_one_that_leaves_without_a_mask():
+    rows = np.random.default_rng(1).standard_normal((5, 12))
+    one = WeightedSums(rows.T @ rows, np.ones(12), *(np.asarray(9.0),) * 3, np.asarray(5.0))
+    answer = TrialSums.of([one])
+    words, layout = _summand(replace(QUESTION, layout=None), lambda: answer)
+    found = questions.unflat(masks.decode(words[1:]), layout)
+    assert np.array_equal(found["grams"], encode(from_parts(TrialSums, *to_parts(answer)))["grams"])
+    assert not np.array_equal(found["grams"], encode(answer)["grams"])  # the factor is rounded
 
 
 @pytest.mark.parametrize(
