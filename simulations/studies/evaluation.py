@@ -11,10 +11,9 @@ hyperparameters, at each site's device in float64.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import gpytorch
@@ -27,6 +26,7 @@ from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient
+from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from simulations.common import Array, Row
 
@@ -89,7 +89,7 @@ class Peer(gpytorch.models.ExactGP):
 def federated(model: SparseGP, parts: Parts) -> tuple[float, Array]:
     """Bound per row and its gradient in Z, as sites and server compute them."""
     whitener = Whitener(model)
-    total = reduce(operator.add, (pooled_sums(model, x, y, whitener) for x, y in parts))
+    total = add(pooled_sums(model, x, y, whitener) for x, y in parts)
     bound = bound_gradient(total, model.log_noise)
     shares = [rows_gradient(model, x, y, bound, whitener) for x, y in parts]
     shares.append(inducing_gradient(model, total, bound, whitener))
@@ -101,7 +101,7 @@ def federated(model: SparseGP, parts: Parts) -> tuple[float, Array]:
 def evidence(model: SparseGP, parts: Parts) -> None:
     """What an exchange of `sgpr` computes: sums, the posterior of all rows, and the gradient by the hyperparameters."""
     whitener = Whitener(model)
-    q = posterior(reduce(operator.add, (weighted_sums(model, x, y, whitener) for x, y in parts)))
+    q = posterior(add(weighted_sums(model, x, y, whitener) for x, y in parts))
     for x, y in parts:
         weighted_gradient(model, x, y, q, whitener)
 

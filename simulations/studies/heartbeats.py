@@ -19,15 +19,16 @@ from pathlib import Path
 from fedgp_flower.deploy.processes import free_ports
 from simulations.common import ROOT, Row, remembered
 
+FLOWERS_UPLOAD = 180
 OURS, FLOWERS = "from fedgp_flower.deploy.wrapped import supernode", "from flwr.supernode.cli import flower_supernode"
-PLAIN = """
-import sys
+SLOW = f"from fedgp_flower.deploy import wrapped; wrapped.UPLOAD = {FLOWERS_UPLOAD}; wrapped.superlink()"
+PLAIN = f"""
 from pathlib import Path
 from fedgp_flower.deploy import machines
 words, *rest = machines.Coordinator.read(Path("coordinator")).command()
-machines.become(([str(Path(sys.executable).with_name("flower-superlink")), *words[4:]], *rest))
+machines.become(([words[0], "-c", {SLOW!r}, *words[4:]], *rest))
 """
-"""The SuperLink of a coordinator without this project's constants."""
+"""The SuperLink of a coordinator with Flower's constant."""
 
 
 def rounds(history: Path) -> int:
