@@ -329,9 +329,9 @@ def compare_runs(
 @app.command()
 def methods() -> None:
     """List the methods for the key `method`."""
-    further = [name for name in registry.METHODS if name not in registry.BUILT_IN]
+    further = [name for name in registry.methods() if name not in registry.BUILT_IN]
     for title, names in [*registry.GROUPS.items(), *([("Further methods", further)] if further else [])]:
-        rows = [[name, registry.METHODS[name].summary, registry.METHODS[name].paper] for name in names]
+        rows = [[name, registry.methods()[name].summary, registry.methods()[name].paper] for name in names]
         for section in dict.fromkeys(registry.option_classes()[name] for name in names):
             key = f"  {section.table}.{section.variant_key}"
             rows += [[f"{key}={kind}", summary, ""] for kind, summary in section.variants.items()]

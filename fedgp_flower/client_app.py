@@ -12,7 +12,7 @@ from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.config import RunConfig, require_method
 from fedgp_flower.data.sites import Data, RawSite, site_of
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.registry import METHODS, client_class, parse_config
+from fedgp_flower.run.registry import client_class, methods, parse_config
 
 
 def make_client_app(
@@ -34,7 +34,7 @@ def make_client_app(
         train_mods: Flower's mods for training messages only, such as ``fixedclipping_mod``.
     """
     if method is not None:
-        require_method(method, METHODS)
+        require_method(method, methods())
     cache: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
 
     def load(config: RunConfig, context: Context) -> RawSite:

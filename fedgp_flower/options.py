@@ -9,13 +9,16 @@ import textwrap
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from fedgp_flower.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedgp_flower.config import CoreConfig
 
+R = TypeVar("R")
 Value: TypeAlias = bool | int | float | str
 FlatConfig: TypeAlias = Mapping[str, Value]
 
@@ -58,6 +61,27 @@ AUTO, DEFAULT_KERNEL = "auto", "rbf"
 """Value of ``method`` and ``kernel`` that chooses by the likelihood, and the kernel of most methods."""
 KERNEL_GROUP = "fedgp_flower.kernels"
 """Entry points of packages with kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
+
+
+def with_installed(built_in: Mapping[str, R], kind: type[R], noun: str, group: str) -> dict[str, R]:
+    """Return the built-in rows of a table by name, then those of installed packages: the entry points of a group.
+
+    Raise ConfigError for one that cannot be loaded, is of another kind or has the name of another row.
+    """
+    rows = dict(built_in)
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        package = f" of package {entry.dist.name}" if entry.dist else ""
+        label = f"{noun} {entry.name!r}{package} (entry point {entry.value})"
+        if entry.name in rows:
+            raise ConfigError(f"{label}: another {noun} has that name already; rename or uninstall one")
+        try:
+            row = entry.load()
+        except Exception as error:
+            raise ConfigError(f"{label} cannot be loaded: {type(error).__name__}: {error}") from error
+        if not isinstance(row, kind):
+            raise ConfigError(f"{label}: expected a `{kind.__module__}.{kind.__name__}`, got {type(row).__name__}")
+        rows[entry.name] = row
+    return rows
 
 
 def kernel_names() -> tuple[str, ...]:

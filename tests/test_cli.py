@@ -13,7 +13,7 @@ from fedgp_flower.data.catalogue import BUILTINS
 from fedgp_flower.run import predict, terminal
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.registry import METHODS
+from fedgp_flower.run.registry import methods
 from fedgp_flower.run.user_config import parse_assignments
 
 TINY = ["dataset=sine", "split=0", "model.num-inducing=6", "baselines.local-only=false", "baselines.pooled=false"]
@@ -252,6 +252,6 @@ def test_a_trust_file_to_list_must_exist(fedgp, tmp_path):
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
     (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
     out = fedgp("methods")[1]
-    assert [name for name in METHODS if f"│ {name} " not in out] == []
+    assert [name for name in methods() if f"│ {name} " not in out] == []
     out = fedgp("datasets", "--data-dir", tmp_path)[1]
     assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []

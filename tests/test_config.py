@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedgp_flower.config import flatten, nest
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.registry import METHODS, default_config, load, parse_config
+from fedgp_flower.run.registry import default_config, load, methods, parse_config
 
 
 def test_pyproject_lists_every_key_with_its_default():
@@ -158,9 +158,9 @@ def test_nest_undoes_flatten(nested):
     assert nest(flatten(nested)) == nested
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", methods())
 def test_every_reference_of_a_row_resolves(name):
-    row = METHODS[name]
+    row = methods()[name]
     references = [value for entry in fields(row) if re.fullmatch(r"[\w.]+:\w+", value := str(getattr(row, entry.name)))]
     assert len(references) >= 3
     assert all(callable(load(reference)) for reference in references)

@@ -13,19 +13,17 @@ import pytest
 from safetensors.numpy import load_file
 from scipy.linalg import cho_factor, cho_solve
 
-from fedgp_flower import cli
+from fedgp_flower import cli, options
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sfvi import rows
 from fedgp_flower.methods.sfvi.options import MODELS
-from fedgp_flower.methods.sfvi.rows import GROUP
 from fedgp_flower.options import PositiveInt, Section
-from fedgp_flower.run import registry
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
+from fedgp_flower.run.registry import default_config, methods, option_classes, parse_config
 from fedgp_flower.run.user_config import for_flower, parse_assignments
 
 PACKAGE = Path(__file__).parent / "toy_package"
@@ -34,7 +32,7 @@ SITES = 3
 
 
 def forget_rows() -> None:
-    METHODS.__dict__.pop("_rows", None)
+    methods.cache_clear()
     option_classes.cache_clear()
 
 
@@ -147,19 +145,6 @@ for words in WORDS:
     assert "Weights of the toy model" in (tmp_path / "model" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        (EntryPoint("glmm", "toy_model:ROW", GROUP), "another model has that name"),
-        (EntryPoint("odd", "toy_model:ToyKeys", GROUP), "expected a ModelRow"),
-    ],
-)
-def test_a_model_that_is_no_row_or_takes_a_name_is_refused(monkeypatch, entry, words):
-    monkeypatch.setattr(rows, "entry_points", lambda group: [entry])
-    with pytest.raises(ConfigError, match=words):
-        rows.installed(MODELS)
-
-
 def test_a_key_with_two_meanings_is_refused():
     class Other(Section):
         latents: PositiveInt = 7
@@ -177,13 +162,26 @@ def test_a_key_with_two_meanings_is_refused():
     ],
 )
 def test_a_package_that_brings_no_usable_row_is_named(monkeypatch, entry, message):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint(*entry, group)])
+    monkeypatch.setattr(options, "entry_points", lambda group: [EntryPoint(*entry, group)])
     with pytest.raises(ConfigError, match=re.escape(message)):
-        list(registry.Registry())
+        methods.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (("glmm", "toy_model:ROW"), "another model has that name"),
+        (("odd", "toy_model:ToyKeys"), "expected a .*ModelRow`"),
+    ],
+)
+def test_a_model_that_is_no_row_or_takes_a_name_is_refused(monkeypatch, entry, words):
+    monkeypatch.setattr(options, "entry_points", lambda group: [EntryPoint(*entry, group)])
+    with pytest.raises(ConfigError, match=words):
+        options.with_installed(MODELS, rows.ModelRow, "model", rows.GROUP)
 
 
 def test_runs_of_a_package_that_is_gone_say_what_to_install(run, monkeypatch, capsys):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    monkeypatch.setattr(options, "entry_points", lambda group: [])
     forget_rows()
     with pytest.raises(SystemExit):
         cli.main(["report", str(run)])

@@ -18,7 +18,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import QUANTILES, Predictor, predict_file
-from fedgp_flower.run.registry import METHODS, parse_config
+from fedgp_flower.run.registry import methods, parse_config
 from fedgp_flower.run.user_config import read_config
 from fedgp_flower.scores import transformed_moments, transformed_quantiles, transformed_scores
 from fedgp_flower.shared_messages import TargetMoments
@@ -159,7 +159,7 @@ def test_a_method_without_a_shared_posterior_says_so(tmp_path):
     assert not (run / "posterior.safetensors").exists()
     with pytest.raises(RunError, match=r"no posterior to predict from.*`method` = 'fgpr'") as caught:
         Predictor.of(read_run(run))
-    assert METHODS["fgpr"].why_no_posterior in str(caught.value)
+    assert methods()["fgpr"].why_no_posterior in str(caught.value)
 
 
 POWERS = Transform("yeo-johnson").powers

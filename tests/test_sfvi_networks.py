@@ -23,7 +23,7 @@ from fedgp_flower.run.api import load_run
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import METHODS
+from fedgp_flower.run.registry import methods
 from fedgp_flower.shared_messages import Confusion, Described
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, gradient_round
@@ -304,7 +304,7 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path, method):
         assert len(Predictor.of_all(folder)) == 3
     site = table[table["silo"] == 1]
     predictors = [] if personal else [read.posterior]
-    predictors += [Predictor.at_site(folder, "1")] if METHODS[method].at_site else []
+    predictors += [Predictor.at_site(folder, "1")] if methods()[method].at_site else []
     for predictor in predictors:
         chance = predictor.predict(site)
         assert list(chance) == [f"probability of kind {number}" for number in range(3)]

@@ -30,7 +30,7 @@ from fedgp_flower.files import plain, read_arrays, read_bytes, read_json, readin
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Posterior, Snapshot, Summary
-from fedgp_flower.run.registry import METHODS, Method
+from fedgp_flower.run.registry import Method, methods
 from fedgp_flower.typing import Facts, NamedArrays
 
 if TYPE_CHECKING:
@@ -160,9 +160,9 @@ class Run:
     def method(self) -> Method:
         """The method's row of the registry. Raise RunError if the method is not installed."""
         name = self.metrics.method
-        if name not in METHODS:
+        if name not in methods():
             raise RunError(f"{self.path} is a run of {name!r}, which is not installed; install the package it is from")
-        return METHODS[name]
+        return methods()[name]
 
     @property
     def why_no_posterior(self) -> str:

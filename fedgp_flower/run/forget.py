@@ -14,7 +14,7 @@ from fedgp_flower.files import write_json
 from fedgp_flower.outcome import Progress, Snapshot, silent
 from fedgp_flower.run.artefacts import Run, RunFolder, read_run
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.run.registry import load, methods, parse_config
 from fedgp_flower.run.report import write_report
 from fedgp_flower.typing import Facts
 
@@ -23,7 +23,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     """Continue a run without a site, in a new folder, from its history and checkpoint. Return the new folder."""
     data = read_run(run)
     if not data.method.forget:
-        able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
+        able = ", ".join(repr(name) for name, method in methods().items() if method.forget)
         raise RunError(f"{run} is a run of {data.metrics.method!r}; only a run of {able} can go on without a site")
     old = parse_config(data.config)
     saved = RunFolder(run, old.digest()).restore()

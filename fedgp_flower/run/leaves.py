@@ -18,7 +18,7 @@ from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer
 from fedgp_flower.privacy import audit
 from fedgp_flower.run.in_process import InProcessGrid
-from fedgp_flower.run.registry import METHODS, load, parse_config, strategy_class
+from fedgp_flower.run.registry import load, methods, parse_config, strategy_class
 from fedgp_flower.typing import Facts, Node
 
 WORDS: Mapping[str, str] = {
@@ -36,7 +36,7 @@ WORDS: Mapping[str, str] = {
 
 def answers(method: str) -> list[tuple[str, Any]]:
     """Return the kinds of a method's answers and their classes; None for an answer that is not a declared message."""
-    declared = sorted(handlers(load(METHODS[method].client)).items())
+    declared = sorted(handlers(load(methods()[method].client)).items())
     found = [(kind, handler.answer) for kind, handler in declared if kind not in WORDS]
     return [*found, *((kind, None) for kind in WORDS)]
 

@@ -38,7 +38,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
 from fedgp_flower.run.artefacts import Run, read_run
-from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.run.registry import load, methods, parse_config
 from fedgp_flower.scores import TargetUnits
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
@@ -386,7 +386,7 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, u
     """Return the predictor at a site, from its rows and its saved state. Raise RunError ``unusable`` if they differ."""
     reference = read.method.at_site
     if read.saved is None or not reference:
-        able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
+        able = ", ".join(repr(name) for name, method in methods().items() if method.at_site)
         raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
     model: SiteModel = load(reference)
     agreed = Preparation.from_wire(read.saved.arrays, json.dumps(read.saved.schema))

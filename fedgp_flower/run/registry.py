@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib.metadata import entry_points
+from functools import cache
 from typing import Any
 
 from fedgp_flower.config import RunConfig, defaults, parse, resolved
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import AUTO, FlatConfig, MethodOptions, Value
+from fedgp_flower.options import AUTO, FlatConfig, MethodOptions, Value, with_installed
 
 GROUP = "fedgp_flower.methods"
 """Entry points of packages with methods: a name, and the ``module:attribute`` of a :class:`Method`."""
@@ -218,43 +217,16 @@ load = pkgutil.resolve_name
 """Return the object of a ``module:attribute`` reference."""
 
 
-class Registry(Mapping[str, Method]):
-    """Built-in methods by name, then those of installed packages, which are loaded on first access."""
-
-    @cached_property
-    def _rows(self) -> dict[str, Method]:
-        rows = dict(BUILT_IN)
-        for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-            package = f" of package {entry.dist.name}" if entry.dist else ""
-            label = f"method {entry.name!r}{package} (entry point {entry.value})"
-            if entry.name in rows:
-                raise ConfigError(f"{label}: another method has that name already; rename or uninstall one")
-            try:
-                row = entry.load()
-            except Exception as error:
-                raise ConfigError(f"{label} cannot be loaded: {type(error).__name__}: {error}") from error
-            if not isinstance(row, Method):
-                raise ConfigError(f"{label}: expected a `{__name__}.Method`, got {type(row).__name__}")
-            rows[entry.name] = row
-        return rows
-
-    def __getitem__(self, name: str) -> Method:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-METHODS = Registry()
+@cache
+def methods() -> Mapping[str, Method]:
+    """Return the built-in methods by name, then those of installed packages."""
+    return with_installed(BUILT_IN, Method, "method", GROUP)
 
 
 @cache
 def option_classes() -> dict[str, type[MethodOptions]]:
     """Return the options class of every method."""
-    return {name: load(method.options) for name, method in METHODS.items()}
+    return {name: load(method.options) for name, method in methods().items()}
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
@@ -263,7 +235,7 @@ def parse_config(flat: FlatConfig) -> RunConfig:
     name = resolved(str(flat.get("method", AUTO)), flat)
     options = {name: load(BUILT_IN[name].options)} if name in BUILT_IN and not flat.get("extra") else option_classes()
     config = parse(flat, options if set(flat) <= set(defaults(options.values())) else option_classes())
-    method = METHODS[config.method]
+    method = methods()[config.method]
     if config.holdout == "site" and (not method.posterior or method.at_site or config.options.reads_formula):
         raise ConfigError(
             f"`holdout` = 'site': predictions of `method` = {config.method!r} depend on the site; take a method whose"
@@ -284,9 +256,9 @@ def default_config() -> dict[str, Value]:
 def strategy_class(config: RunConfig) -> Any:
     """Return the class of the configured Strategy."""
     importlib.import_module("gpytorch")  # before any of its submodules: see fedgp_flower/clients/__init__.py
-    return load(METHODS[config.method].strategy)
+    return load(methods()[config.method].strategy)
 
 
 def client_class(config: RunConfig) -> Any:
     """Return the class of the configured client."""
-    return load(METHODS[config.method].client)
+    return load(methods()[config.method].client)

@@ -15,7 +15,7 @@ from scipy.stats import binom
 from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
 from fedgp_flower.privacy.policy import FEW_ROWS
 from fedgp_flower.run.artefacts import Run, RunMetrics
-from fedgp_flower.run.registry import METHODS
+from fedgp_flower.run.registry import methods
 from fedgp_flower.typing import Facts
 
 TIMES = {"concordance": "concordance", "nll": "NLL", "ibs": "Brier (IBS)", "survival_error": "survival error"}
@@ -97,7 +97,7 @@ def baselines(metrics: RunMetrics) -> dict[str, Facts]:
 
 def arms(metrics: RunMetrics) -> dict[str, Facts]:
     """Return figures and held-out ``rows`` of this run, then of its baselines, by name."""
-    federated = metrics.method not in METHODS or METHODS[metrics.method].federated
+    federated = metrics.method not in methods() or methods()[metrics.method].federated
     name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
     total = 0 if metrics.per_site else round(sum(counts))  # under masks there are no figures of single sites

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
 from fedgp_flower.run.leaves import WORDS, answers
-from fedgp_flower.run.registry import BUILT_IN, METHODS
+from fedgp_flower.run.registry import BUILT_IN
 from simulations.common import Row
 
 SIMULATED = frozenset({"query.pooled", "query.boosted", "query.predictions"})
@@ -25,7 +25,7 @@ def study() -> Iterator[Row]:
     for name in BUILT_IN:
         for found in answers(name):
             methods.setdefault(found, []).append(name)
-    everyone = {tuple(BUILT_IN): "all", tuple(n for n in BUILT_IN if METHODS[n].federated): "all but baselines"}
+    everyone = {tuple(BUILT_IN): "all", tuple(n for n in BUILT_IN if BUILT_IN[n].federated): "all but baselines"}
     for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
         yield {
             "message": f"`{kind}`",

@@ -9,12 +9,12 @@ from pydantic import field_validator
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import DEFAULT_LIKELIHOODS, Count, MethodOptions, NonNegative, PositiveInt
+from fedgp_flower.methods.sfvi.rows import BUILT_IN, GROUP, ModelRow, sections_of
+from fedgp_flower.options import DEFAULT_LIKELIHOODS, Count, MethodOptions, NonNegative, PositiveInt, with_installed
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which are fixed."""
-MODELS: Mapping[str, ModelRow] = BUILT_IN | installed(BUILT_IN)
+MODELS: Mapping[str, ModelRow] = with_installed(BUILT_IN, ModelRow, "model", GROUP)
 """Models by their name in ``sfvi.model``."""
 CONSTANT_SHARE, FINAL_RATE = 0.8, 0.01
 """Fraction of the rounds with the initial learning rate, and ratio of the final to the initial one."""

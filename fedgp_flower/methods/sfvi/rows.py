@@ -6,9 +6,8 @@ model. Reading the rows imports no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Section
@@ -96,18 +95,6 @@ BUILT_IN: dict[str, ModelRow] = {
     "vae": _AMORTISED,
     "prodlda": replace(_AMORTISED, summary="a topic model of word counts, one encoder for all sites"),
 }
-
-
-def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
-    """The rows of installed packages."""
-    found: dict[str, ModelRow] = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        row = entry.load()
-        if not isinstance(row, ModelRow) or entry.name in known:
-            words = "another model has that name" if entry.name in known else f"expected a ModelRow, got {row!r}"
-            raise ConfigError(f"model {entry.name!r} (entry point {entry.value}): {words}")
-        found[entry.name] = row
-    return found
 
 
 def sections_of(rows: Iterable[ModelRow], fields: Iterable[str]) -> list[type[Section]]:
