@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from fedgp_flower import shared_messages as wire
 from fedgp_flower.agreement import (
     COVARIANCE,
     Agreement,
@@ -27,20 +28,6 @@ from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.follow_up import edges_around, life_table
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import TRUST, arrays_of
-from fedgp_flower.shared_messages import (
-    CellProducts,
-    Centres,
-    ColumnSquares,
-    ColumnSums,
-    Described,
-    Nothing,
-    OneArray,
-    RobustMoments,
-    RobustScales,
-    TargetMoments,
-    TargetPowers,
-    TimeCounts,
-)
 from fedgp_flower.transforms import Transform
 from strategies.server.network import Network, count_of, pause_after, texts_of
 from strategies.server.questions import A, Asking, Summed, Total
@@ -48,18 +35,18 @@ from strategies.server.questions import A, Asking, Summed, Total
 logger = logging.getLogger("fedgp")
 
 
-def described(agreement: Agreement, site: str) -> Described:
+def described(agreement: Agreement, site: str) -> wire.Described:
     """Return a site's number of rows and, if it described its columns, their standardised sums and squares."""
     rows = agreement.rows[site]
     if site not in agreement.sums:
-        return Described(rows)
+        return wire.Described(rows)
     arrays = agreement.arrays
     mean, scale = (np.append(arrays[f"input.{part}"], arrays[f"target.{part}"]) for part in ("mean", "scale"))
     sums = agreement.sums[site]
     squares = squares_about(rows, sums, mean) / scale**2
     means = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
     spread = np.maximum(squares[:-1] / rows - means**2, 0.0)
-    return Described(rows, squares[:-1], float(squares[-1]), means, np.sqrt((rows - 1) * spread))
+    return wire.Described(rows, squares[:-1], float(squares[-1]), means, np.sqrt((rows - 1) * spread))
 
 
 def restored(snapshot: Snapshot) -> Agreement:
@@ -104,12 +91,13 @@ def meet(network: Network, config: RunConfig) -> dict[str, SiteDescription]:
 
 def from_totals(network: Network, config: RunConfig, bare: Agreement) -> Asking[Agreement]:
     """Return the agreement from two totals; columns are divided by their mean size, so that squares fit the masks."""
-    first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
+    first: Summed[wire.ColumnSums] = yield Total(wire.ColumnSums, wire.Nothing())
     sums = _complete(first, network)
     rows = sum(bare.rows[site] for site in first.sites)
     filled = np.maximum(rows - sums.missing, 1)
     size = np.where(sums.sizes > 0, sums.sizes / filled, 1.0)
-    second: Summed[ColumnSquares] = yield Total(ColumnSquares, Centres(sums.sums / filled, size), first.sites)
+    centres = wire.Centres(sums.sums / filled, size)
+    second: Summed[wire.ColumnSquares] = yield Total(wire.ColumnSquares, centres, first.sites)
     squares = _complete(second, network, first.sites)
     parts = sums.sums, squares.residual * size, squares.squares * size**2
     arrays = summed_arrays(bare.schema, parts, sums.missing, sums.levels, rows)
@@ -217,7 +205,7 @@ def transformed(agreement: Agreement, name: str, sites: tuple[str, ...]) -> Aski
     powers = np.array(Transform(name).powers)
     middle = np.array(agreement.training_target["mean"])
     centres = np.array([float(Transform(name, power).forward(middle)) for power in powers])
-    summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
+    summed: Summed[wire.TargetMoments] = yield Total(wire.TargetMoments, wire.TargetPowers(powers, centres), sites)
     best, mean, scale = chosen(summed.required(f"moments of its target under `transform.target` = '{name}'"), centres)
     if not scale > 0:
         raise DataError(f"the target is constant under `transform.target` = '{name}'")
@@ -233,7 +221,7 @@ def related(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
     """Return the agreement with the covariance of the inputs, from which the sites impute missing cells."""
     columns = (Column.from_json(entry) for entry in json.loads(agreement.schema)["features"])
     size = agreement.num_inputs - sum(column.flagged for column in columns)
-    summed: Summed[CellProducts] = yield Total(CellProducts, Nothing(), sites, sizes={"E": size})
+    summed: Summed[wire.CellProducts] = yield Total(wire.CellProducts, wire.Nothing(), sites, sizes={"E": size})
     covariance = summed.required("products of its inputs").covariance()
     return replace(agreement, arrays={**agreement.arrays, COVARIANCE: covariance})
 
@@ -241,12 +229,13 @@ def related(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
 def followed(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
     """Return the agreement with a life table of the follow-up times, from counts of times in bins."""
     edges = edges_around(agreement.training_target["mean"])
-    summed: Summed[TimeCounts] = yield Total(TimeCounts, OneArray(edges), sites, sizes={"B": len(edges) + 1})
+    sizes = {"B": len(edges) + 1}
+    summed: Summed[wire.TimeCounts] = yield Total(wire.TimeCounts, wire.OneArray(edges), sites, sizes=sizes)
     table = life_table(summed.required("counts of its follow-up times").counts, edges)
     return replace(agreement, arrays={**agreement.arrays, **table.to_arrays()})
 
 
-def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:
+def chosen(sums: wire.TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:
     """Return the position of the most likely power, and the mean and standard deviation of t under it."""
     rows, offset = float(sums.count), sums.first / sums.count
     variance = sums.second / rows - offset**2
@@ -273,7 +262,8 @@ def robustly_standardised(agreement: Agreement, sites: tuple[str, ...]) -> Askin
     place = CANDIDATES - 1.0  # position of the current scale among the candidates
     for ratio in SPREADS:
         scales = scale * ratio ** (np.arange(CANDIDATES) - place)
-        summed: Summed[RobustMoments] = yield Total(RobustMoments, RobustScales(float(centre), scales), sites)
+        request = wire.RobustScales(float(centre), scales)
+        summed: Summed[wire.RobustMoments] = yield Total(wire.RobustMoments, request, sites)
         sums = summed.required("robust moments of its target")
         excess = sums.second / sums.count - 1.0  # falls as the scale grows
         if not excess[0] > 0:

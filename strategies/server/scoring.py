@@ -20,28 +20,11 @@ from typing import Any, TypedDict
 import numpy as np
 from flwr.app import Message
 
+from fedgp_flower import shared_messages as wire
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add, kind_of
 from fedgp_flower.options import CLASSIFICATION, MULTICLASS, SECOND_COLUMN
 from fedgp_flower.scores import LEVELS, RANK_BINS, RANK_REACH, much_better, shares_of
-from fedgp_flower.shared_messages import (
-    BoostedScoreSums,
-    ComparedScoreSums,
-    CountSums,
-    HeldOutRows,
-    LifeTableScoreSums,
-    LinearPredictor,
-    LinearScoreSums,
-    LocalScoreSums,
-    LogisticSums,
-    Moments,
-    Nothing,
-    OneArray,
-    Points,
-    PooledScoreSums,
-    ScoreSums,
-    TimeSums,
-)
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 from strategies.server.network import Check, by_site, finite_arrays, natural_order, numbers_of
 from strategies.server.questions import Asking, Each, Figures, Predicted, Summed, Synchronous, Total
@@ -80,7 +63,7 @@ class Scoring:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.predicted = Predicted(Nothing())
+        self.predicted = Predicted(wire.Nothing())
         self.asked: Asked | None = None
         """The question of the latest evaluation; None if each site answers with Flower's metrics."""
         self.evaluation: Evaluation | None = None
@@ -93,20 +76,20 @@ class Scoring:
         """The check of replies to the latest evaluation."""
         return finite_arrays if self.asked is None else self.asked.refusal
 
-    def ask(self, total: type[ScoreSums], predicted: Predicted) -> list[Message]:
+    def ask(self, total: type[wire.ScoreSums], predicted: Predicted) -> list[Message]:
         """Return messages that ask for the scores of a prediction, or of a model that each site fits itself."""
         session, self.predicted, self.asked = self.session, predicted, None
-        if total is ScoreSums and session.masking is None:
+        if total is wire.ScoreSums and session.masking is None:
             return [session.message(site, "evaluate", predicted.at(site)) for site in session.network.sites()]
         if isinstance(predicted.request, Mapping):
             session.require_clear(type(next(iter(predicted.request.values()))))
         self.asked = session.prepare(self._question(total, predicted.request))
         return self.asked.messages
 
-    def _question(self, total: type[ScoreSums], request: object) -> Synchronous:
+    def _question(self, total: type[wire.ScoreSums], request: object) -> Synchronous:
         """Return a question for a total under masks, else for each site's scores; one site fits pooled models."""
         sites = self.session.roster().all_sites
-        if total in (PooledScoreSums, BoostedScoreSums):
+        if total in (wire.PooledScoreSums, wire.BoostedScoreSums):
             sites = tuple(self.session.network.healthy()[:1])
         elif self.session.masking is not None:
             return Total(total, request, sites)
@@ -122,10 +105,10 @@ class Scoring:
     def local_baseline(self) -> Json | None:
         """Return the scores of local models; warn if they are much better than those of the latest evaluation."""
         request, labels = self.predicted.request, self.session.preparation.labels
-        masked = self.session.masking is not None and not isinstance(request, Nothing)
+        masked = self.session.masking is not None and not isinstance(request, wire.Nothing)
         logger.info("comparison: local scores")
-        kind: type[LocalScoreSums] = ComparedScoreSums if masked else LocalScoreSums
-        found = self.session.ask(self._question(kind, request if masked else Nothing()))
+        kind: type[wire.LocalScoreSums] = wire.ComparedScoreSums if masked else wire.LocalScoreSums
+        found = self.session.ask(self._question(kind, request if masked else wire.Nothing()))
         if masked:
             sites, better = (0.0, 0.0) if found.total is None else found.total.sites
             self._warn(round(sites), round(better))
@@ -148,22 +131,22 @@ class Scoring:
         self.warnings.append(warning)
         logger.warning("%s", warning)
 
-    def baseline(self, total: type[ScoreSums], request: object) -> Json | None:
+    def baseline(self, total: type[wire.ScoreSums], request: object) -> Json | None:
         """Return the scores of a comparison; None if no site has any."""
         logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
         return as_baseline(self._figures(self.session.ask(self._question(total, request))))
 
-    def _scores_in_metrics(self, replies: Iterable[Message]) -> dict[str, ScoreSums]:
+    def _scores_in_metrics(self, replies: Iterable[Message]) -> dict[str, wire.ScoreSums]:
         """Return the scores in the metrics of replies; a site with invalid scores fails."""
-        found: dict[str, ScoreSums] = {}
+        found: dict[str, wire.ScoreSums] = {}
         for site, reply in by_site(replies).items():
             try:
-                found[site] = ScoreSums.from_metrics(numbers_of(reply))
+                found[site] = wire.ScoreSums.from_metrics(numbers_of(reply))
             except ProtocolError as error:
                 self.session.network.fail(site, str(error))
         return found
 
-    def _figures(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> Evaluation | None:
+    def _figures(self, found: Summed[wire.ScoreSums] | Mapping[str, wire.ScoreSums]) -> Evaluation | None:
         """Return the figures of sites, or of their total under masks without a row per site; None if without rows."""
         scores = {ALL: found.total} if isinstance(found, Summed) else found
         scores = {site: sums for site, sums in scores.items() if sums is not None and sums.rows}
@@ -180,8 +163,8 @@ class Scoring:
 
     def pooled_baselines(self) -> tuple[Json | None, Json | None]:
         """Return the scores of a GP and of gradient boosting, both fitted to all rows; only in a simulation."""
-        points = Points(int(self.predicted.details.get("num_inducing") or 0))
-        return self.baseline(PooledScoreSums, points), self.baseline(BoostedScoreSums, Nothing())
+        points = wire.Points(int(self.predicted.details.get("num_inducing") or 0))
+        return self.baseline(wire.PooledScoreSums, points), self.baseline(wire.BoostedScoreSums, wire.Nothing())
 
     def simple_baselines(self) -> tuple[Json | None, Json | None]:
         """Return the scores of the mean of the target and of a regression; None for other tasks."""
@@ -190,7 +173,7 @@ class Scoring:
         if SECOND_COLUMN.get(likelihood) == "event":
             sites, middle = session.roster().all_sites, preparation.training_target["mean"]
             line = session.run(time_regression(sites, preparation.num_inputs, middle))
-            return self.baseline(LifeTableScoreSums, Nothing()), self._scored(line)
+            return self.baseline(wire.LifeTableScoreSums, wire.Nothing()), self._scored(line)
         other_task = self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood in CLASSIFICATION)
         if other_task:
             return None, None
@@ -208,8 +191,8 @@ class Scoring:
             line = session.run(linear_fit(sites, likelihood, inputs, len(preparation.classes)))
         return self._scored(mean), self._scored(line)
 
-    def _scored(self, model: LinearPredictor | None) -> Json | None:
-        return None if model is None else self.baseline(LinearScoreSums, model)
+    def _scored(self, model: wire.LinearPredictor | None) -> Json | None:
+        return None if model is None else self.baseline(wire.LinearScoreSums, model)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
         """Return held-out rows of simulated sites with their predictions, if the configuration keeps them."""
@@ -219,11 +202,11 @@ class Scoring:
             return {}
         scored = [] if self.evaluation is None else [row["site"] for row in self.evaluation["per_site"]]
         requests = {site: self.predicted.at(site) for site in scored}
-        found: dict[str, HeldOutRows] = session.ask(Each(HeldOutRows, requests, retries=1))
+        found: dict[str, wire.HeldOutRows] = session.ask(Each(wire.HeldOutRows, requests, retries=1))
         return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
-def combine(scores: Mapping[str, ScoreSums], target_scale: float) -> Evaluation:
+def combine(scores: Mapping[str, wire.ScoreSums], target_scale: float) -> Evaluation:
     """Return the figures of the sites' scores; ``target_scale`` is the divisor of the standardised target."""
     sites = sorted(scores, key=natural_order)
     total = add(scores[site] for site in sites)
@@ -287,7 +270,7 @@ def with_skill(figures: Figures, mean: Facts) -> Figures:
     return figures | gains
 
 
-def _figures(scores: ScoreSums) -> Figures:
+def _figures(scores: wire.ScoreSums) -> Figures:
     known = scores.known
     mean = {name: value / scores.rows for name, value in known.items()}
     if "correct" in known:
@@ -304,23 +287,25 @@ def _figures(scores: ScoreSums) -> Figures:
 
 def constant(
     target: Mapping[str, float], rows: int, inputs: int, likelihood: str, scale: tuple[float, float]
-) -> LinearPredictor:
+) -> wire.LinearPredictor:
     """Return the predictor without inputs: mean and sd of the training targets, or the class shares."""
     if likelihood in MULTICLASS:
         shares = shares_of(target)
         intercepts = np.log(shares[1:] / shares[0])[:, None]
-        return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1))
+        return wire.LinearPredictor(
+            np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, intercepts * np.eye(1, inputs + 1)
+        )
     if likelihood == "bernoulli":
         intercept, variance = math.log(target["share"] / (1 - target["share"])), 0.0
     else:
         intercept = (target["mean"] - scale[0]) / scale[1]
         variance = (target["sd"] / scale[1]) ** 2 * (rows + 1) / (rows - 1)  # of a new row about the mean of N rows
-    return LinearPredictor(np.zeros(inputs), np.zeros(inputs), intercept, variance)
+    return wire.LinearPredictor(np.zeros(inputs), np.zeros(inputs), intercept, variance)
 
 
 def linear_fit(
     sites: tuple[str, ...], likelihood: str, inputs: int, classes: int = 2
-) -> Asking[LinearPredictor | None]:
+) -> Asking[wire.LinearPredictor | None]:
     """Return linear regression for numbers, logistic regression for classes; None without answers.
 
     The weights of logistic regression are at the mode of log p(y | w) − Σ ‖w_c − w̄‖² over C classes; for two classes
@@ -330,18 +315,18 @@ def linear_fit(
         shape = classes - 1, 1 + inputs
         across = 2 * (np.eye(classes - 1) - 1 / classes)
         penalty = np.asarray(np.kron(across, np.diag([0.0, *np.ones(inputs)])), dtype=np.float64)
-        sums = Total(LogisticSums, None, sites, sizes={"R": classes - 1, "Q": len(penalty)})
+        sums = Total(wire.LogisticSums, None, sites, sizes={"R": classes - 1, "Q": len(penalty)})
         weights, _ = yield from _mode(sums, np.zeros(shape), penalty)
         if weights is None:
             return None
         if likelihood in MULTICLASS:
-            return LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
-        return LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
-    summed: Summed[Moments] = yield Total(Moments, Nothing(), sites)
+            return wire.LinearPredictor(np.zeros(inputs), np.zeros(inputs), 0.0, 0.0, None, weights)
+        return wire.LinearPredictor(np.zeros(inputs), weights[0, 1:], float(weights[0, 0]), 0.0)
+    summed: Summed[wire.Moments] = yield Total(wire.Moments, wire.Nothing(), sites)
     return None if summed.total is None or summed.total.gram[0, 0] < 2 else ridge(summed.total)
 
 
-def ridge(sums: Moments) -> LinearPredictor:
+def ridge(sums: wire.Moments) -> wire.LinearPredictor:
     """Return Bayesian linear regression y = b + (X − x̄)w + ε, w ~ N(0, σ²/λ I), from sums, with a flat prior on b.
 
     With the scatter X_cᵀX_c = V diag(d) Vᵀ and z = VᵀX_cᵀy, after b and w are integrated out,
@@ -362,25 +347,27 @@ def ridge(sums: Moments) -> LinearPredictor:
     shrunk = roots + PENALTIES[chosen]
     noise = float(residual[chosen]) / (rows - 1)
     spread = vectors.T * np.sqrt(noise / shrunk)[:, None]
-    return LinearPredictor(centre, vectors @ (projected / shrunk), middle, noise * (1 + 1 / rows), spread)
+    return wire.LinearPredictor(centre, vectors @ (projected / shrunk), middle, noise * (1 + 1 / rows), spread)
 
 
-def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[LinearPredictor | None]:
+def time_regression(sites: tuple[str, ...], inputs: int, mean: float) -> Asking[wire.LinearPredictor | None]:
     """Return log t = w₀ + xᵀw + σ ε with the noise of the likelihood; the search starts at the time ``mean``.
 
     The coefficients are at the mode of log p(t | v, τ) − ½‖v‖² with τ = 1/σ and v = wτ.
     """
     penalty = np.diag([0.0, *np.ones(inputs), 0.0])
-    sums = Total(TimeSums, None, sites, sizes={"Q": len(penalty)})
+    sums = Total(wire.TimeSums, None, sites, sizes={"Q": len(penalty)})
     start = np.array([math.log(mean), *np.zeros(inputs), 1.0])
     at, _ = yield from _mode(sums, start, penalty, 1.0, positive=True)
     if at is None:
         return None
     weights = at[:-1] / at[-1]
-    return LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), float(at[-1] ** -2))
+    return wire.LinearPredictor(np.zeros(inputs), weights[1:], float(weights[0]), float(at[-1] ** -2))
 
 
-def count_regression(sites: tuple[str, ...], likelihood: str, inputs: int, used: int) -> Asking[LinearPredictor | None]:
+def count_regression(
+    sites: tuple[str, ...], likelihood: str, inputs: int, used: int
+) -> Asking[wire.LinearPredictor | None]:
     """Return Poisson or binomial regression on the first ``used`` inputs; without any it predicts the mean.
 
     The coefficients w are at the mode of log p(y | w) − ½‖w‖² without the intercept in the norm. Counts have the
@@ -388,7 +375,7 @@ def count_regression(sites: tuple[str, ...], likelihood: str, inputs: int, used:
     its variance is v = log(1 + α) and its mean log μ − ½v. α = 0 where var y < μ.
     """
     penalty = np.diag([0.0, *np.ones(used)])
-    sums = Total(CountSums, None, sites, sizes={"Q": len(penalty)})
+    sums = Total(wire.CountSums, None, sites, sizes={"Q": len(penalty)})
     at, found = yield from _mode(sums, np.zeros(len(penalty)), penalty, LONGEST)
     if at is None or found is None:
         return None
@@ -399,7 +386,7 @@ def count_regression(sites: tuple[str, ...], likelihood: str, inputs: int, used:
         shift = -variance / 2
     elif likelihood == "negative-binomial":
         variance = max(surplus / squares, LEAST_DISPERSION)
-    return LinearPredictor(np.zeros(inputs), weights, float(at[0]) + shift, variance)
+    return wire.LinearPredictor(np.zeros(inputs), weights, float(at[0]) + shift, variance)
 
 
 def _mode(
@@ -414,7 +401,7 @@ def _mode(
     for _ in range(NEWTON_STEPS):
         trial = at.ravel() + step
         if trial[-1] > 0 or not positive:
-            summed: Summed[Any] = yield replace(question, request=OneArray(trial.reshape(at.shape)))
+            summed: Summed[Any] = yield replace(question, request=wire.OneArray(trial.reshape(at.shape)))
             if (sums := summed.total) is None:
                 return None, None
             trial_value = float(sums.likelihood - 0.5 * trial @ penalty @ trial)

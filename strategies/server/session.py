@@ -14,17 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from fedgp_flower.agreement import Agreement, SiteDescription
 from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
-from fedgp_flower.messages import (
-    add,
-    from_parts,
-    is_public,
-    is_summand,
-    kind_of,
-    layout,
-    misfit,
-    refusal_of,
-    to_parts,
-)
+from fedgp_flower.messages import add, from_parts, is_public, is_summand, kind_of, layout, misfit, refusal_of, to_parts
 from fedgp_flower.options import SECOND_COLUMN, MethodOptions
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.privacy.questions import MEMBERS, length, written_members
@@ -33,15 +23,7 @@ from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
-from strategies.server.network import (
-    Network,
-    SharedContext,
-    Texts,
-    by_site,
-    claimed_site,
-    echo_of,
-    pause_after,
-)
+from strategies.server.network import Network, SharedContext, Texts, by_site, claimed_site, echo_of, pause_after
 from strategies.server.questions import (
     Asking,
     Doubt,
