@@ -323,20 +323,13 @@ class CoreConfig(Section):
         if self.device == "cuda" or self.precision != "float64":
             raise ConfigError(f"`device`, `precision`: `method` = {self.method!r} computes on the 'cpu' in 'float64'")
 
-    def require_gaussian(self) -> None:
-        """Raise ConfigError unless the likelihood is Gaussian."""
-        if (likelihood := self.model.likelihood) != "gaussian":
-            raise ConfigError(
-                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'"
-            )
-
     def require_supported(self, options: MethodOptions) -> None:
         """Raise ConfigError if the method does not support the likelihood or a second target column."""
         likelihood = self.model.likelihood
         if likelihood not in options.likelihoods:
-            supported = ", ".join(sorted(options.likelihoods))
+            supported = " or ".join(map(repr, sorted(options.likelihoods)))
             raise ConfigError(
-                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} supports {supported}; take 'svgp'"
+                f"`model.likelihood` = {likelihood!r}: `method` = {self.method!r} needs {supported}; take 'svgp'"
             )
         second = SECOND_COLUMN.get(likelihood, "exposure")
         if second != "exposure" and not self.second_target:

@@ -99,7 +99,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
     "pvi-bnn": [
         ({"pvi.preset": "global-vi"}, "which pvi-bnn does not have"),
         ({"optimizer.steps": 7}, "`optimizer.steps`"),
-        ({"model.likelihood": "poisson"}, "supports bernoulli, categorical"),
+        ({"model.likelihood": "poisson"}, "needs 'bernoulli' or 'categorical'"),
     ],
     "sfvi": [
         ({"model.likelihood": "student-t"}, "`model.likelihood`"),

@@ -25,6 +25,7 @@ class SGPROptions(MethodOptions):
     """The table ``sgpr.*``."""
 
     table: ClassVar[str] = "sgpr"
+    likelihoods: ClassVar[frozenset[str]] = frozenset({"gaussian"})
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
     hyperprior: ClassVar[str] = "weak"
     """The priors matter only for hyperparameters that the data do not determine."""
@@ -46,9 +47,8 @@ class SGPROptions(MethodOptions):
     """``sgpr-private``: lengthscales tried, by factors of two; they share the budget."""
 
     def check(self, core: CoreConfig) -> None:
-        """Raise ConfigError unless the likelihood is Gaussian and batches are whole."""
+        """Raise ConfigError unless batches are whole."""
         core.require_whole_batches()
-        core.require_gaussian()
 
 
 class SVGPOptions(SGPROptions):
@@ -79,22 +79,23 @@ class PrivateSGPROptions(SGPROptions):
     default_megabytes: ClassVar[int] = 0
 
     def check(self, core: CoreConfig) -> None:
-        """Raise ConfigError without a budget, a Gaussian likelihood, or a kernel with the same k(x, x) for all x."""
+        """Raise ConfigError without a budget, or without a kernel with the same k(x, x) for all x."""
         core.require_whole_batches()
         if not core.privacy.epsilon:
             raise ConfigError("`method` = 'sgpr-private' needs a budget: set `privacy.epsilon`, or take 'sgpr'")
-        if core.model.likelihood != "gaussian" or core.model.kernel not in STATIONARY:
+        if core.model.kernel not in STATIONARY:
             raise ConfigError(
-                "`privacy.epsilon` needs `model.likelihood` = 'gaussian' and `model.kernel` one of"
-                f" {', '.join(STATIONARY)}: then k(x, x) is the same for every row and bounds its part of the sums"
+                f"`privacy.epsilon` needs `model.kernel` one of {', '.join(STATIONARY)}: then k(x, x) is the same for"
+                " every row and bounds its part of the sums"
             )
 
 
 class AveragedOptions(MethodOptions):
     """No keys besides ``averaging.*``."""
 
+    likelihoods: ClassVar[frozenset[str]] = SGPROptions.likelihoods
+
     def check(self, core: CoreConfig) -> None:
-        """Raise ConfigError unless the likelihood is Gaussian, batches are whole, and masked rounds have all sites."""
+        """Raise ConfigError unless batches are whole and masked rounds have all sites."""
         core.require_whole_batches()
-        core.require_gaussian()
         core.require_whole_rosters()
