@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.follow_up import FollowUp
@@ -23,6 +25,8 @@ from fedgp_flower.lazy import special
 from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
+
+T = TypeVar("T", Array, Tensor)
 
 LEVELS = (50, 90, 95)
 """Nominal coverage of the central intervals, in percent."""
@@ -69,9 +73,9 @@ class Prediction:
     variance: Array
 
 
-def split_target(targets: Array) -> tuple[Array, Array]:
-    """Return the target [N] and its second column, such as the exposure; ones if there is none."""
-    return (targets, np.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
+def split_target(targets: T) -> tuple[T, T]:
+    """Return the target [N] and its second column: exposure, trials or event; ones if there is none."""
+    return (targets, targets**0) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 
 
 def shares_of(target: Mapping[str, float]) -> Array:

@@ -203,14 +203,11 @@ class Predictor:
         table = pd.DataFrame(dict(zip(names, values, strict=True)))
         if SECOND_COLUMN.get(self.saved.likelihood) != "event":
             return table
-        return table.drop(columns=["mean", "sd"]).assign(**self.survival(encoded, times))
-
-    def survival(self, encoded: Array, times: Sequence[float]) -> dict[str, Array]:
-        """Return P(T > t) [N] at standardised inputs for each time."""
+        table = table.drop(columns=["mean", "sd"])
         if not times or not hasattr(self.standardised, "survival"):
-            return {}
+            return table
         shares = self.standardised.survival(encoded, times)
-        return {f"survival at {t:g}": share for t, share in zip(times, shares, strict=True)}
+        return table.assign(**{f"survival at {t:g}": share for t, share in zip(times, shares, strict=True)})
 
     def mean(self, frame: pd.DataFrame) -> Array:
         """Return only the means [N]; fast for a sparse Gaussian process with Gaussian noise."""

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Binomial, Distribution, NegativeBinomial, Poisson
 
-from fedgp_flower import scores as rows_scores
 from fedgp_flower.count_scores import count_quantiles, count_scores, poisson
 from fedgp_flower.gp.likelihoods.integrals import expected_softplus
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, split_target, trapezoidal_rule
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, trapezoidal_rule
 from fedgp_flower.lazy import special
-from fedgp_flower.scores import Scores, TargetUnits
+from fedgp_flower.scores import Scores, TargetUnits, split_target
 from fedgp_flower.typing import Array
 
 
@@ -56,7 +55,7 @@ class Counts(PointLikelihood):
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Scores of the counts at each row's exposure."""
-        count, exposure = rows_scores.split_target(target)
+        count, exposure = split_target(target)
         known, law = _known(self, mean, variance, target, hyper), partial(self.cumulative, hyper)
         return count_scores(mean + np.log(exposure), variance, count, *known, law)
 
@@ -133,7 +132,7 @@ class Successes(PointLikelihood):
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
         """Scores of the successes among each row's trials."""
-        count, trials = rows_scores.split_target(target)
+        count, trials = split_target(target)
 
         def cumulative(count: Array, f: Array) -> Array:
             """P(y ≤ k | f) by the incomplete beta function."""

@@ -15,7 +15,7 @@ from torch.distributions import Normal, StudentT
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
 from fedgp_flower.gp.likelihoods.point import NODES, PointLikelihood, in_float64, trapezoidal_rule
-from fedgp_flower.scores import Scores, TargetUnits, mixture_quantiles, mixture_scores
+from fedgp_flower.scores import mixture_quantiles
 from fedgp_flower.typing import Array
 
 
@@ -70,20 +70,12 @@ class MixedNoise(PointLikelihood):
         parts = weights.log() - 0.5 * (torch.log(2 * math.pi * total) + (targets - centre).square() / total)
         return torch.logsumexp(parts, 0)
 
-    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Scores of the mixture in original units, for a standardised target [N]."""
-        moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
-        means, sds, weights = self._mixture(*moments, hyper)
-        result = mixture_scores(units.scale * means, units.scale * sds, units.scale * target, weights)
-        density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
-        return Scores(result.sums | {"nll": len(target) * math.log(units.scale) - float(density.sum())}, result.arrays)
-
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """Quantiles of the mixture [levels, N]."""
-        means, sds, weights = self._mixture(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
+        means, sds, weights = self.mixture(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
         return mixture_quantiles(means, sds, levels, weights)
 
-    def _mixture(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Array, Array, Array]:
+    def mixture(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Array, Array, Array]:
         """Means and standard deviations [Q, N], and weights [Q]."""
         centre, total, weights = self.components(mean, variance, hyper)
         return centre.expand_as(total).numpy(), total.sqrt().numpy(), weights[:, 0].numpy()

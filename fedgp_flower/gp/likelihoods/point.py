@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
-from fedgp_flower.scores import Scores, TargetUnits, bernoulli_scores, class_scores, gaussian_scores
+from fedgp_flower.scores import Scores, TargetUnits, bernoulli_scores, class_scores, mixture_scores
 from fedgp_flower.typing import Array, Targets
 
 WEAK = 0.01
@@ -48,11 +48,6 @@ class Noise:
     mean: Tensor
     variance: Tensor
     covariance: Tensor  # cov(f_n, ζ)  [N]
-
-
-def split_target(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The target [N] and the second column [N]: exposure, trials or event; ones if there is no second column."""
-    return (targets, torch.ones_like(targets)) if targets.ndim == 1 else (targets[:, 0], targets[:, 1])
 
 
 def trapezoidal_rule(mean: Tensor, variance: Tensor, count: int = NODES) -> tuple[Tensor, Tensor]:
@@ -155,13 +150,17 @@ class PointLikelihood(ABC):
         return self.moments(mean, variance, hyper)
 
     def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
-        """Scores in original units for a standardised target [N]; intervals and CRPS treat y as Gaussian."""
+        """Scores in original units for a standardised target [N]; intervals and CRPS are those of :meth:`mixture`."""
         moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
-        centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
-        scale = units.scale
-        result = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
+        means, sds, weights = self.mixture(*moments, hyper)
+        result = mixture_scores(units.scale * means, units.scale * sds, units.scale * target, weights)
         density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
-        return Scores(result.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, result.arrays)
+        return Scores(result.sums | {"nll": len(target) * math.log(units.scale) - float(density.sum())}, result.arrays)
+
+    def mixture(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Array, Array, Array]:
+        """Means and standard deviations [Q, N], and weights [Q], of Gaussians that stand for y; by default one."""
+        centre, spread = self.moments(mean, variance, hyper)
+        return centre[None].numpy(), spread.sqrt()[None].numpy(), np.ones(1)
 
     def quantiles(self, mean: Array, variance: Array, hyper: Tensor, levels: Sequence[float]) -> Array:
         """Predictive quantiles of y [levels, N]; NotImplementedError if y is Gaussian or binary."""

@@ -23,8 +23,8 @@ from torch.distributions import (
 )
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_probit, expected_softplus
-from fedgp_flower.gp.likelihoods.point import PointLikelihood, split_target, trapezoidal_rule
-from fedgp_flower.scores import Scores, TargetUnits, time_scores
+from fedgp_flower.gp.likelihoods.point import PointLikelihood, trapezoidal_rule
+from fedgp_flower.scores import Scores, TargetUnits, split_target, time_scores
 from fedgp_flower.typing import Array
 
 HALVINGS = 60
