@@ -220,8 +220,6 @@ class AveragingSection(Section):
     """Share of the sites that take part in a round."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
     """Flower's rule that combines parameters; the last two are robust to a few dishonest sites."""
-    server_learning_rate: ClassVar[float] = 0.1
-    """Of ``fedadam`` and ``fedyogi``: Flower's default."""
 
 
 class MethodOptions(BaseModel):

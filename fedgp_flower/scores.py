@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.follow_up import FollowUp
+from fedgp_flower.follow_up import QUARTILES, FollowUp
 from fedgp_flower.lazy import special
 from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.transforms import Transform
@@ -36,8 +36,16 @@ RANK_BINS, RANK_REACH = 80, 8.0
 """Number of equal bins of log odds, and their range on each side of 0; predictions in one bin count as ties."""
 REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))
 CLASSIFICATION_SUMS = ("count", "correct", "nll", "brier")
-"""Names of the sums, by kind of task."""
 TIME_SUMS = ("count", "events", "nll", "ibs", "concordant", "comparable", *(f"inside-{level}" for level in LEVELS))
+TASK_SUMS = (REGRESSION_SUMS, CLASSIFICATION_SUMS, TIME_SUMS)
+"""Names of the sums, by kind of task."""
+HISTOGRAM_SHAPES = {
+    "evaluation.pit": (PIT_BINS,),
+    "evaluation.reliability": (RELIABILITY_BINS, 3),
+    "evaluation.ranks": (RANK_BINS, 2),
+    "evaluation.survival": (len(QUARTILES), RELIABILITY_BINS, 3),
+}
+"""Shapes of the histograms of an evaluation."""
 PAIR_BLOCK = 1000
 """Number of rows that are compared with all others at once."""
 MUCH, MUCH_A_ROW = 3.0, 0.05

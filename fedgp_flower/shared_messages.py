@@ -12,19 +12,10 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.follow_up import QUARTILES
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.scores import (
-    CLASSIFICATION_SUMS,
-    PIT_BINS,
-    RANK_BINS,
-    REGRESSION_SUMS,
-    RELIABILITY_BINS,
-    TIME_SUMS,
-    Scores,
-)
+from fedgp_flower.scores import HISTOGRAM_SHAPES, REGRESSION_SUMS, TASK_SUMS, Scores
 from fedgp_flower.typing import AnyShape, Array, Facts, NamedArrays
 
 A = TypeVar("A")
@@ -38,15 +29,6 @@ LEAST_EIGENVALUE = 1e-3
 DIRECTIONS = 4
 """Number of random directions along which a matrix is checked before it is added to a total."""
 _directions = np.random.default_rng()
-TASK_SUMS = (REGRESSION_SUMS, CLASSIFICATION_SUMS, TIME_SUMS)
-"""Names of the score sums of regression, classification and times, in the order of :class:`ScoreSums`."""
-HISTOGRAM_SHAPES = {
-    "evaluation.pit": (PIT_BINS,),
-    "evaluation.reliability": (RELIABILITY_BINS, 3),
-    "evaluation.ranks": (RANK_BINS, 2),
-    "evaluation.survival": (len(QUARTILES), RELIABILITY_BINS, 3),
-}
-"""Shapes of the histograms of an evaluation, in the order of :class:`ScoreSums`."""
 
 
 @message()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
@@ -22,12 +23,12 @@ from fedgp_flower.shared_messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.typing import AnyShape
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
-RULES: Mapping[str, Callable[[float], FedAvg]] = {
-    "fedavg": lambda rate: FedAvg(),
-    "fedadam": lambda rate: FedAdam(eta=rate),
-    "fedyogi": lambda rate: FedYogi(eta=rate),
-    "fedmedian": lambda rate: FedMedian(),
-    "fedtrimmedavg": lambda rate: FedTrimmedAvg(),
+RULES: Mapping[str, Callable[[], FedAvg]] = {
+    "fedavg": FedAvg,
+    "fedadam": FedAdam,
+    "fedyogi": partial(FedYogi, eta=0.1),  # the learning rate of FedAdam
+    "fedmedian": FedMedian,
+    "fedtrimmedavg": FedTrimmedAvg,
 }
 ADAM = 3.2
 """A step of Adam with β = (.9, .999) is never longer than (1 − β₁)/√(1 − β₂) learning rates (Kingma and Ba 2015)."""
@@ -84,7 +85,7 @@ def combined(
     averaging: AveragingSection,
 ) -> AveragingState:
     """Return the state after Flower's rule on the sites' parameters, with weights N_k / Σ N_k for N_k rows."""
-    rule = RULES[averaging.server_optimizer](averaging.server_learning_rate)
+    rule = RULES[averaging.server_optimizer]()
     adaptive = rule if isinstance(rule, FedOpt) else FedOpt()
     adaptive.current_arrays = dict(state.parameters)
     first, second = (

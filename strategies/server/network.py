@@ -22,7 +22,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of, config_of
-from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
+from fedgp_flower.scores import HISTOGRAM_SHAPES
 
 logger = logging.getLogger("fedgp")
 

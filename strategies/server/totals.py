@@ -19,19 +19,8 @@ from flwr.app import ArrayRecord, Message
 
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, refusal_of
-from fedgp_flower.privacy import masks
+from fedgp_flower.privacy import masks, questions
 from fedgp_flower.privacy.keys import Member
-from fedgp_flower.privacy.questions import (
-    ANSWERS,
-    KEYS,
-    LAYOUT,
-    REQUEST,
-    WORDS,
-    MaskedQuestion,
-    content_digest,
-    length,
-    unflat,
-)
 from fedgp_flower.records import config_of, numpy_arrays
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Facts, Json
@@ -49,7 +38,7 @@ class MaskedContract:
     """A question under masks with its messages, and the form of a reply; masked content cannot be checked."""
 
     question: Total[Any]
-    masked: MaskedQuestion
+    masked: questions.MaskedQuestion
     messages: list[Message] = field(default_factory=list)
 
     @property
@@ -57,26 +46,27 @@ class MaskedContract:
         """The settings of a message besides the request."""
         question = self.masked
         asked = {"number": question.number, "sites": list(question.sites), "layout": question.layout}
-        return {REQUEST: json.dumps(asked)}
+        return {questions.REQUEST: json.dumps(asked)}
 
     def refusal(self, reply: Message) -> str | None:
         """Return why a reply cannot be used, or None."""
-        if config_of(reply).get(ANSWERS) != self.masked.digest:
+        if config_of(reply).get(questions.ANSWERS) != self.masked.digest:
             return "it answers another question, or the site received another roster or other scales than the others"
         try:
             arrays = numpy_arrays(reply.content.array_records["arrays"])
-            shape = (length(self.layout(reply)) + 1, 2)
+            shape = (questions.length(self.layout(reply)) + 1, 2)
         except Exception as error:  # any error in decoding foreign bytes is the sender's fault
             return f"a masked summand cannot be decoded ({type(error).__name__})"
-        if set(arrays) != {WORDS}:
+        if set(arrays) != {questions.WORDS}:
             return f"expected one masked array, found {', '.join(sorted(arrays)) or 'none'}"
-        if arrays[WORDS].shape != shape or arrays[WORDS].dtype != np.uint64:
-            return f"expected words of shape {shape}, found {arrays[WORDS].shape} of {arrays[WORDS].dtype}"
+        words = arrays[questions.WORDS]
+        if words.shape != shape or words.dtype != np.uint64:
+            return f"expected words of shape {shape}, found {words.shape} of {words.dtype}"
         return None
 
     def layout(self, reply: Message) -> Layout:
         """Return the layout of the question, or the one the reply names."""
-        return self.masked.layout or list(json.loads(str(config_of(reply)[LAYOUT])))
+        return self.masked.layout or list(json.loads(str(config_of(reply)[questions.LAYOUT])))
 
 
 @dataclass(slots=True)
@@ -99,7 +89,7 @@ class Masking:
         """Ask every site for its key of the run."""
         masking = Masking(network, {}, least, simulated)
         settings = {"configuration": configuration}
-        asked = [network.message(site, KEYS, ArrayRecord(), settings) for site in network.sites()]
+        asked = [network.message(site, questions.KEYS, ArrayRecord(), settings) for site in network.sites()]
         for site, reply in by_site(network.exchange(asked, finite_arrays, retries=1)).items():
             texts = texts_of(reply)
             if {"key", "signature"} <= set(texts):
@@ -128,12 +118,12 @@ class Masking:
         roster = sorted(self.taking_part(sites))
         self.require(roster)
         self.number += 1
-        question = MaskedQuestion(
+        question = questions.MaskedQuestion(
             run=self.network.run,
             round=self.network.round,
             number=self.number,
             kind=kind_of(total.answer),
-            content=content_digest(self.network.context.digest, encode(total.request)),
+            content=questions.content_digest(self.network.context.digest, encode(total.request)),
             layout=layout(total.answer, sizes, total.request),
             members=tuple(self.members[site] for site in roster),
         )
@@ -159,7 +149,7 @@ class Masking:
         """
         sites = tuple(site for site in self.members if site in replies)
         count, vector = masks.total(
-            numpy_arrays(replies[site].content.array_records["arrays"])[WORDS] for site in sites
+            numpy_arrays(replies[site].content.array_records["arrays"])[questions.WORDS] for site in sites
         )
         name = contract.question.answer.__name__
         if not 0 <= count <= len(sites):
@@ -175,7 +165,8 @@ class Masking:
         if count == 0:
             return Summed(None, ())
         try:
-            found = decode(contract.question.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
+            arrays = questions.unflat(vector, contract.layout(replies[sites[0]]))
+            found = decode(contract.question.answer, arrays, sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
         if not silent and (reason := refusal_of(found, Described(rows))):  # the checks of one site hold for all rows
