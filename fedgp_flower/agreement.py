@@ -258,12 +258,9 @@ class Agreement:
         """Summary of the training rows for ``metrics.json``."""
         target = json.loads(self.schema)["target"]["name"]
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
-        columns = [
-            {**column, "differs": [self.labels.get(site, site) for site in column["differs"]]}
-            if "differs" in column
-            else column
-            for column in self.columns
-        ]
+        columns = [dict(column) for column in self.columns]
+        for column in (column for column in columns if "differs" in column):
+            column["differs"] = [self.labels.get(site, site) for site in column["differs"]]
         return {"target": target, **counted, "dropped": self.dropped, "columns": columns}
 
     @property

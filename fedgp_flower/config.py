@@ -346,13 +346,12 @@ class CoreConfig(Section):
 
     def require_private(self, options: MethodOptions) -> None:
         """Raise ConfigError if the run would release anything outside the privacy budget."""
-        privacy, baselines = self.privacy, self.baselines
+        privacy, baselines = self.privacy, self.baselines.model_dump(by_alias=True)
         if not privacy.epsilon and privacy.ranges:
             raise ConfigError("`privacy.ranges` is only used with `privacy.epsilon`; leave it out")
         if not privacy.epsilon:
             return
-        enabled = {"linear": baselines.linear, "local-only": baselines.local_only, "pooled": baselines.pooled}
-        named = ", ".join(f"`baselines.{name}`" for name, on in enabled.items() if on)
+        named = ", ".join(f"`baselines.{name}`" for name, value in baselines.items() if value is True)
         problems = {
             f"`method` = {self.method!r} adds no noise; take 'sgpr-private'": not options.accounted,
             f"{named}: the budget does not cover baselines; set them to false": bool(named),

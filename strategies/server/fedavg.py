@@ -88,11 +88,10 @@ def combined(
     rule = RULES[averaging.server_optimizer]()
     adaptive = rule if isinstance(rule, FedOpt) else FedOpt()
     adaptive.current_arrays = dict(state.parameters)
-    first, second = (
+    adaptive.m_t, adaptive.v_t = (
         {name.removeprefix(kind): array for name, array in state.moments.items() if name.startswith(kind)}
         for kind in ("m_t.", "v_t.")
     )
-    adaptive.m_t, adaptive.v_t = first, second
     replies = []
     for site, answer in answers.items():
         metrics = MetricRecord({"num-examples": rows[site]})

@@ -23,6 +23,7 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of, config_of
 from fedgp_flower.scores import HISTOGRAM_SHAPES
+from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
@@ -61,14 +62,11 @@ class SharedContext:
     nodes: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(
-        arrays: Mapping[str, np.ndarray], texts: Mapping[str, str], constants: Mapping[str, np.ndarray] | None = None
-    ) -> SharedContext:
+    def of(arrays: NamedArrays, texts: Mapping[str, str], constants: NamedArrays) -> SharedContext:
         """Return the context of float64 arrays, sent as lists of numbers, texts, and constants of any dtype."""
         content: dict[str, list[float] | str] = {name: np.ravel(array).tolist() for name, array in arrays.items()}
         content |= texts
-        digest = context_digest(content, constants or {})
-        return SharedContext(ConfigRecord(dict(content)), array_record(constants or {}), digest)
+        return SharedContext(ConfigRecord(dict(content)), array_record(constants), context_digest(content, constants))
 
     def attach(self, message: Message) -> None:
         """Add the context's digest to a message, and the context if the node lacks it."""
