@@ -14,7 +14,7 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
-from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting, exact_posterior
+from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting
 from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -174,7 +174,7 @@ def contradictions(
 
 def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
     """Return the parameters with the optimal q(v) of all rows in the totals (Guo et al. 2022, Eqs. 14-15)."""
-    return PooledPosterior.of(parameters, exact_posterior(totals, noise_of(parameters)))
+    return PooledPosterior.of(parameters, totals.posterior(noise_of(parameters)))
 
 
 def progress(exchanges: int, gains: Array, per_round: int, rows: float) -> dict[str, float | None]:

@@ -32,7 +32,6 @@ from numpy import ndarray
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import VALUES, common_values, drawn, weight_of, with_pairs, with_values
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
-from fedgp_flower.gp.fitc import posterior as exact_posterior
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, SparseGP
@@ -348,7 +347,7 @@ def restarted(state: SGPRState, found: Evaluated, sites: tuple[str, ...]) -> SGP
 def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """Return the state with ∇J at θ, the BFGS update along the latest step, and whether training has converged."""
     assert state.totals is not None
-    theta, request = state.theta, PooledPosterior.of(state.values, exact_posterior(state.totals))
+    theta, request = state.theta, PooledPosterior.of(state.values, state.totals.posterior())
     sizes = {"H": theta.size, "V": 2 * state.places.shape[1]}
     summed: Summed[EvidenceGradient] = yield Total(EvidenceGradient, request, state.sites, sizes=sizes)
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
@@ -484,7 +483,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
         count = enlarging.sufficient_points(evidence(totals).curve / rows, loss)
         values = {**values, LOCATIONS: values[LOCATIONS][:count]}
         values, totals, _ = at_best_scale(values, totals.leading(count), problem.model)
-    return PooledPosterior.of(values, exact_posterior(totals)), totals
+    return PooledPosterior.of(values, totals.posterior()), totals
 
 
 def varying_noise(score: Array, rows: float) -> int | None:

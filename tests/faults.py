@@ -19,7 +19,7 @@ from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
-from fedgp_flower.gp.sums import SparseSums, exact_posterior
+from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
@@ -306,7 +306,7 @@ def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:
-    return exact_posterior(sums_of(grid, strategy, sites), noise_of(parameters(strategy)))
+    return sums_of(grid, strategy, sites).posterior(noise_of(parameters(strategy)))
 
 
 def waves(rows: int, seed: int) -> pd.DataFrame:

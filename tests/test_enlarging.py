@@ -10,7 +10,7 @@ from faults import FaultyGrid, Recorder, alike, configured, csv_nodes, run, wave
 from scipy.stats import multivariate_normal
 from test_sgpr import rows, unit_values
 
-from fedgp_flower.gp.fitc import WeightedSums, evidence, posterior, weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import WeightedSums, evidence, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import add
@@ -201,7 +201,7 @@ def test_the_posterior_predicts_what_the_textbook_joint_does():
     covariance, _ = textbook(model, x)
     cross = textbook(model, torch.cat([places, x]))[1][: len(places), len(places) :]
     with torch.no_grad():
-        mean, variance = model.predict(places, posterior(weighted_sums(model, x, y)))
+        mean, variance = model.predict(places, weighted_sums(model, x, y).posterior())
         prior = model.kernel(places, diag=True)
     assert mean.numpy() == pytest.approx(cross @ np.linalg.solve(covariance, y.numpy()), abs=1e-8)
     expected = prior.numpy() - np.sum(cross.T * np.linalg.solve(covariance, cross.T), 0) + float(model.noise.detach())
@@ -211,7 +211,7 @@ def test_the_posterior_predicts_what_the_textbook_joint_does():
 def test_the_score_of_the_noise_is_the_slope_of_the_evidence_by_noise_that_varies():
     """Σ z t is twice the slope by γ of the textbook density with λ e^{γz}; Σ (z t)² is that of each row alone."""
     (x, y), model = rows(), model_of("rbf + l1")
-    (covariance, explained), q = textbook(model, x), posterior(weighted_sums(model, x, y))
+    (covariance, explained), q = textbook(model, x), weighted_sums(model, x, y).posterior()
     own = covariance.diagonal() - explained.diagonal()
     score = weighted_gradient(model, x, y, q)[1]
     each = np.stack([weighted_gradient(model, x[n : n + 1], y[n : n + 1], q)[1] for n in range(len(x))])

@@ -12,7 +12,7 @@ from scipy.stats import kstest
 
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import INPUT_EDGES, exact_posterior, input_shape
+from fedgp_flower.gp.sums import INPUT_EDGES, input_shape
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.options import ModelSection
@@ -135,7 +135,7 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total():
     honest = stated(0.6 * eye, 0.4 * direction)
     total = add([honest, lie])
     assert refused({"honest": honest, "liar": lie}) == {}
-    posterior = exact_posterior(total, noise)
+    posterior = total.posterior(noise)
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
 

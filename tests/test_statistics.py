@@ -11,11 +11,11 @@ from threadpoolctl import threadpool_info
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.gp import models
 from fedgp_flower.gp import sparse as sparse_module
-from fedgp_flower.gp.fitc import posterior, weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
-from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
+from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound
 from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -69,7 +69,7 @@ def test_bound_and_prediction_from_sums_are_those_of_gpytorch(kernel):
     with torch.no_grad(), gpytorch.settings.sgpr_diagonal_correction(False):
         predicted = sparse.likelihood(reference(new))
         left_out = sparse.kernel(new, diag=True) - reference.covar_module(new).diagonal()
-        mean, variance = sparse.predict(new, exact_posterior(sums, noise))
+        mean, variance = sparse.predict(new, sums.posterior(noise))
     torch.testing.assert_close(mean, predicted.mean, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(variance, predicted.variance + left_out, rtol=1e-8, atol=1e-8)
 
@@ -151,7 +151,7 @@ def computed(precision: str):
     noise = float(model.noise.detach())
     gradient = rows_gradient(model, inputs, targets, bound_gradient(sums, np.log(noise)))
     with torch.no_grad():
-        mean, _ = model.predict(place.tensor(x[:5] + 0.1), exact_posterior(sums, noise))
+        mean, _ = model.predict(place.tensor(x[:5] + 0.1), sums.posterior(noise))
     told = *vars(sums).values(), *gradient.values(), *model.to_arrays().values()
     assert {array.dtype for array in told} == {np.dtype("float64")}
     return collapsed_bound(sums, noise), gradient, mean.double().numpy()
@@ -184,7 +184,7 @@ def test_sums_and_gradients_are_computed_where_the_rows_are(kernel):
         shares = weighted_gradient(model, x, y, q)[0], rows_gradient(model, x, y, bound)
         return [*vars(sums).values(), *(array for share in shares for array in share.values())]
 
-    q, bound = posterior(weighted_sums(model, x, y)), bound_gradient(pooled_sums(model, x, y), -2.0)
+    q, bound = weighted_sums(model, x, y).posterior(), bound_gradient(pooled_sums(model, x, y), -2.0)
     expected = found()
     with torch.device("meta"):
         for own, wanted in zip(found(), expected, strict=True):
@@ -209,7 +209,7 @@ def test_predictions_in_blocks_are_those_of_the_equation(
 ) -> None:
     """Some rows at a time, triangular panels, means without variances; for many rows in one product, unless S > I."""
     sparse, inputs, targets = problem()
-    q = exact_posterior(pooled_sums(sparse, inputs, targets), float(sparse.noise.detach()))
+    q = pooled_sums(sparse, inputs, targets).posterior(float(sparse.noise.detach()))
     q = WhitenedPosterior(q.mean, spread * q.covariance)
     factor, w = sparse.factor(), sparse.project(inputs)
     assert (q.reduction(factor) is None) == (spread > 1)

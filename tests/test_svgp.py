@@ -15,7 +15,7 @@ from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP
 from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.steps import ABSENT, MOST_STEPS, common_values, step_points
-from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound, exact_posterior
+from fedgp_flower.gp.sums import at_unit_noise, collapsed_bound
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.sgpr.duals import Duals, expectations, gradient_at_server, pseudo_sums, transferred
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
@@ -100,7 +100,7 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
     exact.load(model.to_arrays() | {"likelihood.log_noise": np.log([0.2])})
     sums = pooled_sums(exact, *data)
     bound = collapsed_bound(sums, 0.2)
-    whitened, q = exact_posterior(sums, 0.2), duals.posterior()
+    whitened, q = sums.posterior(0.2), duals.posterior()
     torch.testing.assert_close(q.mean, whitened.mean, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(q.covariance, whitened.covariance, rtol=1e-10, atol=1e-10)
     fit = expectations(model, *data, q).fit
@@ -158,7 +158,7 @@ def test_noise_whose_function_does_not_vary_is_constant() -> None:
     named = {name.replace(".mean", ""): array for name, array in named.items()}
     exact.load(exact.to_arrays() | named)
     sums, duals = pooled_sums(exact, *data), settled(model, data, 2, 1.0)
-    fit, q = expectations(model, *data, duals.posterior()).fit, exact_posterior(sums, 0.2)
+    fit, q = expectations(model, *data, duals.posterior()).fit, sums.posterior(0.2)
     assert float(fit) - float(duals.divergence()) == pytest.approx(collapsed_bound(sums, 0.2), abs=1e-7)
     torch.testing.assert_close(duals.posterior().mean, torch.stack([q.mean, 0 * q.mean]), rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(duals.posterior().covariance[0], q.covariance, rtol=1e-7, atol=1e-7)

@@ -26,7 +26,6 @@ from fedgp_flower.gp.models import (
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.options import CLASSIFICATION
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, split_target
 from fedgp_flower.typing import NamedArrays
@@ -173,9 +172,9 @@ def _sparse(
     if pooled:
         arrays = {**model.to_arrays(), LOCATIONS: _subset(rows, pooled, rng).x}
         model = place.module(SparseGP.from_arrays(config.model, arrays))
-        q = fitc.posterior(fitc.weighted_sums(model, inputs, targets))
+        q = fitc.weighted_sums(model, inputs, targets).posterior()
     else:
-        q = exact_posterior(pooled_sums(model, inputs, targets), float(model.noise))
+        q = pooled_sums(model, inputs, targets).posterior(float(model.noise))
     with torch.no_grad():
         mean, variance = model.predict(place.tensor(rows.x_test), q)
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)

@@ -21,17 +21,17 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, LOG_NOISE, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.gp.sparse import Projected, Whitener, accumulated, gram, with_gradient
+from fedgp_flower.gp.sums import RowSums
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 
 @message()
-class WeightedSums:
-    """Sums over rows at fixed hyperparameters and inducing points, each row weighted by 1/λ."""
+class WeightedSums(RowSums):
+    """Sums over rows at fixed hyperparameters and inducing points, each row weighted by 1/λ at all points."""
 
     gram: Float[ndarray, "Q Q"] = leaves("A = Σ w wᵀ/λ, w = L⁻¹ k(Z, x), λ = σ² + k(x, x) − |w|²", symmetric=True)
     projection: Float[ndarray, " Q"] = leaves("b = Σ w y/λ")
@@ -43,10 +43,6 @@ class WeightedSums:
     def weighted(self, weight: float) -> WeightedSums:
         """Return the sums with this weight of every row."""
         return WeightedSums(*(np.asarray(weight * part) for part in vars(self).values()))
-
-    def leading(self, count: int) -> WeightedSums:
-        """Return the sums at the first ``count`` inducing points; λ stays that at all points."""
-        return replace(self, gram=self.gram[:count, :count].copy(), projection=self.projection[:count])
 
     def scaled(self, by: float) -> WeightedSums:
         """Return the sums for ``by`` times k and σ²: w is multiplied by √by and λ by ``by``."""
@@ -77,7 +73,7 @@ def evidence(sums: WeightedSums) -> Evidence:
     log|B| and bᵀB⁻¹b = |R⁻¹b|² are cumulative sums over points. Raise NumericsError if B is not positive definite.
     """
     count = float(sums.count)
-    factor, projection = _factor(sums), torch.as_tensor(sums.projection)
+    factor, projection = sums.factor(), torch.as_tensor(sums.projection)
     whitened = torch.linalg.solve_triangular(factor, projection[:, None], upper=False)[:, 0]
     scales = (float(sums.weighted_squares) - whitened.square().cumsum(0)) / count
     determinants = 2 * factor.diagonal().log().cumsum(0)
@@ -89,19 +85,6 @@ def evidence(sums: WeightedSums) -> Evidence:
 def at_unit_scale(sums: WeightedSums) -> float:
     """Return the log evidence at the scale of the sums, τ² = 1: −½ [N log 2π + ℓ + log|B| + s − bᵀB⁻¹b] in nats."""
     return evidence(sums).at(1.0, float(sums.count))
-
-
-def posterior(sums: WeightedSums) -> WhitenedPosterior:
-    """Return the exact posterior q(v) = N(B⁻¹b, B⁻¹) of all rows in the sums."""
-    factor = _factor(sums)
-    mean = torch.cholesky_solve(torch.as_tensor(sums.projection)[:, None], factor)[:, 0]
-    return WhitenedPosterior(mean, symmetric(torch.cholesky_inverse(factor)))  # the inverse is the answer
-
-
-def _factor(sums: WeightedSums) -> Tensor:
-    b = torch.as_tensor(sums.gram).clone()
-    b.diagonal().add_(1)
-    return cholesky(b, of="B = I + A", hint="The sums cannot come from real rows.")
 
 
 def variances(rows: Projected, noise: Tensor) -> Tensor:
@@ -126,7 +109,7 @@ def log_evidence(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
     """Return the log evidence of all rows, in nats, with its gradient by all parameters but the inducing points."""
     whitener = Whitener(model)
     sums = weighted_sums(model, inputs, targets, whitener)
-    gradient, _ = weighted_gradient(model, inputs, targets, posterior(sums), whitener)
+    gradient, _ = weighted_gradient(model, inputs, targets, sums.posterior(), whitener)
     return with_gradient(at_unit_scale(sums), model, gradient)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.messages import add, leaves, message
 from fedgp_flower.typing import Array, NamedArrays, Square
+
+S = TypeVar("S", bound="RowSums")
 
 INPUT_EDGES: Array = np.linspace(-6.0, 6.0, 41)
 """Bin edges of :func:`input_shape`, in standardised units, the same at all sites."""
@@ -35,8 +37,33 @@ LEAST_NOISE = 1e-6
 """Smallest noise variance of the standardised target."""
 
 
+@dataclass(frozen=True)
+class RowSums:
+    """A and b of rows with noise σ², or of rows weighted by their precision with σ² = 1."""
+
+    gram: Float[ndarray, "M M"]
+    projection: Float[ndarray, " M"]
+
+    def leading(self: S, count: int) -> S:
+        """The sums at the first ``count`` inducing points: L is lower triangular, so W there is part of W."""
+        return replace(self, gram=self.gram[:count, :count].copy(), projection=self.projection[:count])
+
+    def factor(self, noise: float = 1.0) -> Square:
+        """The Cholesky factor of B = I + A/σ²."""
+        b = torch.as_tensor(self.gram) / noise
+        b.diagonal().add_(1)
+        return cholesky(b, of="B = I + A/σ²", hint="The sums cannot come from real rows.")
+
+    def posterior(self, noise: float = 1.0) -> WhitenedPosterior:
+        """The optimal q(v) = N(B⁻¹b/σ², B⁻¹) of all rows in the sums (Guo et al. Eqs. 14-15, whitened)."""
+        factor = self.factor(noise)
+        covariance = torch.cholesky_inverse(factor)  # the inverse is the answer here
+        mean = torch.cholesky_solve(torch.as_tensor(self.projection)[:, None], factor)[:, 0] / noise
+        return WhitenedPosterior(mean, symmetric(covariance))
+
+
 @message()
-class SparseSums:
+class SparseSums(RowSums):
     """Sufficient statistics of rows under fixed hyperparameters and inducing points."""
 
     gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True, rank="count")
@@ -44,16 +71,6 @@ class SparseSums:
     target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
     prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
     count: Float[ndarray, ""] = leaves("number of rows")
-
-    def leading(self, count: int) -> SparseSums:
-        """The sums at the first ``count`` inducing points: L is lower triangular, so W there is part of W."""
-        return replace(self, gram=self.gram[:count, :count].copy(), projection=self.projection[:count])
-
-    def factor(self, noise: float) -> Square:
-        """The Cholesky factor of B = I + A/σ²."""
-        b = torch.as_tensor(self.gram) / noise
-        b.diagonal().add_(1)
-        return cholesky(b, of="B = I + A/σ²", hint="The sums cannot come from real rows.")
 
 
 def collapsed_bound(sums: SparseSums, noise: float) -> float:
@@ -94,14 +111,6 @@ def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
     by_gram = inverse.addr_(*[torch.from_numpy(direction)] * 2).neg_()
     by_gram.diagonal().add_(1)
     return BoundGradient((by_gram / (2 * noise)).numpy(), direction / noise, np.array(-0.5 / noise), value, by_noise)
-
-
-def exact_posterior(sums: SparseSums, noise: float) -> WhitenedPosterior:
-    """The optimal q(v) = N(B⁻¹b/σ², B⁻¹) of all rows in the sums (Guo et al. Eqs. 14-15, whitened)."""
-    factor = sums.factor(noise)
-    covariance = torch.cholesky_inverse(factor)  # the inverse is the answer here
-    mean = torch.cholesky_solve(torch.as_tensor(sums.projection)[:, None], factor)[:, 0] / noise
-    return WhitenedPosterior(mean, symmetric(covariance))
 
 
 def input_shape(inputs: Array) -> NamedArrays:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgp_flower.gp.fitc import posterior, weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_sums, rows_gradient
@@ -101,7 +101,7 @@ def federated(model: SparseGP, parts: Parts) -> tuple[float, Array]:
 def evidence(model: SparseGP, parts: Parts) -> None:
     """What an exchange of `sgpr` computes: sums, the posterior of all rows, and the gradient by the hyperparameters."""
     whitener = Whitener(model)
-    q = posterior(add(weighted_sums(model, x, y, whitener) for x, y in parts))
+    q = add(weighted_sums(model, x, y, whitener) for x, y in parts).posterior()
     for x, y in parts:
         weighted_gradient(model, x, y, q, whitener)
 
