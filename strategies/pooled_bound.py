@@ -142,14 +142,13 @@ def total_statistics(
     sizes = {"M": len(parameters[LOCATIONS])}
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     total = summed.required("usable sums")
-    level = unit_function(SparseGP.from_arrays(section, compared(parameters)))
-    yield Doubt(contradictions(summed.parts, level))
+    yield Doubt(contradictions(summed.parts, unit_function(compared(parameters, section))))
     return total
 
 
-def compared(parameters: Mapping[str, ndarray]) -> NamedArrays:
-    """Return the parameters with the inducing points at which sites are compared."""
-    return {**parameters, LOCATIONS: parameters[LOCATIONS][:COMPARED_POINTS]}
+def compared(parameters: Mapping[str, ndarray], section: ModelSection) -> SparseGP:
+    """Return the model at the inducing points at which sites are compared."""
+    return SparseGP.from_arrays(section, {**parameters, LOCATIONS: parameters[LOCATIONS][:COMPARED_POINTS]})
 
 
 @torch.no_grad()

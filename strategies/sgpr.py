@@ -34,7 +34,7 @@ from fedgp_flower.gp.cells import VALUES, common_values, drawn, weight_of, with_
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, SparseGP
+from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
@@ -318,10 +318,10 @@ def sums_at(
     best = max(range(len(found)), key=lambda number: found[number][2])
     unit_noise = {}  # sums of y/√λ, which has noise 1
     for site, answer in summed.parts.items():
-        own = answer.each()[best].leading(pooled_bound.COMPARED_POINTS)
+        own = answer.each()[best]
         unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
-    model = SparseGP.from_arrays(problem.model, pooled_bound.compared(candidates[best]))
-    yield Doubt(pooled_bound.contradictions(unit_noise, pooled_bound.unit_function(model), at_unit_noise))
+    level = pooled_bound.unit_function(pooled_bound.compared(candidates[best], problem.model))
+    yield Doubt(pooled_bound.contradictions(unit_noise, level, at_unit_noise))
     return found[best], summed.sites
 
 

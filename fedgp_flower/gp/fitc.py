@@ -22,7 +22,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, LOG_NOISE, SparseGP, WhitenedPosterior
-from fedgp_flower.gp.placement import to_array, to_arrays
+from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import Projected, Whitener, accumulated, gram, with_gradient
 from fedgp_flower.gp.sums import RowSums
 from fedgp_flower.messages import leaves, message
@@ -102,7 +102,7 @@ def weighted_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whi
         scaled, part = rows.cross / spread.sqrt(), y / spread
         sums = [gram(scaled), rows.cross @ part, part @ y, spread.log().sum(), y @ y]
         total = [before + more for before, more in zip(total, sums, strict=True)] if total else sums
-    return WeightedSums(*to_arrays(*total, total[0].new_tensor(len(targets))))
+    return WeightedSums(*map(to_array, [*total, total[0].new_tensor(len(targets))]))
 
 
 def log_evidence(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:

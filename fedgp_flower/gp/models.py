@@ -69,10 +69,6 @@ class WhitenedPosterior:
         """Return aᵀm for every column a of ``cross``."""
         return (self.mean.to(cross)[..., None, :] @ cross)[..., 0, :]
 
-    def variances(self, cross: Float[Tensor, "*K M N"]) -> Float[Tensor, "*C N"]:
-        """Return aᵀSa = |Rᵀa|² for every column a of ``cross``, from the lower blocks of R."""
-        return squared_norms(self.root.to(cross), cross)
-
     def reduction(self, factor: Float[Tensor, "*K M M"]) -> Float[Tensor, "*C M M"] | None:
         """Return the lower triangular G with aᵀ(I − S)a = |Gᵀk|² for every a = L⁻¹k; None if S exceeds the prior.
 
@@ -263,7 +259,7 @@ class SparseGP(WiredModel, WhitenedGP):
             cross, prior = self.covariances(inputs[rows])
             if reduction is None:
                 cross = torch.linalg.solve_triangular(factor, cross, upper=False)
-                explained = cross.square().sum(-2) - posterior.variances(cross)
+                explained = cross.square().sum(-2) - squared_norms(posterior.root.to(cross), cross)  # aᵀSa = |Rᵀa|²
             else:
                 explained = squared_norms(reduction, cross)
             mean[..., rows] = (weights[..., None, :] @ cross)[..., 0, :]

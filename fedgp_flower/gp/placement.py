@@ -46,11 +46,6 @@ def to_array(tensor: Tensor) -> Array:
     return tensor.detach().cpu().double().numpy()
 
 
-def to_arrays(*tensors: Tensor) -> list[Array]:
-    """Tensors as float64 arrays on the CPU."""
-    return [to_array(tensor) for tensor in tensors]
-
-
 @lru_cache(maxsize=1)
 def limit_threads(count: int) -> None:
     """Set the threads of PyTorch and NumPy in this process."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedgp_flower.gp.kernels import L1, Warped, warped
 from fedgp_flower.gp.linalg import kernel_cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, LOCATIONS, LOG_NOISE, SparseGP
-from fedgp_flower.gp.placement import to_arrays
+from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sums import BoundGradient, SparseSums, bound_gradient
 from fedgp_flower.typing import NamedArrays, Rows, Targets
 
@@ -268,7 +268,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
         part = [gram(rows.cross), torch.mv(rows.cross, y), torch.dot(y, y)]  # A, b, s
         total = [before + more for before, more in zip(total, part, strict=True)] if total else part
         variance += float(rows.variances.sum())
-    return SparseSums(*to_arrays(*total), *map(np.asarray, (variance, count)))
+    return SparseSums(*map(to_array, total), *map(np.asarray, (variance, count)))
 
 
 def rows_gradient(
@@ -309,7 +309,7 @@ def by_autograd(model: SparseGP, outputs: Sequence[Tensor], incoming: Sequence[T
     """Return the gradients of the parameters by wire name, from adjoints of the outputs."""
     named = model.wire_parameters()
     grads = torch.autograd.grad(outputs, [*named.values()], incoming, allow_unused=True, materialize_grads=True)
-    return dict(zip(named, to_arrays(*grads), strict=True))
+    return dict(zip(named, map(to_array, grads), strict=True))
 
 
 def with_gradient(value: float, model: SparseGP, gradient: NamedArrays) -> Tensor:

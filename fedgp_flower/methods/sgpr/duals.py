@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior, shared_divergence
-from fedgp_flower.gp.placement import to_array, to_arrays
+from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import by_autograd
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import Expectations
@@ -172,7 +172,7 @@ def expectations(
         if HYPER in gradient:
             gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
-    found = [*to_arrays(fit, slope, symmetric(curvature)), np.array(float(len(targets)))]
+    found = [*map(to_array, (fit, slope, symmetric(curvature))), np.array(float(len(targets)))]
     return Expectations(values, *found)
 
 
