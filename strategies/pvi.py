@@ -35,29 +35,10 @@ from fedgp_flower.methods.pvi.model import ALPHA, PREDICTION_DRAWS, SparseModel,
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies import sgpr, svgp
+from strategies import pvi_state, pvi_updates, sgpr, svgp
 from strategies.pooled_bound import ROWS_PER_POINT, Problem, disclosure_by_total, saved
-from strategies.pvi_state import (
-    EQUATION,
-    PVIState,
-    factor_strengths,
-    forget,
-    lengthscales_of,
-    merge,
-    of_function,
-    saved_arrays,
-    without,
-)
-from strategies.pvi_updates import (
-    AgreedParameters,
-    Proposal,
-    Update,
-    agreed,
-    averaged,
-    local_optimum,
-    marginals,
-    product,
-)
+from strategies.pvi_state import PVIState
+from strategies.pvi_updates import AgreedParameters, Proposal, Update
 from strategies.server.checkpoint import STATE, arrays_of
 from strategies.server.questions import (
     Asking,
@@ -115,12 +96,12 @@ def fold(
         except ProtocolError as error:
             yield Refuse(site, str(error))
     proposed = {site: contribution for site, (contribution, _, _) in usable.items()}
-    state, merged = merge(state, proposed, damping=damping, deletion=plan.deletion)
+    state, merged = pvi_state.merge(state, proposed, damping=damping, deletion=plan.deletion)
     for site in merged.refused:
         yield Refuse(site, "no damping makes its update proper")
         del usable[site]
     for site, (_, _, shared) in usable.items():
-        state = averaged(state, shared, state.rows[site] / sum(state.rows.values()))
+        state = pvi_updates.averaged(state, shared, state.rows[site] / sum(state.rows.values()))
     known = {site: merged.size[site] for site in usable if math.isfinite(merged.size[site])}
     record = replace(
         state.record,
@@ -187,10 +168,10 @@ def state_of(snapshot: Snapshot) -> PVIState:
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
     """Return a checkpoint without a site's factor, rows and visits; its label stays, which keeps the partition."""
-    state = encode(forget(state_of(snapshot), site, snapshot.facts["preparation"]["labels"]))
+    state = encode(pvi_state.forget(state_of(snapshot), site, snapshot.facts["preparation"]["labels"]))
     arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
     preparation = dict(snapshot.facts["preparation"])
-    preparation["rows"] = without(preparation["rows"], site)
+    preparation["rows"] = pvi_state.without(preparation["rows"], site)
     arrays |= {f"{STATE}{name}": array for name, array in state.items()}
     return Snapshot(arrays, {**snapshot.facts, "preparation": preparation})
 
@@ -210,7 +191,7 @@ def free_energy(state: PVIState, request: object, divergences: Mapping[str, floa
 
 def parts_of(state: PVIState) -> tuple[Marginals, Factors]:
     """Return q(Z), q(β) and the factors of all sites."""
-    return marginals(state), of_function(state.sites.values())
+    return pvi_updates.marginals(state), pvi_state.of_function(state.sites.values())
 
 
 class PVI(FederatedStrategy[PVIState]):
@@ -255,7 +236,7 @@ class PVI(FederatedStrategy[PVIState]):
         """Agree on Z and β while enough rounds remain for one visit to each site; otherwise visit sites."""
         if not self.agreement:
             averaged = ("inducing",) if self.options.averages else ()
-            update = local_optimum(self.options.function, averaged, tied=self.options.factor == "tied")
+            update = pvi_updates.local_optimum(self.options.function, averaged, tied=self.options.factor == "tied")
             return (yield from one_round(state, roster, self.plan, update))
         if not state.values:
             left = self.planned_rounds - roster.round + 1
@@ -263,7 +244,7 @@ class PVI(FederatedStrategy[PVIState]):
             if left > needed and not self.agreement.finished(state):
                 return (yield from self.agreement.one_round(state, roster))
             pooled = yield from self.agreement.pooled(state, roster)
-            state = agreed(replace(state, rows=roster.rows), pooled.values)
+            state = pvi_updates.agreed(replace(state, rows=roster.rows), pooled.values)
         update = yield from self.agreement.update(state, roster)
         return (yield from one_round(state, roster, self.plan, update))
 
@@ -285,24 +266,24 @@ class PVI(FederatedStrategy[PVIState]):
 
     def predictive(self, state: PVIState, roster: Roster) -> Asking[Predicted]:
         """Return q(Z), q(β) and the factors; at an agreed Z and β their product, or the posterior from totals."""
-        facts = asdict(state.record) | {"factors": factor_strengths(state), "damping": self.plan.damping}
+        facts = asdict(state.record) | {"factors": pvi_state.factor_strengths(state), "damping": self.plan.damping}
         if self.agreement:
-            pooled = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
+            pooled = pvi_updates.product(state) if state.values else (yield from self.agreement.pooled(state, roster))
             facts |= {"num_inducing": len(pooled.mean)} | self.agreement.progress(state)
             return Predicted(Predictive(agreed=pooled), saved(pooled, self.config.model), facts)
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names
-        relevance = lengthscale_facts(*lengthscales_of(q.hyper, names), "q(β), refined by all sites")
-        arrays, meanings = saved_arrays(q, factors, num_inputs, names, tied=self.options.factor == "tied")
+        relevance = lengthscale_facts(*pvi_state.lengthscales_of(q.hyper, names), "q(β), refined by all sites")
+        arrays, meanings = pvi_state.saved_arrays(q, factors, num_inputs, names, tied=self.options.factor == "tied")
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
-        kept = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
+        kept = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), pvi_state.EQUATION, model)
         return Predicted(Predictive(q, factors), kept, facts | {"version": state.version, "relevance": relevance})
 
     def public(self, state: PVIState) -> NamedArrays:
         """Return the arrays that predict; none before the first factor."""
         if self.agreement:
-            return encode(product(state)) if state.values else {}
+            return encode(pvi_updates.product(state)) if state.values else {}
         return encode(Predictive(*parts_of(state)))
 
     def require_training(self) -> None:

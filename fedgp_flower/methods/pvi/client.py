@@ -13,6 +13,7 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.count_scores import log_rate_of
 from fedgp_flower.gp.likelihoods.counts import Counts
 from fedgp_flower.gp.likelihoods.point import NONE
+from fedgp_flower.methods.pvi import updates
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
@@ -26,18 +27,6 @@ from fedgp_flower.methods.pvi.model import (
     random_source,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.updates import (
-    ADAM_RATE,
-    ADAM_STEPS,
-    LBFGS_EVALUATIONS,
-    LocalProblem,
-    adam_update,
-    first_factor,
-    fixed_point,
-    gradient_step,
-    lbfgs_update,
-    whitened_rows,
-)
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, gaussian_scores
 from fedgp_flower.typing import Array, NamedArrays
@@ -92,10 +81,10 @@ class PVIClient(SiteClient):
         assert request.q is not None
         options, data, tied = self.options, self.data, self.options.factor == "tied"
         if request.before is None:
-            before = first_factor(self.model, data, request.q, options.factor)
+            before = updates.first_factor(self.model, data, request.q, options.factor)
         else:
             [before] = factors_of(request.before, tied=tied)
-        problem = LocalProblem(
+        problem = updates.LocalProblem(
             self.model,
             data,
             factors_of(request.others, tied=tied),
@@ -105,10 +94,11 @@ class PVIClient(SiteClient):
         )
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
         if options.local_update == "lbfgs":
-            done = lbfgs_update(problem, before, request.q, options.steps or LBFGS_EVALUATIONS, source)
+            done = updates.lbfgs_update(problem, before, request.q, options.steps or updates.LBFGS_EVALUATIONS, source)
         else:
-            steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
-            done = adam_update(problem, before, request.q, steps, source, options.learning_rate or ADAM_RATE)
+            steps = (options.steps or updates.ADAM_STEPS) * (2 if request.before is None else 1)
+            rate = options.learning_rate or updates.ADAM_RATE
+            done = updates.adam_update(problem, before, request.q, steps, source, rate)
         parts = vars(done.factor.message()) | {name: latent.answer() for name, latent in done.latents.items()}
         return Refined(done.free_energy / len(data), len(done.values), **parts)
 
@@ -116,16 +106,16 @@ class PVIClient(SiteClient):
         """Update the factor of v = L⁻¹u at fixed Z and β: exactly, to a fixed point, or by one gradient step."""
         assert request.q is not None
         assert request.posterior is not None
-        rows = whitened_rows(self.model, self.data, request.q)
+        rows = updates.whitened_rows(self.model, self.data, request.q)
         context, step, evaluations = request.context["whitened"].gaussian, self.options.learning_rate or 1.0, 1
         before = request.before.whitened if request.before else None
         start = before.gaussian if before else context**0.0
         if self.options.local_update == "analytic":
             factor = rows.expansion(context)[1]  # does not depend on q, as noise is Gaussian
         elif self.options.local_update == "gradient":
-            factor = gradient_step(rows, request.posterior.gaussian, context, start, step=step)
+            factor = updates.gradient_step(rows, request.posterior.gaussian, context, start, step=step)
         else:
-            factor, evaluations = fixed_point(rows, context, start, step=step)
+            factor, evaluations = updates.fixed_point(rows, context, start, step=step)
         objective = float(rows.free_energy(context * factor, context)) / len(self.data)
         return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 

@@ -17,19 +17,8 @@ from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, 
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.updates import LinearRows, late_mean
-from fedgp_flower.methods.pvi_weights.model import (
-    LEARNING_RATE,
-    PREDICTION_DRAWS,
-    START_SCALE,
-    STEPS,
-    NewtonStep,
-    WeightSpaceNetwork,
-    glm_rows,
-    optimum,
-    predicted,
-    prior_of,
-    refined,
-)
+from fedgp_flower.methods.pvi_weights import model
+from fedgp_flower.methods.pvi_weights.model import NewtonStep, WeightSpaceNetwork
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.typing import Array
@@ -43,7 +32,7 @@ class GLMClient(SiteClient):
     @cached_property
     def linear(self) -> LinearRows:
         """The site's rows with an intercept."""
-        return glm_rows(self.config.model, self.rows.x, self.rows.y)
+        return model.glm_rows(self.config.model, self.rows.x, self.rows.y)
 
     def train(self, request: Visit) -> Refined:
         """One local update (Ashman et al. 2022, Algorithm 1, step 2)."""
@@ -52,7 +41,7 @@ class GLMClient(SiteClient):
         if cast(PVIOptions, self.config.shared).plan().gradient:
             done = NewtonStep.at(self.linear, q, context)  # merged with ρ it is a step of global VI of length ρ
         else:
-            done, steps = optimum(self.linear, q, context)
+            done, steps = model.optimum(self.linear, q, context)
         return Refined(done.free_energy / self.num_examples, steps, weights=NaturalParameters.of(done.factor))
 
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
@@ -61,7 +50,7 @@ class GLMClient(SiteClient):
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of an observation."""
-        return Prediction(*predicted(self.config.model, request.gaussian, inputs))
+        return Prediction(*model.predicted(self.config.model, request.gaussian, inputs))
 
     def score(self, request: NaturalParameters) -> Scores:
         """Scores by the likelihood."""
@@ -69,14 +58,14 @@ class GLMClient(SiteClient):
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model fitted to these rows."""
-        prior = prior_of(self.options, data.x.shape[1]).gaussian
-        done, _ = optimum(glm_rows(self.config.model, data.x, data.y), prior, prior)
+        prior = model.prior_of(self.options, data.x.shape[1]).gaussian
+        done, _ = model.optimum(model.glm_rows(self.config.model, data.x, data.y), prior, prior)
         return self.scored_by(prior * done.factor, data)
 
     def scored_by(self, q: Gaussian, data: SiteData) -> Scores:
         """Scores of held-out rows; those of counts from the moments of f."""
         section, counts = self.config.model, self.config.model.likelihood == "poisson"
-        moments = predicted(section, q, data.x_test, link=counts)
+        moments = model.predicted(section, q, data.x_test, link=counts)
         if counts:
             return Counts().scores(*moments, data.y_test, NONE, self.units)
         return self.scores_of(Prediction(*moments), data.y_test)
@@ -104,7 +93,7 @@ class BNNClient(SiteClient):
     def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, a Monte Carlo estimate."""
         rows, source = data_of(self.rows), random_source(self.config.seed, "fit", self.site.site)
-        values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(PREDICTION_DRAWS)]
+        values = [self.network.log_likelihood(rows, request.gaussian, source) for _ in range(model.PREDICTION_DRAWS)]
         return LogLikelihood(np.array(np.mean(values)))
 
     def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
@@ -113,19 +102,19 @@ class BNNClient(SiteClient):
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same network fitted to these rows."""
-        prior = prior_of(self.options, data.x.shape[1]).gaussian
+        prior = model.prior_of(self.options, data.x.shape[1]).gaussian
         q, *_ = self._update(data, prior, prior, self.config.num_server_rounds)
         return self.scores_of(self._indicators(q, data.x_test), data.y_test)
 
     def _update(self, data: SiteData, context: Gaussian, q: Gaussian, visits: int = 1) -> tuple[Gaussian, list[float]]:
         shared = cast(PVIOptions, self.config.shared)
-        steps, rate = visits * (shared.steps or STEPS), shared.learning_rate or LEARNING_RATE
+        steps, rate = visits * (shared.steps or model.STEPS), shared.learning_rate or model.LEARNING_RATE
         mean, variance = q.moments()
         if not mean.any():  # the prior, before any training
             mean = self.network.initial(random_source(self.config.seed, "weights"))
-        start = Gaussian.from_moments(mean, variance.clamp(max=START_SCALE**2))
+        start = Gaussian.from_moments(mean, variance.clamp(max=model.START_SCALE**2))
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        return refined(self.network, data_of(data), context, start, steps, rate, source)
+        return model.refined(self.network, data_of(data), context, start, steps, rate, source)
 
     def _indicators(self, q: Gaussian, inputs: Array) -> Prediction:
         binary = self.config.model.likelihood == "bernoulli"
