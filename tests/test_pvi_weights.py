@@ -221,5 +221,5 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
     q, values = model.refined(NETWORK, rows, prior, start, 200, 0.02, generator())
     assert late_mean(values) > values[0] + 50
     assert ((q / prior).precision > 0).all()
-    probability = NETWORK.probabilities(rows.inputs.numpy(), q, 20, binary=False)
+    probability, _ = NETWORK.indicators(rows.inputs.numpy(), q, 20, binary=False)
     assert (probability.argmax(1) == rows.targets.numpy()).mean() > 0.95

@@ -118,8 +118,7 @@ class BNNClient(SiteClient):
 
     def _indicators(self, q: Gaussian, inputs: Array) -> Prediction:
         binary = self.config.model.likelihood == "bernoulli"
-        mean = self.network.probabilities(inputs, q, binary=binary)
-        return Prediction(mean, mean * (1 - mean))
+        return Prediction(*self.network.indicators(inputs, q, model.PREDICTION_DRAWS, binary=binary))
 
 
 def data_of(rows: SiteData) -> Data:

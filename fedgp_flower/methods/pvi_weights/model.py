@@ -177,11 +177,12 @@ class WeightSpaceNetwork:
         hidden = torch.relu(_sums(x, m1, v1, generator))
         return _sums(hidden, m2, v2, generator)
 
-    def probabilities(self, inputs: Array, q: Gaussian, draws: int = PREDICTION_DRAWS, *, binary: bool) -> Array:
-        """Mean over draws of P(y = c | x, θ) [N, C]; if ``binary`` only of the second class, [N]."""
+    def indicators(self, inputs: Array, q: Gaussian, draws: int, *, binary: bool) -> tuple[Array, Array]:
+        """Mean over draws of P(y = c | x, θ) [N, C], or if ``binary`` of the second class [N]; and p (1 − p)."""
         generator, x = torch.Generator().manual_seed(PREDICTION_SEED), torch.from_numpy(inputs)
-        mean = torch.stack([self.logits(x, q, generator).softmax(-1) for _ in range(draws)]).mean(0).numpy()
-        return mean[:, 1] if binary else mean
+        each = torch.stack([self.logits(x, q, generator).softmax(-1) for _ in range(draws)]).mean(0).numpy()
+        mean = each[:, 1] if binary else each
+        return mean, mean * (1 - mean)
 
     def log_likelihood(self, rows: Data, q: Gaussian, generator: Generator) -> Tensor:
         """Σ log P(y_n), with one draw for each row."""
@@ -232,7 +233,7 @@ def saved_network(saved: Posterior, names: tuple[str, ...]) -> Standardised:
     q, draws, binary = q_of(saved), int(saved.model["draws"]), saved.likelihood == "bernoulli"
 
     def standardised(inputs: Array) -> tuple[Array, Array]:
-        mean = network.probabilities(inputs, q, draws, binary=binary)
-        return mean, np.sqrt(mean * (1 - mean))
+        mean, variance = network.indicators(inputs, q, draws, binary=binary)
+        return mean, np.sqrt(variance)
 
     return standardised
