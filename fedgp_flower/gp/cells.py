@@ -191,17 +191,11 @@ def dependence_tree(pairs: Array, rows: float) -> list[tuple[int, int]]:
 
 
 def with_pairs(points: Array, moved: Array, values: Array, counts: Array, rows: float) -> Array:
-    """Return the points with pairs of common values as rows have them, input by input along a tree.
+    """Return the points with pairs of common values [D, V] as rows have them, input by input along a tree.
 
     Where a point has a common value of the parent, the child's values follow their counts beside it, by the ranks of
-    ``points``, provided that these counts cover nearly all rows with that value.
-
-    Args:
-        points: Draws [S, D] before :func:`with_values`.
-        moved: The same after it.
-        values: Common values [D, V].
-        counts: Total of :func:`pair_counts`, [P, V, V].
-        rows: Number of all rows.
+    ``points``, provided that these counts cover nearly all rows with that value. The draws ``points`` [S, D] are
+    ``moved`` by :func:`with_values`; ``counts`` are the total of :func:`pair_counts` over all ``rows``.
     """
     (num_inputs, most), moved = values.shape, moved.copy()
     pairs, (above, below) = np.zeros((num_inputs, num_inputs, most, most)), np.triu_indices(num_inputs, 1)

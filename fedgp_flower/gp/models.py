@@ -396,9 +396,8 @@ class ExactGP(WiredModel):
         prior = self.kernel(self.inputs).to_dense()
         return prior + self.noise * torch.eye(len(prior)).to(prior)
 
-    def factor(self, covariance: Tensor | None = None) -> Tensor:
+    def factor(self, covariance: Tensor) -> Tensor:
         """Return L with L Lᵀ = K_xx + σ²I, without jitter, in O(N³); raise NumericsError if there is none."""
-        covariance = self.covariance() if covariance is None else covariance
         return cholesky(covariance, of="K_xx + σ²I", hint="Raise `model.noise`.")
 
     def log_evidence(self) -> Tensor:
@@ -417,7 +416,7 @@ class ExactGP(WiredModel):
     @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:
         """Return mean and variance of noisy observations at new inputs, both [K] (Guo et al. 2022, Eq. 5)."""
-        factor, cross = self.factor(), self.kernel(self.inputs, new).to_dense()
+        factor, cross = self.factor(self.covariance()), self.kernel(self.inputs, new).to_dense()
         whitened_targets = torch.linalg.solve_triangular(factor, self.targets[:, None], upper=False)[:, 0]
         cross = torch.linalg.solve_triangular(factor, cross, upper=False)
         variance = self.kernel(new, diag=True) - cross.square().sum(0) + self.noise

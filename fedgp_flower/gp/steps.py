@@ -52,15 +52,10 @@ def common_values(inputs: Array, least: int) -> tuple[Array, Array]:
 
 
 def step_points(rows: Array, sums: Array, count: float) -> Array:
-    """Return the inducing points [P, D] of the steps of all sites' common values.
+    """Return the inducing points [P, D] of the steps, from totals of :func:`common_values` over ``count`` rows.
 
     An input has steps if nearly all of its rows have a common value. There are none unless an input has more than two,
     and none for a single input, whose steps could not be told from its points.
-
-    Args:
-        rows: Total of :func:`common_values`.
-        sums: The other total.
-        count: Number of all rows.
     """
     num_inputs = len(rows)
     known = {d: np.flatnonzero(of) for d, of in enumerate(rows) if of.sum() >= NEARLY_ALL * count}
@@ -88,9 +83,7 @@ def are_steps(points: Float[Tensor, "*B N D"]) -> Bool[Tensor, "*B N"]:
 class WithSteps(Kernel):
     """k(x, z) + Σ_d a_d min(r_d(x), r_d(z)), where r_d(x) is the number of cuts of input d below x_d.
 
-    Args:
-        inner: The kernel k of whole rows.
-        points: Inducing points [M, D], some of which stand for steps.
+    ``inner`` is the kernel k of whole rows. Some of the inducing points [M, D] stand for steps.
     """
 
     def __init__(self, inner: Kernel, points: Tensor) -> None:

@@ -59,9 +59,7 @@ class MixedNoise(PointLikelihood):
     """A real target whose predictive distribution is a mixture of Gaussians with a common mean."""
 
     @abstractmethod
-    def components(
-        self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def components(self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Mean [*S, N], variances [Q, *S, N] and weights [Q, 1, …] of the components; more components if ``fine``."""
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ class MixedNoise(PointLikelihood):
 
     def mixture(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Array, Array, Array]:
         """Means and standard deviations [Q, N], and weights [Q]."""
-        centre, total, weights = self.components(mean, variance, hyper)
+        centre, total, weights = self.components(mean, variance, hyper, fine=False)
         return centre.expand_as(total).numpy(), total.sqrt().numpy(), weights[:, 0].numpy()
 
 
@@ -124,9 +122,7 @@ class HeavyTailed(MixedNoise):
         normaliser = torch.lgamma(half) - torch.lgamma(freedom / 2.0) - 0.5 * math.log(math.pi)
         return normaliser + freedom / 2.0 * scale.log() - half * logarithm
 
-    def components(
-        self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def components(self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Student-t noise is Gaussian with variance σ²/g, g ~ Gamma(ν/2, ν/2)."""
         g, half = logarithmic_rule(-45.0 if fine else -9.0, 3.2, variance), freedom_of(hyper) / 2.0
         weights = SPACING * (half * (half * g).log() - half * g - torch.lgamma(half)).exp()
@@ -169,9 +165,7 @@ class Heteroscedastic(MixedNoise):
         (m, a), (v, b) = mean.unbind(-2), variance.unbind(-2)
         return -0.5 * (math.log(2 * math.pi) + a + ((targets - m).square() + v) * (b / 2 - a).exp())
 
-    def components(
-        self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def components(self, mean: Tensor, variance: Tensor, hyper: Tensor, *, fine: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Given g, y is Gaussian with variance v + e^g."""
         (m, a), (v, b) = mean.unbind(-2), variance.unbind(-2)
         g, weights = trapezoidal_rule(a, b, NODES if fine else 25)

@@ -109,10 +109,8 @@ class Draws:
         """The prior N(0, I) of v times the factors."""
         samples, size = self.inducing.shape[:2]
         eye = torch.eye(size, dtype=self.chol.dtype)
-        q = Gaussian(self.chol.new_zeros(samples, size), -0.5 * eye.expand(samples, size, size))
-        for factor in factors:
-            q = q * factor.whitened(self)
-        return q
+        prior = Gaussian(self.chol.new_zeros(samples, size), -0.5 * eye.expand(samples, size, size))
+        return math.prod((factor.whitened(self) for factor in factors), start=prior)
 
 
 def moments_at(
