@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Tensor, smoothing_other: Tensor) -> Tensor:
@@ -27,15 +28,14 @@ def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Ten
 
 
 class ConvolvedKernel(Kernel):
-    """Covariance c_ff of one unit's output: shared lengthscales S, the unit's smoothing R and signed amplitudes s."""
+    """Covariance c_ff of one unit's output, from log S and log R [I, D] and signed amplitudes s [I]."""
 
     is_stationary = True
 
-    def __init__(self, scales: Tensor, smoothing: Tensor, amplitudes: Tensor) -> None:
+    def __init__(self, raw_scales: Tensor, raw_smoothing: Tensor, amplitudes: Tensor) -> None:
         super().__init__()
-        self.register_parameter("raw_scales", torch.nn.Parameter(scales.log()))  # [I, D]
-        self.register_parameter("raw_smoothing", torch.nn.Parameter(smoothing.log()))  # [I, D]
-        self.register_parameter("amplitudes", torch.nn.Parameter(amplitudes.clone()))  # [I]
+        self.raw_scales, self.raw_smoothing = Parameter(raw_scales), Parameter(raw_smoothing)
+        self.amplitudes = Parameter(amplitudes)
 
     @property
     def scales(self) -> Tensor:
@@ -57,13 +57,10 @@ class ConvolvedKernel(Kernel):
         zero = torch.zeros_like(self.scales)
         return self.amplitudes[:, None, None] * smoothed_covariance(x, inducing, self.scales, self.smoothing, zero)
 
-    def prior_variance(self) -> Tensor:
-        """Variance s_i² of f from each latent function, at any x.  [I]."""
-        return self.amplitudes.square()
-
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """c_ff(x, x') = Σ_i s_i² exp(−½ (x − x')ᵀ (2R_i + S_i)⁻¹ (x − x'))."""
+        variance = self.amplitudes.square()
         if diag:
-            return self.prior_variance().sum().expand(x1.shape[:-1])
+            return variance.sum().expand(x1.shape[:-1])
         unit = smoothed_covariance(x1, x2, self.scales, self.smoothing, self.smoothing)
-        return (self.prior_variance()[:, None, None] * unit).sum(0)
+        return (variance[:, None, None] * unit).sum(0)

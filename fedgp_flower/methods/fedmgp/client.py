@@ -90,8 +90,7 @@ class FedMGPClient(SiteClient):
             after, phi = unit.natural_steps(theta, data, latents, before, steps)
             fit = unit.statistics(data, latents, phi).expected(q)
         else:
-            gp = model.MultiOutputGP(latents, before, len(latents.scales), likelihood=self.likelihood)
-            gp.load(theta)
+            gp = model.MultiOutputGP(theta, request.inducing, latents.jitter, before, self.likelihood)
             after, phi = model.factor_steps(gp, *self.tensors, steps), gp.unit_parameters()
             with torch.no_grad():
                 fit = float(gp.expected_log_likelihood(*self.tensors).sum())
@@ -118,8 +117,7 @@ class FedMGPClient(SiteClient):
         if phi is None:
             phi = unit.fit_alone(data, latents, q)
             if not self.gaussian:
-                gp = model.MultiOutputGP.of(latents, q, phi, likelihood=self.likelihood)
-                phi = gp.fit_personal(*self.tensors)
+                phi = model.fit_personal(latents, q, phi, self.likelihood, *self.tensors)
         if few and self.gaussian and latents.scales.shape == (1, 1):
             mean, variance, noise = predict_joining((self.rows.x, self.rows.y), inputs, latents, q)
             return mean, variance, replace(phi, noise=noise)

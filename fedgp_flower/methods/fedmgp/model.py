@@ -13,75 +13,57 @@ from dataclasses import replace
 import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.models import GP
-from gpytorch.variational import CholeskyVariationalDistribution
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
-from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood, gaussian_likelihood
+from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.gp.models import whitened
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, ascend, maximise
 from fedgp_flower.messages import add
+from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp import unit
-from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
+from fedgp_flower.methods.fedmgp.latents import FACTOR, MEAN, SCALES, LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
 from fedgp_flower.typing import Array, NamedArrays
 
-SHARED = ("kernel.raw_scales", "variational.")  # prefixes of the parameters θ that units send
-
 
 class MultiOutputGP(GP):
-    """A unit's view of the shared latent functions: ``model(x)`` is q(f), ``model.likelihood(model(x))`` predicts."""
+    """A unit's view of the latent functions at θ = {log S, m, T} and φ_m, for any likelihood: ``model(x)`` is q(f)."""
 
     def __init__(
-        self, latents: LatentFunctions, parameters: UnitParameters, groups: int, *, likelihood: str = "gaussian"
+        self, theta: Mapping[str, Array], inducing: Array, jitter: float, phi: UnitParameters, likelihood: str
     ) -> None:
         super().__init__()
-        self.register_buffer("inducing", torch.tensor(latents.inducing))  # a copy: a message may be read-only
-        amplitudes = torch.from_numpy(parameters.amplitudes * latents.amplitudes)
-        self.kernel = ConvolvedKernel(torch.tensor(latents.scales), torch.tensor(parameters.smoothing), amplitudes)
-        self.likelihood: GaussianLikelihood | LearnedLikelihood = gaussian_likelihood(parameters.noise)
-        if likelihood != "gaussian":
-            self.likelihood = LearnedLikelihood(*observed(likelihood, parameters))
-        self.jitter, shape = latents.jitter, torch.Size([groups])
-        self.variational = CholeskyVariationalDistribution(latents.size // groups, shape, mean_init_std=0).double()
-
-    @staticmethod
-    @torch.no_grad()
-    def of(
-        latents: LatentFunctions, q: LatentPosterior, parameters: UnitParameters, *, likelihood: str = "gaussian"
-    ) -> MultiOutputGP:
-        """The model at a joint q(u)."""
-        model = MultiOutputGP(latents, parameters, 1, likelihood=likelihood)
-        model.variational.variational_mean.copy_(torch.from_numpy(q.mean)[None])
-        model.variational.chol_variational_covar.copy_(torch.linalg.cholesky(torch.from_numpy(q.covariance))[None])
-        return model
+        self.register_buffer("inducing", torch.tensor(inducing))  # a copy: a message may be read-only
+        smoothing, amplitudes = torch.from_numpy(phi.smoothing), torch.tensor(phi.amplitudes)
+        self.kernel = ConvolvedKernel(torch.tensor(theta[SCALES]), smoothing.log(), amplitudes)
+        self.likelihood, self.jitter = LearnedLikelihood(*observed(likelihood, phi)), jitter
+        self.mean, self.factor = (torch.nn.Parameter(torch.tensor(theta[name])) for name in (MEAN, FACTOR))
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         """q(f) at rows [N, D]: the joint when predicting, only the marginals when training (Eq. 12)."""
         latent = self.kernel.latent(self.inducing)
         cross, ones = self.kernel.cross(x, self.inducing).mT, latent.new_ones(len(latent))
         rows = whitened(latent, cross, variance=ones, jitter=self.jitter, of="C_gg")  # L⁻¹ C_gf, [I, J, N]
-        features = rows.reshape(*self.variational.variational_mean.shape, len(x))  # [B, K, N]
-        mean = torch.einsum("bkn,bk->n", features, self.variational.variational_mean)
-        spread = (self.variational.chol_variational_covar.tril().mT @ features).flatten(0, 1)  # [B·K, N]
-        flat = features.flatten(0, 1)
+        features = rows.reshape(*self.mean.shape, len(x))  # [B, K, N]
+        mean = torch.einsum("bkn,bk->n", features, self.mean)
+        spread, flat = (self.factor.tril().mT @ features).flatten(0, 1), features.flatten(0, 1)  # [B·K, N]
         if self.training:
-            variance = self.kernel.prior_variance().sum() - flat.square().sum(0) + spread.square().sum(0)
+            variance = self.kernel(x, diag=True) - flat.square().sum(0) + spread.square().sum(0)
             return MultivariateNormal(mean, DiagLinearOperator(variance))
         return MultivariateNormal(mean, self.kernel(x).to_dense() - flat.mT @ flat + spread.mT @ spread)
 
     def expected_log_likelihood(self, x: Tensor, y: Tensor) -> Tensor:
         """E_q log p(y_n | f_n) of each row.  [N]."""
-        return torch.as_tensor(self.likelihood.expected_log_prob(y, self(x)))
+        return self.likelihood.expected_log_prob(y, self(x))
 
     def kl(self) -> Tensor:
         """KL(q(g) ‖ p(g)) = ½ Σ_b [‖T_b‖² + ‖m_b‖² − K − log |T_b T_bᵀ|]."""
-        T, m = self.variational.chol_variational_covar.tril(), self.variational.variational_mean
+        T, m = self.factor.tril(), self.mean
         log_det = T.diagonal(dim1=-2, dim2=-1).square().log().sum()
         return torch.as_tensor(0.5 * (T.square().sum() + m.square().sum() - m.numel() - log_det))
 
@@ -90,31 +72,18 @@ class MultiOutputGP(GP):
         return -self.expected_log_likelihood(x, y).sum() * (num_data / len(y) / weight) + self.kl()
 
     @property
-    def shared(self) -> dict[str, torch.nn.Parameter]:
+    def shared(self) -> dict[str, Tensor]:
         """θ, which the unit sends."""
-        return {name: p for name, p in self.named_parameters() if name.startswith(SHARED)}
+        return {SCALES: self.kernel.raw_scales, MEAN: self.mean, FACTOR: self.factor}
 
     @property
-    def personal(self) -> list[torch.nn.Parameter]:
+    def personal(self) -> list[Tensor]:
         """φ_m, which never leaves the unit."""
-        return [p for name, p in self.named_parameters() if not name.startswith(SHARED)]
-
-    def fit_personal(self, x: Tensor, y: Tensor) -> UnitParameters:
-        """Return the φ_m that maximises E_q log p(y | f) for fixed θ."""
-        maximise(lambda: self.expected_log_likelihood(x, y).sum(), self.personal, max_evaluations=200)
-        return self.unit_parameters()
-
-    @torch.no_grad()
-    def load(self, arrays: Mapping[str, Array]) -> None:
-        """Overwrite θ."""
-        for name, p in self.shared.items():
-            p.copy_(torch.as_tensor(arrays[name]))
+        return [self.kernel.raw_smoothing, self.kernel.amplitudes, *self.likelihood.parameters()]
 
     def unit_parameters(self) -> UnitParameters:
-        """φ_m; without Gaussian noise σ² is 1."""
+        """φ_m with σ² = 1."""
         smoothing, amplitudes = (p.detach().numpy().copy() for p in (self.kernel.smoothing, self.kernel.amplitudes))
-        if isinstance(self.likelihood, GaussianLikelihood):
-            return UnitParameters(smoothing, amplitudes, float(self.likelihood.noise.detach()))
         return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.hyper.tolist()))
 
 
@@ -134,11 +103,21 @@ def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSt
         return -model.local_risk(x[rows], y[rows], num_data=len(y), weight=steps.weight)
 
     ascend(negative_risk, list(model.parameters()), name="adam", steps=steps.count, learning_rate=steps.rate)
-    noise = torch.tensor([model.unit_parameters().noise])
-    positive = torch.cat([model.kernel.scales.ravel(), model.kernel.smoothing.ravel(), noise])
+    positive = torch.cat([model.kernel.scales, model.kernel.smoothing])
     if not bool((torch.isfinite(positive) & (positive > 0)).all()):
         raise NumericsError(unit.DIVERGED)
     return {name: p.detach().numpy().copy() for name, p in model.shared.items()}
+
+
+def fit_personal(
+    latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, likelihood: str, x: Tensor, y: Tensor
+) -> UnitParameters:
+    """The φ_m that maximises E_q log p(y | f) for fixed θ, from ``phi``."""
+    scales, covariance = torch.from_numpy(latents.scales), torch.from_numpy(q.covariance)
+    theta = {SCALES: scales.log().numpy(), MEAN: q.mean[None], FACTOR: torch.linalg.cholesky(covariance)[None].numpy()}
+    model = MultiOutputGP(theta, latents.inducing, latents.jitter, phi, likelihood)
+    maximise(lambda: model.expected_log_likelihood(x, y).sum(), model.personal, max_evaluations=200)
+    return model.unit_parameters()
 
 
 # The pooled baseline of a simulation: the same model fitted to the rows of all units.
@@ -148,10 +127,10 @@ def starting_point(
     units: Sequence[tuple[Array, Array]], inducing: Array, multiples: Sequence[float]
 ) -> tuple[LatentFunctions, list[UnitParameters]]:
     """Initial latent functions, and φ_m fitted to q(u) of the unit with most rows."""
-    latents, data = latents_at(inducing, multiples, 1e-8), [UnitData.build(x, y, inducing) for x, y in units]
+    latents, data = shared.latents_at(inducing, multiples, 1e-8), [UnitData.build(x, y, inducing) for x, y in units]
     phi = [unit.starting_parameters(rows, latents) for rows in data]
     first = max(range(len(data)), key=lambda m: data[m].y.size)
-    q = posterior(unit.statistics(data[first], latents, phi[first]))
+    q = shared.posterior(unit.statistics(data[first], latents, phi[first]))
     others = [unit.maximise(rows, latents, q, start, coarse=True) for rows, start in zip(data, phi, strict=True)]
     return latents, [*others[:first], phi[first], *others[first + 1 :]]
 
@@ -194,4 +173,4 @@ def fit_pooled(
     parts = zip(smoothing, learned[3].detach().numpy(), noise.tolist(), strict=True)
     data, best = [UnitData.build(x, y, latents.inducing) for x, y in units], [UnitParameters(*part) for part in parts]
     total = add([unit.statistics(part, fitted, p) for part, p in zip(data, best, strict=True)])
-    return fitted, posterior(total), best, value
+    return fitted, shared.posterior(total), best, value
