@@ -36,7 +36,7 @@ softmax(z), and τ² = (1 − 1/W)/α stands in for Dirichlet(α) (Srivastava an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -49,6 +49,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import (
     IndexVector,
     ModelInputs,
+    Placed,
     ReportTable,
     SampledModel,
     Shared,
@@ -164,10 +165,9 @@ class AmortisedModel(SampledModel):
         site, unit = super().prepare(features, targets, groups, key=key), torch.arange(len(features))
         return replace(site, unit=unit, keys=key + unit)
 
-    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
+    def placed(self, site: SiteRows, rows: ModelInputs, q_local: LocalPosterior | None) -> Placed:
         """New rows, whose q comes from the encoder."""
-        count = len(rows.features)
-        yield torch.arange(count), self.prepare(rows.features, rows.features.new_zeros(count)), False
+        return self.prepare(rows.features, rows.features.new_zeros(len(rows.features))), None
 
     def local_width(self, site: SiteRows) -> int:
         """The length of ε."""

@@ -10,7 +10,7 @@ Hassan et al. (2023), Section S3.1. Units are the groups that share effects; L_k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
@@ -18,11 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.likelihoods import canonical_likelihood
-from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, named, with_named
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import (
     IndexVector,
     ModelInputs,
+    Placed,
     ReportTable,
     SampledModel,
     Shared,
@@ -62,15 +63,15 @@ class GroupedModel(SampledModel):
         keys, unit = torch.unique(groups, return_inverse=True)
         return SiteRows(features, targets, unit, keys, features.new_zeros(0, features.shape[1]))
 
-    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Rows of the site's units, then rows of other units, whose effects have their prior."""
-        unit = torch.searchsorted(site.keys, rows.groups).clamp(max=len(site.keys) - 1)
-        known = (site.keys[unit] == rows.groups) & trained
-        if known.any():
-            yield known.nonzero()[:, 0], site.at(rows.features[known], unit[known]), True
-        if not known.all():
-            features, groups = rows.features[~known], rows.groups[~known]
-            yield (~known).nonzero()[:, 0], self.prepare(features, features.new_zeros(len(features)), groups), False
+    def placed(self, site: SiteRows, rows: ModelInputs, q_local: LocalPosterior | None) -> Placed:
+        """Rows of any units; those that the site does not have keep their prior, a q of zeros."""
+        new = self.prepare(rows.features, rows.features.new_zeros(len(rows.features)), rows.groups)
+        if q_local is None:
+            return new, None
+        place = torch.searchsorted(site.keys, new.keys).clamp(max=len(site.keys) - 1)
+        known = site.keys[place] == new.keys
+        values = {name: part[place] * known.view(-1, *[1] * (part.ndim - 1)) for name, part in named(q_local).items()}
+        return new, with_named(q_local, values)
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Table of fixed effects and standard deviations of random effects and noise."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -53,10 +53,10 @@ class SiteRows:
     anchors: Float[Tensor, "A D"]
     """Inputs that the site's latents refer to; empty for most models."""
 
-    def at(self, features: Rows, unit: IndexVector | None = None) -> SiteRows:
-        """The same site with new rows for prediction, of unit 0 by default."""
-        unit = torch.zeros(len(features), dtype=torch.int64) if unit is None else unit
-        return replace(self, features=features, targets=features.new_zeros(len(features)), unit=unit)
+    def at(self, features: Rows) -> SiteRows:
+        """The same site with new rows for prediction, of unit 0."""
+        count = len(features)
+        return replace(self, features=features, targets=features.new_zeros(count), unit=self.unit.new_zeros(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,10 @@ class ModelInputs:
 
     features: Rows
     groups: IndexVector
+
+
+Placed: TypeAlias = tuple[SiteRows, LocalPosterior | None]
+"""New rows in units of a model, and the posterior of these units; None if they have their prior."""
 
 
 class ReportTable(NamedTuple):
@@ -233,25 +237,18 @@ class SampledModel(StructuredModel):
         log_weight = log_p - inside.log_density(z_local, z_global, centre)  # [R, S, U]
         return (log_weight.logsumexp(0) - math.log(draws)).sum(-1).mean()
 
-    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Yield parts of ``rows``: their indices, the rows of the model, and whether q_local applies."""
-        yield torch.arange(len(rows.features)), site.at(rows.features), trained
+    def placed(self, site: SiteRows, rows: ModelInputs, q_local: LocalPosterior | None) -> Placed:
+        """Return the rows for a prediction, by default of the site itself."""
+        return site.at(rows.features), q_local
 
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> tuple[Tensor, Tensor]:
         """Monte Carlo moments; latents of a unit without rows at the site have their prior."""
-        draw, indices, parts = np.random.default_rng(PREDICTION_SEED), [], []
+        draw, (data, q_units) = np.random.default_rng(PREDICTION_SEED), self.placed(site, rows, q_local)
         noise = torch.from_numpy(draw.standard_normal((PREDICTION_DRAWS, self.global_size)))
-        for chosen, data, known in self.located(site, rows, trained=q_local is not None):
-            of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
-            indices.append(chosen)
-            parts.append(self.mixture(data, q_global, q_local if known else None, (noise, of_units), link))
-        if not parts:
-            return rows.features.new_empty(0), rows.features.new_empty(0)
-        order = torch.cat(indices).argsort()
-        means, variances = zip(*parts, strict=True)
-        return torch.cat(means)[order], torch.cat(variances)[order]
+        of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
+        return self.mixture(data, q_global, q_units, (noise, of_units), link)
 
     @torch.no_grad()
     def mixture(
