@@ -22,19 +22,10 @@ from scipy.linalg import block_diag, solve_triangular
 
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
-from fedgp_flower.methods.mixed_model import estimates, profile
+from fedgp_flower.methods.mixed_model import estimates, messages, profile
 from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, sizes, whitening
 from fedgp_flower.methods.mixed_model.effects import SHAPES, STRIDE, Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
-from fedgp_flower.methods.mixed_model.messages import (
-    MarginalSums,
-    MixedView,
-    Outline,
-    Restricted,
-    SiteEffect,
-    Trials,
-    pieces,
-)
 from fedgp_flower.methods.mixed_model.options import MixedOptions
 from fedgp_flower.methods.mixed_model.smooth import Smooths, agreed_parts
 from fedgp_flower.outcome import Posterior
@@ -104,6 +95,16 @@ class MixedState:
         step = self.step
         return float(self.gradient @ step + 0.5 * step @ self.hessian @ step) if self.sites else np.inf
 
+    @property
+    def converged(self) -> bool:
+        """Whether the last step is so short that no exchange needs to evaluate it."""
+        return self.promised < SETTLED and len(self.trials) == 1
+
+    @property
+    def near(self) -> Expansion:
+        """The log likelihood around the best trial."""
+        return Expansion(self.value, self.gradient, self.hessian)
+
 
 def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
     """|H|⁻¹∇, with the absolute eigenvalues of H, scaled down if an entry exceeds the radius.
@@ -142,15 +143,15 @@ class Fitting:
 
     def asked(self, points: Array, state: MixedState, sites: tuple[str, ...]) -> Total[Any]:
         """The request for the sums at trial points [K, B]."""
-        (count, width), trials = points.shape, Trials(points, state.turns)
+        (count, width), trials = points.shape, messages.Trials(points, state.turns)
         sizes = {"K": count, "B": width, "F": len(self.factors)}
         if self.gaussian:
             size = width - len(self.smooth.terms)
             sizes |= {"T": size, "Q": self.entries, "H": size * (size + 1) // 2}
-            return Total(Restricted, trials, sites, sizes=sizes)
+            return Total(messages.Restricted, trials, sites, sizes=sizes)
         size = sum(self.smooth.widths)
         sizes |= {"D": len(state.turns), "Q": size * (size + 1) // 2}
-        return Total(MarginalSums, trials, sites, sizes=sizes)
+        return Total(messages.MarginalSums, trials, sites, sizes=sizes)
 
     @property
     def shapes(self) -> range:
@@ -190,9 +191,7 @@ class Fitting:
 
     def around_best(self, state: MixedState) -> Totals | Expansion:
         """The log likelihood around the best trial."""
-        if not self.gaussian:
-            return Expansion(state.value, state.gradient, state.hessian)
-        return self.totals(state.totals, state.count, state.point)
+        return self.totals(state.totals, state.count, state.point) if self.gaussian else state.near
 
     def totals(self, sums: Mapping[str, Array], count: float, point: Array) -> Totals:
         """The restricted likelihood around a point, from the sums there."""
@@ -210,38 +209,10 @@ class Fitting:
         return self.family == "gaussian"
 
 
-def start(problem: Fitting, roster: Roster) -> Asking[MixedState]:
-    """The whitening of the design matrices, and the first trials; RunError if no site answers."""
-    columns, terms = problem.columns, problem.terms
-    widths = {"E": columns.fixed.shape[1], "W": sum(q * q for q in terms.widths)}
-    summed: Summed[Outline] = yield Total(Outline, Nothing(), sizes=widths)
-    outline = summed.required("an outline of its design matrices")
-    count = float(outline.count)
-    arrays: NamedArrays = {FIXED: whitening(outline.gram / count, columns.names, sizes(columns.fixed))}
-    blocks = np.split(outline.effects, np.cumsum([q * q for q in terms.widths])[:-1])
-    for k, (names, matrix) in enumerate(zip(columns.effect_names, columns.effects, strict=True)):
-        gram = blocks[k].reshape(len(names), len(names)) / count
-        arrays[f"{TERM}{k}"] = whitening(gram, names, sizes(matrix))
-    trials = np.outer(START if terms.count or problem.smooth.terms else START[:1], terms.first.numpy())
-    if smooth := problem.smooth.terms:
-        lengths = np.outer(np.log(LENGTHSCALES), np.ones(sum(problem.smooth.lengths)))
-        trials = np.hstack([trials, lengths, np.ones((len(lengths), len(smooth)))])
-    inner = 0 if problem.gaussian else len(problem.smooth.names)
-    if not problem.gaussian:
-        root = arrays[FIXED] / sizes(columns.fixed)
-        beta = np.append(np.zeros(inner), np.linalg.solve(root.T, outline.products / count))
-        repeats = len(trials), 1
-        trials = np.hstack([np.tile(beta, repeats), trials, np.tile(SHAPES.get(problem.family, ()), repeats)])
-    width = trials.shape[1]
-    expansion = np.zeros(width), 0.0, np.zeros(width), -np.eye(width)
-    radius, groups = 0.1 * RADIUS if inner else RADIUS, np.zeros(len(problem.factors))
-    return MixedState(arrays, trials, *expansion, {}, radius, count, groups, (), 2, np.empty((0, width)), inner)
-
-
 def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tuple[MixedState, Figures]]:
     """One exchange: the log likelihood at the trials, and the next trials from the best of them."""
     state = replace(state, exchanges=state.exchanges + 1)
-    summed: Summed[Restricted | MarginalSums] = yield problem.asked(state.trials, state, roster.sites)
+    summed: Summed[messages.Restricted | messages.MarginalSums] = yield problem.asked(state.trials, state, roster.sites)
     sums = summed.total
     if sums is None or summed.silent or summed.sites != roster.sites:
         return state, {}
@@ -261,7 +232,7 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
             value=near.value,
             gradient=near.gradient,
             hessian=near.hessian,
-            totals=gaussian_sums(sums, best) if isinstance(sums, Restricted) else {},
+            totals=gaussian_sums(sums, best) if isinstance(sums, messages.Restricted) else {},
             radius=max(state.radius, 2 * float(grown)),
             count=rows,
             groups=sums.groups,
@@ -270,8 +241,7 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
     step, promised = state.step, state.promised
     trials = state.point + np.outer(LENGTHS if promised > NEAR else LENGTHS[:1], step)
     if state.inner:
-        near = Expansion(state.value, state.gradient, state.hessian)
-        trials[:, : state.inner] = [problem.followed(state.point, near, trial) for trial in trials]
+        trials[:, : state.inner] = [problem.followed(state.point, state.near, trial) for trial in trials]
     state = replace(state, trials=trials, turns=state.turns[:0])
     return state, {"objective": state.value / rows, "promised": promised}
 
@@ -285,16 +255,18 @@ def settling(problem: Fitting, state: MixedState, best: Array, near: Expansion) 
     return replace(state, trials=trials, turns=state.turns if far else problem.turns(best, near))
 
 
-def around(problem: Fitting, sums: Restricted | MarginalSums, k: int, point: Array) -> Totals | Expansion:
+def around(
+    problem: Fitting, sums: messages.Restricted | messages.MarginalSums, k: int, point: Array
+) -> Totals | Expansion:
     """The log likelihood around trial ``k``, whose parameters are ``point``."""
-    if isinstance(sums, Restricted):
+    if isinstance(sums, messages.Restricted):
         return problem.totals(gaussian_sums(sums, k), float(sums.count), point)
     conditional = Expansion(float(sums.values[k]), sums.gradients[k], sums.hessians[k])
     widths = sum(problem.smooth.widths), problem.columns.fixed.shape[1]
     return estimates.laplace(conditional, point, sums.bends[k], *widths)
 
 
-def gaussian_sums(sums: Restricted, k: int) -> NamedArrays:
+def gaussian_sums(sums: messages.Restricted, k: int) -> NamedArrays:
     """The sums of a Gaussian model at trial ``k``, as the state stores them."""
     return {"values": sums.values[k], "slopes": sums.slopes[k], "curvatures": sums.curvatures[k]}
 
@@ -307,11 +279,6 @@ def estimated(problem: Fitting, state: MixedState) -> Estimates:
         fixed = sum(problem.smooth.widths) + problem.columns.fixed.shape[1]
         return estimates.of_marginal(state.point, local, step, problem.smooth, (fixed, fixed + problem.terms.count))
     return estimates.of_restricted(local, state.point, step)
-
-
-def converged(state: MixedState) -> bool:
-    """Whether the last step is so short that no exchange needs to evaluate it."""
-    return state.promised < SETTLED and len(state.trials) == 1
 
 
 def profiled(
@@ -359,9 +326,33 @@ class MixedModel(FederatedStrategy[MixedState]):
         return Fitting(formula, likelihood, *agreed_parts(formula, self.preparation.arrays, self.preparation.schema))
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
-        """The whitening of the design matrices, and the first trials."""
+        """The whitening of the design matrices, and the first trials; RunError if no site answers."""
         self.__dict__.pop("problem", None)  # of an earlier agreement, if a site has contradicted its description
-        return start(self.problem, roster)
+        problem = self.problem
+        columns, terms = problem.columns, problem.terms
+        widths = {"E": columns.fixed.shape[1], "W": sum(q * q for q in terms.widths)}
+        summed: Summed[messages.Outline] = yield Total(messages.Outline, Nothing(), sizes=widths)
+        outline = summed.required("an outline of its design matrices")
+        count = float(outline.count)
+        arrays: NamedArrays = {FIXED: whitening(outline.gram / count, columns.names, sizes(columns.fixed))}
+        blocks = np.split(outline.effects, np.cumsum([q * q for q in terms.widths])[:-1])
+        for k, (names, matrix) in enumerate(zip(columns.effect_names, columns.effects, strict=True)):
+            gram = blocks[k].reshape(len(names), len(names)) / count
+            arrays[f"{TERM}{k}"] = whitening(gram, names, sizes(matrix))
+        trials = np.outer(START if terms.count or problem.smooth.terms else START[:1], terms.first.numpy())
+        if smooth := problem.smooth.terms:
+            lengths = np.outer(np.log(LENGTHSCALES), np.ones(sum(problem.smooth.lengths)))
+            trials = np.hstack([trials, lengths, np.ones((len(lengths), len(smooth)))])
+        inner = 0 if problem.gaussian else len(problem.smooth.names)
+        if not problem.gaussian:
+            root = arrays[FIXED] / sizes(columns.fixed)
+            beta = np.append(np.zeros(inner), np.linalg.solve(root.T, outline.products / count))
+            repeats = len(trials), 1
+            trials = np.hstack([np.tile(beta, repeats), trials, np.tile(SHAPES.get(problem.family, ()), repeats)])
+        width = trials.shape[1]
+        expansion = np.zeros(width), 0.0, np.zeros(width), -np.eye(width)
+        radius, groups = 0.1 * RADIUS if inner else RADIUS, np.zeros(len(problem.factors))
+        return MixedState(arrays, trials, *expansion, {}, radius, count, groups, (), 2, np.empty((0, width)), inner)
 
     def constants(self, state: MixedState) -> NamedArrays:
         """The arrays that whiten the design matrices, for the sites."""
@@ -373,11 +364,11 @@ class MixedModel(FederatedStrategy[MixedState]):
 
     def finished(self, state: MixedState) -> bool:
         """Whether the search has converged or used :data:`MOST` exchanges."""
-        return converged(state) or state.exchanges >= MOST
+        return state.converged or state.exchanges >= MOST
 
     def converged(self, state: MixedState) -> bool:
         """Whether the search has converged."""
-        return converged(state)
+        return state.converged
 
     @property
     def scale(self) -> float:
@@ -388,8 +379,8 @@ class MixedModel(FederatedStrategy[MixedState]):
         """The estimates for predictions at the sites and in the saved run; asks no site."""
         yield from ()
         problem, fit, scale = self.problem, estimated(self.problem, state), self.scale
-        view = MixedView(fit.beta, fit.covariance, fit.theta, float(np.exp(2 * fit.log_noise)), fit.shape)
-        base, bases = state.whitening[FIXED], pieces(state.whitening, TERM)
+        view = messages.MixedView(fit.beta, fit.covariance, fit.theta, float(np.exp(2 * fit.log_noise)), fit.shape)
+        base, bases = state.whitening[FIXED], messages.pieces(state.whitening, TERM)
         units = block_diag(np.eye(sum(problem.smooth.widths)), base)
         mean = scale * solve_triangular(units, fit.beta)
         covariance = scale**2 * solve_triangular(units, solve_triangular(units, fit.covariance).T)
@@ -449,7 +440,7 @@ class MixedModel(FederatedStrategy[MixedState]):
 
     def spreads(self, state: MixedState) -> profile.Spread:
         """The function of (θ, log σ) that returns the transformed parameters of the table of random effects."""
-        problem, bases = self.problem, pieces(state.whitening, TERM)
+        problem, bases = self.problem, messages.pieces(state.whitening, TERM)
         return estimates.spreads(problem.terms, bases, self.scale, problem.smooth, gaussian=problem.gaussian)
 
     def final(self, state: MixedState, roster: Roster) -> Asking[Json]:
@@ -460,7 +451,7 @@ class MixedModel(FederatedStrategy[MixedState]):
         if roster.totals_only or not named:
             return tables
         view = self.scoring.predicted.request
-        effects: Mapping[str, SiteEffect] = yield Each(SiteEffect, dict.fromkeys(roster.sites, view))
+        effects: Mapping[str, messages.SiteEffect] = yield Each(messages.SiteEffect, dict.fromkeys(roster.sites, view))
         sites = []
         for site, effect in effects.items():
             mean, half = self.scale * float(effect.mean), self.scale * estimates.Z95 * float(effect.variance) ** 0.5
@@ -471,7 +462,7 @@ class MixedModel(FederatedStrategy[MixedState]):
     def with_profiles(self, state: MixedState) -> Asking[Json]:
         """The tables with profile likelihood intervals; none for smooth terms, a singular fit or no convergence."""
         problem, fit, details = self.problem, estimated(self.problem, state), self.scoring.predicted.details
-        if problem.smooth.terms or not converged(state) or details["singular"]:
+        if problem.smooth.terms or not state.converged or details["singular"]:
             return {}
         fixed, random, scale = details["effects"], details["random"], self.scale
         base = state.whitening[FIXED]

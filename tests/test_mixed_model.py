@@ -31,7 +31,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.run import summary
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
-from strategies.mixed_model import Fitting, MixedState, around, converged, one_round
+from strategies.mixed_model import Fitting, MixedState, around, one_round
 from strategies.server.questions import Roster, Summed
 
 DRAW = np.random.default_rng(5)
@@ -137,7 +137,7 @@ def searched(problem, parts, point):
     width = len(point)
     nothing = np.zeros(width), 0.0, np.zeros(width), -np.eye(width), {}, 0.3, 0.0, np.zeros(0), (), 0
     state = MixedState({}, point[None], *nothing, np.empty((0, width)), 6)
-    while not converged(state):
+    while not state.converged:
         exchange = one_round(problem, state, Roster({"a": 1}, ("a",), (), 0))
         next(exchange)
         with pytest.raises(StopIteration) as done:
@@ -182,7 +182,7 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
     start = np.append(np.zeros(6), [0.0, 0.0, 1.0, -1.0][: 3 if family == "bernoulli" else 4])
     state = searched(problem, [part(0, 90)], start)
     best = state.point + state.step
-    asked = best[None], problem.turns(best, Expansion(state.value, state.gradient, state.hessian))
+    asked = best[None], problem.turns(best, state.near)
     one, three = (told(problem, parts, *asked) for parts in ([part(0, 90)], [part(0, 30), part(30, 90)]))
     np.testing.assert_allclose(*(around(problem, sums, 0, best).gradient for sums in (one, three)), atol=1e-8)
 

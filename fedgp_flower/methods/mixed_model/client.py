@@ -15,16 +15,7 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.lazy import pd
-from fedgp_flower.methods.mixed_model.design import (
-    TERM,
-    Columns,
-    columns,
-    decoded,
-    design,
-    reference,
-    sizes,
-    whitened,
-)
+from fedgp_flower.methods.mixed_model.design import TERM, Columns, columns, decoded, design, reference, sizes, whitened
 from fedgp_flower.methods.mixed_model.effects import (
     FAMILIES,
     MOST,
@@ -37,14 +28,7 @@ from fedgp_flower.methods.mixed_model.effects import (
     derivatives,
     restricted_sums,
 )
-from fedgp_flower.methods.mixed_model.messages import (
-    MarginalSums,
-    MixedView,
-    Outline,
-    Restricted,
-    SiteEffect,
-    Trials,
-)
+from fedgp_flower.methods.mixed_model.messages import MarginalSums, MixedView, Outline, Restricted, SiteEffect, Trials
 from fedgp_flower.methods.mixed_model.smooth import Smooths, smooths
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Nothing
@@ -180,8 +164,7 @@ class MixedClient(SiteClient):
         _, lengths, amplitudes = self.split(request)
         features = self.smooths.features(self.smooths.at(frame), lengths)
         mean, variance = self.conditional(request, torch.cat([*features, fixed], dim=1), effects, frame, known_groups)
-        unexplained = [a**2 * (1 - phi.square().sum(1)) for a, phi in zip(amplitudes, features, strict=True)]
-        variance += request.noise * sum(unexplained, start=torch.zeros(len(frame))).numpy()
+        variance += request.noise * self.smooths.unexplained(features, amplitudes, len(frame)).numpy()
         return mean + (offset / self.scale).numpy(), variance
 
     def split(self, request: MixedView) -> tuple[Tensor, ...]:

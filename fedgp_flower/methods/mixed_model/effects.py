@@ -201,22 +201,18 @@ class Crossed:
 
     @cached_property
     def dense(self) -> Float[Tensor, "N D"]:
-        """Z_d: a column for each random effect of each group of the factors other than the inner one."""
-        parts = [
-            (torch.nn.functional.one_hot(f.level, f.count).to(self.y)[:, :, None] * f.effects[:, None]).flatten(1)
-            for f in self.others
-        ]
-        return torch.cat([self.fixed[:, :0], *parts], dim=1)
+        """Z_d of the factors other than the inner one."""
+        return indicators(self.others, self.fixed)
+
+    def root(self, factor: Factor, theta: Float[Tensor, " T"]) -> Float[Tensor, "q q"]:
+        """The Cholesky factor of the relative covariance of the effects of a group."""
+        roots = self.terms.factors(theta)
+        return torch.block_diag(*(roots[k] for k in factor.terms)) if factor.terms else theta.new_zeros(0, 0)
 
     def scales(self, theta: Float[Tensor, " T"]) -> Parts:
         """Λ_a and Λ_d."""
-        factors = self.terms.factors(theta)
-        inner = torch.block_diag(*(factors[k] for k in self.inner.terms)) if self.inner.terms else theta.new_zeros(0, 0)
-        parts = [
-            torch.kron(torch.eye(f.count).to(theta), torch.block_diag(*(factors[k] for k in f.terms)))
-            for f in self.others
-        ]
-        return inner, torch.block_diag(*parts) if parts else theta.new_zeros(0, 0)
+        parts = [torch.kron(torch.eye(f.count).to(theta), self.root(f, theta)) for f in self.others]
+        return self.root(self.inner, theta), torch.block_diag(*parts) if parts else theta.new_zeros(0, 0)
 
     def by_group(self, rows: Tensor) -> Tensor:
         """The sum of rows [N, …] over each group of the inner factor [G, …]."""
@@ -247,6 +243,13 @@ class Crossed:
 def no_factor(rows: Float[Tensor, "N _"]) -> Factor:
     """A factor without groups."""
     return Factor(torch.zeros(len(rows), dtype=torch.int64), 0, rows[:, :0], ())
+
+
+def indicators(factors: Sequence[Factor], rows: Float[Tensor, "N _"]) -> Float[Tensor, "N D"]:
+    """A column for each random effect of each group of some factors; new groups have zeros."""
+    levels = [torch.nn.functional.one_hot(f.level + 1, f.count + 1)[:, 1:].to(rows) for f in factors]
+    parts = [(level[:, :, None] * f.effects[:, None]).flatten(1) for f, level in zip(factors, levels, strict=True)]
+    return torch.cat([rows[:, :0], *parts], dim=1)
 
 
 def restricted_sums(
@@ -303,11 +306,10 @@ def derivatives(
 
     def parts(point: Float[Tensor, " P"]) -> tuple[Marginal, Tensor, Tensor, Tensor]:
         v, beta, theta, lengths, amplitudes, shape = point.split(sizes)
-        fixed, unexplained = rows.offset + rows.fixed @ beta, point.new_zeros(len(rows.y))
-        for phi, a, weights in zip(smooth.features(inputs, lengths), amplitudes, v.split(smooth.widths), strict=True):
+        fixed, features = rows.offset + rows.fixed @ beta, smooth.features(inputs, lengths)
+        for phi, a, weights in zip(features, amplitudes, v.split(smooth.widths), strict=True):
             fixed = fixed + a * (phi @ weights)
-            unexplained = unexplained + a**2 * (1 - phi.square().sum(1))
-        return Marginal(rows, family(shape)), fixed, theta, unexplained
+        return Marginal(rows, family(shape)), fixed, theta, smooth.unexplained(features, amplitudes, len(fixed))
 
     centres = [parts(point)[:3] for point in points]
     modes = [torch.stack(part) for part in zip(*(one.mode(fixed, theta) for one, fixed, theta in centres), strict=True)]
@@ -441,16 +443,10 @@ class Marginal:
         inner, others = (ordered or [no_factor(fixed)])[0], ordered[1:]
         a, known = inner.effects @ scales[0], inner.level >= 0
         level = inner.level.clamp(min=0)
-        dense, at = [fixed[:, :0]], 0
         prior = ~known * a.square().sum(1)  # variance of the effects of new groups
         for factor in others:
-            width = factor.effects.shape[1]
-            z, old = factor.effects @ scales[1][at : at + width, at : at + width], factor.level >= 0
-            indicator = torch.nn.functional.one_hot(factor.level.clamp(min=0), factor.count).to(a) * old[:, None]
-            dense.append((indicator[:, :, None] * z[:, None]).flatten(1))
-            prior = prior + ~old * z.square().sum(1)
-            at += factor.count * width
-        d, a = torch.cat(dense, dim=1), a * known[:, None]
+            prior = prior + (factor.level < 0) * (factor.effects @ rows.root(factor, theta)).square().sum(1)
+        d, a = indicators(others, fixed) @ scales[1], a * known[:, None]
         mean, sensitivity = fixed @ beta + d @ mode[1], fixed + d @ slopes[1]
         if inner.count:
             first = torch.linalg.solve_triangular(arrow.blocks[level], a[:, :, None], upper=False)

@@ -42,19 +42,14 @@ class NewGroup:
         """Mean and variance of η [N] in units of the table, at standardised inputs [N, D]."""
         table = decoded(inputs, self.agreed)
         raw = columns(self.formula, table, self.agreed, finite=False)
-        features, unexplained = self.features(self.smooth.at(table))
-        fixed = np.hstack([*features, raw.fixed])
-        variance = np.einsum("ne,ef,nf->n", fixed, self.covariance, fixed) + sum(unexplained)
+        lengths, amplitudes = self.parameters.split([sum(self.smooth.lengths), len(self.smooth.terms)])
+        features = self.smooth.features(self.smooth.at(table), lengths)
+        fixed = np.hstack([*(part.numpy() for part in features), raw.fixed])
+        variance = np.einsum("ne,ef,nf->n", fixed, self.covariance, fixed)
+        variance += self.noise * self.smooth.unexplained(features, amplitudes, len(table)).numpy()
         for z, covariance in zip(raw.effects, self.random, strict=True):
             variance += np.einsum("ne,ef,nf->n", z, covariance, z)
         return fixed @ self.mean + raw.offset, variance
-
-    def features(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Array], list[Array]]:
-        """Φ [N, M] of each smooth term, and the prior variance [N] that Φ does not explain."""
-        lengths, amplitudes = self.parameters.split([sum(self.smooth.lengths), len(self.smooth.terms)])
-        parts = [part.numpy() for part in self.smooth.features(inputs, lengths)]
-        scales = self.noise * amplitudes.numpy() ** 2
-        return parts, [a * (1 - (part**2).sum(1)) for a, part in zip(scales, parts, strict=True)]
 
     def curve(self, term: int, place: int, grid: Array) -> tuple[Array, Array]:
         """Mean and standard deviation of s(x) − s(0) for a smooth term, x along input ``place``, others at their means.

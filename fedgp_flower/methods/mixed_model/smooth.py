@@ -97,6 +97,11 @@ class Smooths:
         parts = zip(self.terms, inputs, log_lengthscales.split(self.lengths), strict=True)
         return [term.features(x, part) for term, x, part in parts]
 
+    def unexplained(self, features: Sequence[Tensor], amplitudes: Tensor, count: int) -> Float[Tensor, " N"]:
+        """The prior variance Σ a² (1 − |φ|²) of ``count`` rows that the features of all terms leave out, over σ²."""
+        parts = [a**2 * (1 - phi.square().sum(1)) for a, phi in zip(amplitudes, features, strict=True)]
+        return sum(parts, start=torch.zeros(count, dtype=torch.float64))
+
     def roots(self, parameters: Float[Tensor, " P"]) -> Array:
         """The block-diagonal matrix of a Φ at the inducing points [M, M] of each term, from log ℓ and a."""
         lengths, amplitudes = parameters.split([sum(self.lengths), len(self.terms)])
