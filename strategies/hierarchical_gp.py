@@ -28,13 +28,7 @@ from fedgp_flower.agreement import Agreement
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
-from fedgp_flower.methods.hierarchical_gp import rough, smooth
-from fedgp_flower.methods.hierarchical_gp.messages import (
-    Calibration,
-    CalibrationRequest,
-    ExpansionShare,
-    HierarchicalView,
-)
+from fedgp_flower.methods.hierarchical_gp import messages, rough, smooth
 from fedgp_flower.methods.hierarchical_gp.newton import BoundExpansion, expansion, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS
@@ -124,8 +118,8 @@ FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
 def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange and one step. If the sites have changed, F is another function and the trial point is accepted."""
     theta = unpack(state.trial, state.theta)
-    request = Parameters({**theta, **state.widths, **state.asked})
-    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)  # 1. P, p, c and their derivatives by θ
+    request = Parameters({**theta, **state.widths, **state.asked})  # 1. P, p, c and their derivatives by θ
+    summed: Summed[messages.ExpansionShare] = yield Total(messages.ExpansionShare, request)
     if summed.total is None:
         return state, {}
     found, log_prior = with_prior(state, summed.total)  # 2. F + log p(θ) to second order
@@ -170,7 +164,7 @@ def widened(state: NewtonState) -> NewtonState:
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
 
 
-def with_prior(state: NewtonState, total: ExpansionShare) -> tuple[BoundExpansion, float]:
+def with_prior(state: NewtonState, total: messages.ExpansionShare) -> tuple[BoundExpansion, float]:
     """Return the expansion of F + log p(θ) at the trial point, by θ in prior standard deviations, and log p(θ)."""
     away, rate = (state.trial - state.mode) / state.scale, state.scale * state.powers
     shrunk = SHRINKAGE * np.exp(rate * away) * (rate > 0)
@@ -217,11 +211,11 @@ def first_state(theta: NamedArrays, points: Array, size: int) -> NewtonState:
 
 def calibrated(state: NewtonState) -> Asking[NewtonState]:
     """Return the state with the factors of bands; units subtract their own sums at the best q(u) to predict."""
-    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, Parameters(state.parameters))
+    summed: Summed[messages.ExpansionShare] = yield Total(messages.ExpansionShare, Parameters(state.parameters))
     if summed.total is None:
         return state
-    request = CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
-    answered: Summed[Calibration] = yield Total(Calibration, request, summed.sites)
+    request = messages.CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
+    answered: Summed[messages.Calibration] = yield Total(messages.Calibration, request, summed.sites)
     return state if answered.total is None else replace(state, factors=rough.factors(answered.total))
 
 
@@ -291,7 +285,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
         """Return θ, q(Z_G) and the factors of bands; a site adds its deviation."""
         yield from ()
-        view, arrays = HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
+        view, arrays = messages.HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
         arrays |= {} if state.factors is None else {"factors": state.factors}
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}

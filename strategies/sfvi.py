@@ -33,16 +33,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import MOVE, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.course import log_units
-from strategies.server.questions import (
-    Asking,
-    Each,
-    Figures,
-    Predicted,
-    Roster,
-    Summed,
-    Total,
-    lengthscale_facts,
-)
+from strategies.server.questions import Asking, Each, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.hierarchical_gp import rough
-from fedgp_flower.methods.hierarchical_gp.messages import (
-    Calibration,
-    CalibrationRequest,
-    ExpansionShare,
-    HierarchicalView,
-)
+from fedgp_flower.methods.hierarchical_gp import messages, rough
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation
 from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation, shaped_gp
@@ -37,17 +31,17 @@ class HierarchicalClient(SiteClient):
 
     options: HierarchicalOptions
 
-    def expansion(self, request: Parameters) -> ExpansionShare:
+    def expansion(self, request: Parameters) -> messages.ExpansionShare:
         """P, p and c of the site's rows, and their derivatives by θ."""
         share = self.deviation(request.values).derivatives(GlobalPosterior.of(request.values))
         return replace(share, count=np.array(float(self.num_examples)))
 
-    def calibration(self, request: CalibrationRequest) -> Calibration:
+    def calibration(self, request: messages.CalibrationRequest) -> messages.Calibration:
         """Errors of predictions of the unit from its first rows and the other units."""
         total = (torch.tensor(part) for part in (request.precision, request.shift))
         return rough.calibration(self.unit(request.values), GlobalPosterior.of(request.values), *total)
 
-    def predict(self, request: HierarchicalView, inputs: Array) -> Prediction:
+    def predict(self, request: messages.HierarchicalView, inputs: Array) -> Prediction:
         """Mean and variance of an observation at this site."""
         found = self.deviation(request.values).predict(self.rescaled(inputs), GlobalPosterior.of(request.values))
         mean, variance = (part.numpy() for part in found)
@@ -56,7 +50,7 @@ class HierarchicalClient(SiteClient):
             variance = rough.widened(variance, self.rescaled(inputs).numpy(), last, request.factors)
         return Prediction(mean, variance)
 
-    def held_out_rows(self, request: HierarchicalView) -> NamedArrays:
+    def held_out_rows(self, request: messages.HierarchicalView) -> NamedArrays:
         """Held-out rows with their predictions, trend and deviation."""
         x, q_global = self.rescaled(self.rows.x_test), GlobalPosterior.of(request.values)
         trend = self.deviation(request.values).trend(x, q_global).numpy()
