@@ -207,7 +207,8 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
     for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
         torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
-    local = problems.randomised(family.initial_local(2, 3, 4, scale=0.5, whole=True), generator)
+    sizes = ((2, 3), (2, 3), (2, 3, 4), (2, 3))  # two units, three latents, four shared ones
+    local = problems.randomised(family.LocalPosterior(*(torch.zeros(n).double() for n in sizes)), generator)
     own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
     for unit in range(2):
         centre = local.mean[unit] + (z - q.mean) @ local.coupling[unit].mT

@@ -155,14 +155,6 @@ def initial_global(size: int, *, scale: float, triangular: bool) -> GlobalPoster
     return GlobalPosterior(zero, zero + math.log(scale), lower)
 
 
-def initial_local(units: int, width: int, global_size: int, *, scale: float, whole: bool) -> LocalPosterior:
-    """N(0, scale² I) for every unit; it is coupled to Z_G with a full L only if ``whole``."""
-    zero = torch.zeros(units, width, dtype=torch.float64)
-    coupling = torch.zeros(units, width, global_size, dtype=torch.float64) if whole else None
-    lower = torch.zeros(units, width * (width - 1) // 2, dtype=torch.float64) if whole else None
-    return LocalPosterior(zero, zero + math.log(scale), coupling, lower)
-
-
 def named(posterior: GlobalPosterior | LocalPosterior) -> dict[str, Tensor]:
     """The learned parameters by name, such as ``q.mean`` or ``local.mean``."""
     parts = {"mean": posterior.mean, "log_scale": posterior.log_scale}

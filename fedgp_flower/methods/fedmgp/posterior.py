@@ -30,13 +30,13 @@ def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -
     """Predictor of a unit (paper, Eq. 16) with φ_m of its last report, else fitted; None if its state was lost."""
     if run.saved is None:
         return None
-    saved = run.saved.model
-    report = saved["known"].get(site.site)
-    if report is not None and report["report"] and not state:
+    scales, saved = run.saved.arrays["latents.scales"], run.saved.model
+    never = {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
+    report = saved["known"].get(site.site, never)
+    if report["report"] and not state:
         return None
-    client, arrays = at_site(FedMGPClient, run, config, site, state if report and report["report"] else {})
+    client, arrays = at_site(FedMGPClient, run, config, site, state if report["report"] else {})
     inducing, scales, amplitudes = (arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
-    report = report or {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
     known = Known(report["report"], Move(np.array(report["offset"], np.float64), report["stretch"], report["hold"]))
     q = LatentPosterior(arrays["posterior.mean"], arrays["posterior.covariance"])
     return predictor(client, View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known))

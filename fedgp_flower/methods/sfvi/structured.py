@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
 from fedgp_flower.gp.likelihoods import PointLikelihood
-from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, held, initial_local, unit_noise
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, held, unit_noise
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Rows, Scalar, Targets
@@ -127,7 +127,11 @@ class StructuredModel(nn.Module, ABC):
 
     def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
         """N(0, scale² I) over the latents of a site; only if ``whole`` it is coupled to Z_G and has a full L."""
-        return initial_local(len(site.keys), self.local_width(site), self.global_size, scale=scale, whole=whole)
+        units, width = len(site.keys), self.local_width(site)
+        zero = torch.zeros(units, width, dtype=torch.float64)
+        coupling = zero.new_zeros(units, width, self.global_size) if whole else None
+        lower = zero.new_zeros(units, width * (width - 1) // 2) if whole else None
+        return LocalPosterior(zero, zero + math.log(scale), coupling, lower)
 
     @abstractmethod
     def site_term(
