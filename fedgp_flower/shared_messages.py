@@ -122,13 +122,11 @@ def quadratic_forms(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarra
 
 @message("query.shape", summand=True, counts="D")
 class Shape:
-    """Histograms and products of a site's standardised inputs, and the initial hyperparameters of the configuration."""
+    """Histograms and products of a site's standardised inputs."""
 
     histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
-    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, which follows from `query.describe`")
     beside: Float[ndarray, ""] = leaves("sum of the second target column, such as exposure; without one, rows")
-    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, which follow from the configuration")
 
     def coarse(self, least: int) -> Shape:
         """Merge histogram cells with fewer than ``least`` rows."""
@@ -138,8 +136,7 @@ class Shape:
         """Return why the message contradicts the description of the rows, or None."""
         if (self.histogram.sum(axis=1) != described.rows).any():
             return f"`histogram` does not count the {described.rows} rows that the site described"
-        reason = described.squares_mismatch("products", np.diag(self.products), described.input_squares)
-        if reason := reason or described.squares_mismatch("square", self.square, described.target_square):
+        if reason := described.squares_mismatch("products", np.diag(self.products), described.input_squares):
             return reason
         if (self.histogram < 0).any() or not self.beside >= 0:
             return "`histogram` or `beside` has negative counts"

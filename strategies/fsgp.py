@@ -12,7 +12,7 @@ from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
-from strategies.pooled_bound import noise_of, posterior_at, saved, total_statistics
+from strategies.pooled_bound import initial_hyperparameters, noise_of, posterior_at, saved, total_statistics
 from strategies.server.course import log_units
 from strategies.server.fedavg import AveragingState, averaged, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
@@ -37,9 +37,9 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Return inducing points from pooled histograms, and hyperparameters as configured."""
-        shape = yield from shape_of_inputs(roster)
-        locations = initial_locations(shape, self.config.model, self.config.seed)
-        return first_state({LOCATIONS: locations, **shape.start})
+        shape, section = (yield from shape_of_inputs(roster)), self.config.model
+        locations = initial_locations(shape, section, self.config.seed)
+        return first_state({LOCATIONS: locations, **initial_hyperparameters(section, locations.shape[1])})
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
@@ -66,7 +66,8 @@ class FGPR(FederatedStrategy[AveragingState]):
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Return the configured hyperparameters."""
-        return first_state((yield from shape_of_inputs(roster)).start)
+        shape = yield from shape_of_inputs(roster)  # the report shows the ranges of the inputs
+        return first_state(initial_hyperparameters(self.config.model, len(shape.products)))
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Average after local steps on the evidence of each site."""

@@ -226,7 +226,8 @@ class PVI(FederatedStrategy[PVIState]):
             return (yield from self.agreement.start(roster))
         shape, options = (yield from shape_of_inputs(roster)), self.options
         locations = initial_locations(shape, self.config.model, self.config.seed)
-        first = {"inducing": locations, "hyper": shape.start["hyper"]}
+        hyper = SparseModel(self.config.model, locations.shape[1]).initial_hyper().numpy()
+        first = {"inducing": locations, "hyper": hyper}
         sizes = {"inducing": locations.size, "hyper": first["hyper"].size, "whitened": len(locations)}
         priors = {n: NaturalParameters.of(Gaussian.standard(sizes[n], full=n == "whitened")) for n in options.product}
         points = {name: LatentFactor(value=first[name].ravel()) for name in LATENTS if name not in options.product}

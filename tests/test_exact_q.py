@@ -29,7 +29,7 @@ from strategies import fedmgp_rules as rules
 from strategies.fedmgp_exact import ExactState, advance, agreeing, merge, trial_moves
 from strategies.fedmgp_rules import mean, merged
 from strategies.fedmgp_shared import first_inducing
-from strategies.server.questions import Roster
+from strategies.server.questions import Roster, Summed
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
@@ -227,9 +227,8 @@ def placed(x):
     config = parse_config({"method": "fedmgp", "model.num-inducing": 9})
     running = first_inducing(config, Roster({"a": len(x)}, ("a",), (), 0))
     next(running)
-    arrays = input_shape(x)
     with pytest.raises(StopIteration) as end:
-        running.send({"a": Shape(arrays["input.histogram"], arrays["input.products"], np.zeros(()), np.zeros(()), {})})
+        running.send(Summed(Shape(*input_shape(x), np.zeros(())), ("a",)))
     return end.value.value
 
 

@@ -175,9 +175,7 @@ def correlated(rows):
 
 def test_points_like_inputs_follow_marginals_and_correlations():
     x = correlated(4000)
-    shape = input_shape(x)
-    sums = Shape(shape["input.histogram"], shape["input.products"], np.array(0.0), np.array(0.0), {})
-    z = points_like_inputs(sums, 512, np.random.default_rng(0))
+    z = points_like_inputs(Shape(*input_shape(x), np.array(0.0)), 512, np.random.default_rng(0))
     width = INPUT_EDGES[1] - INPUT_EDGES[0]
     for column in (0, 2):  # a histogram knows a distribution up to the width of its bins
         assert kstest(z[:, column], x[:, column]).statistic < 0.5 * width

@@ -223,7 +223,7 @@ def test_cells_are_joined_and_the_total_stays(cells, joined):
 
 def test_histograms_of_every_answer_are_coarse():
     entry = rules(Policy())
-    shape = entry.answer(Shape(np.array([[1, 0, 5], [3, 3, 0]]), np.eye(2), np.zeros(()), np.zeros(()), {}), 60)
+    shape = entry.answer(Shape(np.array([[1, 0, 5], [3, 3, 0]]), np.eye(2), np.zeros(())), 60)
     np.testing.assert_array_equal(shape.histogram, [[0, 0, 6], [3, 3, 0]])
     pit = np.zeros(20)
     pit[[0, 4, 9]] = [1, 3, 2]

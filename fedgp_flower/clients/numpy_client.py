@@ -28,7 +28,6 @@ from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.follow_up import counted
-from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
@@ -177,12 +176,6 @@ class SiteClient(NumPyClient):
 
     # A method may override the methods below.
 
-    def start(self, num_inputs: int) -> NamedArrays:
-        """Initial hyperparameters by wire name. They depend on the configuration only, so all sites have the same."""
-        named = build_kernel(self.config.model, num_inputs).named_parameters()
-        arrays: NamedArrays = {f"kernel.{wire_name(name)}": array.detach().numpy() for name, array in named}
-        return arrays | {"likelihood.log_noise": np.log([self.config.model.noise])}
-
     def predict(self, request: Any, inputs: Array) -> Prediction:
         """Predictions at standardised inputs [N, D]; ProtocolError unless the method overrides this."""
         raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
@@ -314,11 +307,9 @@ def cell_products(client: SiteClient, request: wire.Nothing) -> wire.CellProduct
 
 
 def shape(client: SiteClient, request: wire.Nothing) -> wire.Shape:
-    """Histogram and cross-products of the standardised inputs, and initial hyperparameters."""
-    rows = client.rows
-    arrays, start, (y, second) = input_shape(rows.x), client.start(rows.x.shape[1]), split_target(rows.y)
-    sums = np.array(y @ y), np.asarray(second.sum())
-    return wire.Shape(arrays["input.histogram"], arrays["input.products"], *sums, start)
+    """Histogram and cross-products of the standardised inputs."""
+    histogram, products = input_shape(client.rows.x)
+    return wire.Shape(histogram, products, np.asarray(split_target(client.rows.y)[1].sum()))
 
 
 def moments(client: SiteClient, request: wire.Nothing) -> wire.Moments:

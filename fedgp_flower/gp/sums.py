@@ -21,7 +21,7 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.messages import add, leaves, message
-from fedgp_flower.typing import Array, NamedArrays, Square
+from fedgp_flower.typing import Array, Square
 
 S = TypeVar("S", bound="RowSums")
 
@@ -113,12 +113,12 @@ def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
     return BoundGradient((by_gram / (2 * noise)).numpy(), direction / noise, np.array(-0.5 / noise), value, by_noise)
 
 
-def input_shape(inputs: Array) -> NamedArrays:
+def input_shape(inputs: Array) -> tuple[ndarray, Array]:
     """Additive description of standardised inputs [N, D]: counts in fixed bins [D, B] and XᵀX [D, D]."""
     last = len(INPUT_EDGES) - 2
     bins = np.clip(np.digitize(inputs, INPUT_EDGES) - 1, 0, last)
     counts = [np.bincount(column, minlength=last + 1) for column in bins.T]
-    return {"input.histogram": np.stack(counts).astype(np.int64), "input.products": inputs.T @ inputs}
+    return np.stack(counts).astype(np.int64), inputs.T @ inputs
 
 
 def covering(counts: ndarray, count: int) -> Array:

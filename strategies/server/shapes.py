@@ -6,50 +6,31 @@ pooled marginal distributions and a Gaussian copula of the pooled correlations.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from scipy.special import ndtr
 from scipy.stats import qmc
 
-from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
-from fedgp_flower.messages import add, encode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Nothing, Shape
 from fedgp_flower.typing import Array, Json
-from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
+from strategies.server.questions import Asking, Roster, Summed, Total
 
 
 def shape_of_inputs(roster: Roster) -> Asking[Shape]:
-    """Return the pooled histograms and moments of inputs, and the median of the sites' initial hyperparameters."""
-    if roster.totals_only:
-        summed: Summed[Shape] = yield Total(Shape, Nothing())
-        total, count = summed.required("histograms of its inputs"), len(summed.sites) - summed.silent
-        return replace(total, start={name: np.asarray(array / count) for name, array in total.start.items()})
-    answers: dict[str, Shape] = yield Each(Shape, {site: Nothing() for site in roster.sites}, retries=1)
-    layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
-    most_common = Counter(layouts.values()).most_common(1)
-    for site in [site for site, found in layouts.items() if found != most_common[0][0]]:
-        yield Refuse(site, "its arrays are not those that most sites send")
-        del answers[site]
-    if not answers:
-        raise RunError("no site sent histograms of its inputs; see the failures above")
-    starts = [shape.start for shape in answers.values()]
-    start = {name: np.asarray(np.median([known[name] for known in starts], axis=0)) for name in starts[0]}
-    return replace(add(answers.values()), start=start)
+    """Return the pooled histograms and moments of inputs."""
+    summed: Summed[Shape] = yield Total(Shape, Nothing(), roster.sites, sizes={"B": len(INPUT_EDGES) - 1})
+    return summed.required("histograms of its inputs")
 
 
 def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
     """Add the range of each standardised column: ``range`` holds 95 % of the rows, ``reach`` all."""
-    if answer is not Shape:
+    if answer is not Shape or reply.total is None:
         return
-    shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
-    sent = [shape.histogram for shape in shapes if shape and shape.histogram.shape[1] == len(INPUT_EDGES) - 1]
-    counts = np.sum(sent, axis=0) if sent else np.empty((0, 0))
+    counts = reply.total.histogram
     starts = np.cumsum([0, *(column["inputs"] for column in columns)])
     for start, column in zip(starts, columns, strict=False):
         if column["kind"] == "number" and start < len(counts):

@@ -29,7 +29,7 @@ from fedgp_flower.methods.pvi.model import (
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, gaussian_scores
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array
 
 C = TypeVar("C", SGPRClient, SVGPClient)
 Q = TypeVar("Q")
@@ -65,12 +65,6 @@ class PVIClient(SiteClient):
     def at_agreed(self) -> SGPRClient | SVGPClient:
         """The client that predicts from a posterior at agreed Z and β."""
         return (SGPRClient if self.config.model.likelihood == "gaussian" else SVGPClient)(self.setting)
-
-    def start(self, num_inputs: int) -> NamedArrays:
-        """β at the initial values of the configuration."""
-        if self.options.agrees:
-            return super().start(num_inputs)
-        return {"hyper": SparseModel(self.config.model, num_inputs).initial_hyper().numpy()}
 
     # Visits.
 
