@@ -27,9 +27,6 @@ from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 Kind: TypeAlias = Literal["numeric", "categorical"]
 Site: TypeAlias = str
 
-SUMS = ("sum", "residual", "squares")
-MISSING = "features.missing"
-"""Name of the counts of missing cells by numeric column; sent only if a cell of any column is missing."""
 COVARIANCE = "input.covariance"
 """Name of the covariance of the inputs, from which missing cells are imputed."""
 ROUNDING = 4 * np.finfo(np.float64).eps
@@ -85,6 +82,8 @@ class SiteDescription:
     """A site's answer to ``query.describe``, unchecked."""
 
     arrays: Mapping[str, NDArray[np.generic]]
+    """``sums`` [C, 3], sum, residual and squares of the C numeric columns; ``missing`` cells of these, then of each
+    column of text; ``levels``, rows of each level. The columns are in the order of the schema, the target last."""
     schema: str
     num_examples: int
     label: str = ""
@@ -92,7 +91,7 @@ class SiteDescription:
     partitions: int = 0
     """Number of simulated sites; 0 if the site is real."""
     bare: bool = False
-    """Whether the description has no sums, because the site answers under masks only."""
+    """Whether the description has no arrays, because the site answers under masks only."""
     trusting: bool = False
 
 
@@ -115,55 +114,41 @@ _Description: TypeAlias = dict[str, _ColumnSummary]
 
 def _parse(description: SiteDescription) -> _Description:
     """Read a description. Raise ProtocolError if its schema or its arrays are invalid."""
-    rows, has_missing = description.num_examples, MISSING in description.arrays
+    rows, columns = description.num_examples, _parse_schema(description.schema)
     if rows < 1:
         raise ProtocolError(f"num-examples is {rows}; expected at least 1")
-    features, target = _parse_schema(description.schema)
-    numeric = sum(not column.levels for column in features)
-    shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (numeric,) for part in SUMS}
-    shapes |= {f"target.{part}": () for part in SUMS if not target.levels}
-    shapes |= {f"levels.{column.name}": (len(column.levels),) for column in (*features, target) if column.levels}
-    arrays = _checked_arrays(description.arrays, shapes | ({MISSING: (numeric,)} if has_missing else {}))
-    sums = np.stack([np.append(arrays[f"features.{p}"], arrays.get(f"target.{p}", ())) for p in SUMS], axis=1)
-    filled = np.full(len(sums), float(rows))
-    filled[:numeric] -= arrays.get(MISSING, 0.0)
-    _check_sums(sums, filled, rows)
-    numbers = iter(zip(sums, filled, strict=True))
-    summaries: _Description = {}
-    for column in (*features, target):
-        if not column.levels:
-            column_sums, count = next(numbers)
-            summaries[column.name] = _ColumnSummary("numeric", rows, int(count), column_sums, {})
-            continue
+    numbers, texts = ([column for column in columns if bool(column.levels) is text] for text in (False, True))
+    for column in texts:
         if len(column.levels) > MAX_LEVELS:  # the site should have refused it
             raise ProtocolError(f"`{column.name}` has {len(column.levels)} levels; {TOO_MANY_LEVELS}")
-        held = arrays[f"levels.{column.name}"]
-        if held.sum() > rows or (held.sum() < rows and (column is target or not has_missing)):
-            raise ProtocolError(f"`levels.{column.name}` must add up to the {rows} rows of the site")
+    ends = np.cumsum([len(column.levels) for column in texts], dtype=int)
+    shapes = {"sums": (len(numbers), 3), "missing": (len(columns),), "levels": (sum(len(c.levels) for c in texts),)}
+    if description.bare:  # mean 0, sd 1 and levels that are equally frequent
+        sums, missing = np.tile([0.0, 0.0, rows], (len(numbers), 1)), np.zeros(len(columns))
+        levels = np.ones(shapes["levels"])
+    else:
+        sums, missing, levels = _checked_arrays(description.arrays, shapes)
+    filled = rows - missing
+    _check_sums(sums, filled[: len(numbers)], rows)
+    found = {
+        column.name: _ColumnSummary("numeric", rows, int(count), own, {})
+        for column, count, own in zip(numbers, filled, sums, strict=False)
+    }
+    for column, count, held in zip(texts, filled[len(numbers) :], np.split(levels, ends), strict=False):
+        if not description.bare and held.sum() != count:
+            raise ProtocolError(f"the levels of `{column.name}` must add up to its {count:.0f} filled cells")
         counts = dict(zip(column.levels, map(int, held), strict=True))
-        summaries[column.name] = _ColumnSummary("categorical", rows, sum(counts.values()), np.empty(0), counts)
-    return summaries
+        found[column.name] = _ColumnSummary("categorical", rows, int(count), np.empty(0), counts)
+    if found[columns[-1].name].filled < rows:
+        raise ProtocolError(f"the target `{columns[-1].name}` has missing cells")
+    return {column.name: found[column.name] for column in columns}
 
 
-def summed_arrays(schema: str, parts: Sequence[Array], missing: Array, levels: Array, rows: int) -> NamedArrays:
-    """Return a description's arrays, as :func:`_parse` reads them, from sums over all columns, the target last."""
-    features, target = _parse_schema(schema)
-    numeric = sum(column.kind == "numeric" for column in features)
-    found: NamedArrays = {f"features.{name}": part[:numeric] for name, part in zip(SUMS, parts, strict=True)}
-    if target.kind == "numeric":
-        found |= {f"target.{name}": part[numeric].reshape(()) for name, part in zip(SUMS, parts, strict=True)}
-    has_missing = bool(missing.any())
-    for column in (column for column in (*features, target) if column.kind == "categorical"):
-        counts, levels = levels[: len(column.levels)], levels[len(column.levels) :]
-        found[f"levels.{column.name}"] = np.rint(counts).astype(np.int64)
-        has_missing |= bool(counts.sum() < rows - 0.5)
-    return found | ({MISSING: np.rint(missing[:numeric])} if has_missing else {})
-
-
-def _parse_schema(schema: str) -> tuple[list[Column], Column]:
+def _parse_schema(schema: str) -> list[Column]:
+    """Return the columns, the target last."""
     try:
         entries = json.loads(schema)
-        *features, target = columns = [Column.from_json(entry) for entry in [*entries["features"], entries["target"]]]
+        columns = [Column.from_json(entry) for entry in [*entries["features"], entries["target"]]]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ProtocolError("the site's schema is not JSON with `features` and `target`") from None
     for column in columns:
@@ -172,24 +157,22 @@ def _parse_schema(schema: str) -> tuple[list[Column], Column]:
             raise ProtocolError("the site's schema names a level twice or has an unknown kind of column")
     if len({column.name for column in columns}) < len(columns):
         raise ProtocolError("the site's schema names a column twice")
-    return features, target
+    return columns
 
 
 def _checked_arrays(
     arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Array]:
-    """Return the arrays as floats after checks of names, shapes, finiteness and the sign of counts and squares."""
+) -> tuple[Array, Array, Array]:
+    """Return sums, missing cells and levels after checks of names, shapes and signs; a message holds finite numbers."""
     if differing := sorted(set(arrays) ^ set(shapes)):
-        names = ", ".join(differing)
-        raise ProtocolError(f"the description's arrays do not match its schema: missing or unknown: {names}")
-    found = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items()}
-    for name, value in found.items():
-        if value.shape != shapes[name]:
-            raise ProtocolError(f"`{name}` has shape {value.shape}; the schema needs {shapes[name]}")
-        counted = name.startswith("levels.") or not name.endswith((".sum", ".residual"))
-        if not np.isfinite(value).all() or (counted and (value < 0).any()):
-            raise ProtocolError(f"`{name}` must be finite; counts and sums of squares must not be negative")
-    return found
+        raise ProtocolError(f"the description's arrays are wrong: missing or unknown: {', '.join(differing)}")
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape:
+            raise ProtocolError(f"`{name}` has shape {arrays[name].shape}; the schema needs {shape}")
+    sums, missing, levels = (np.asarray(arrays[name], dtype=np.float64) for name in shapes)
+    if any((found < 0).any() for found in (sums[:, 2], missing, levels)):
+        raise ProtocolError("counts and sums of squares must not be negative")
+    return sums, missing, levels
 
 
 def _check_sums(sums: Array, filled: Array, rows: int) -> None:
@@ -198,7 +181,7 @@ def _check_sums(sums: Array, filled: Array, rows: int) -> None:
     N additions of x round off at most N ε Σ|x|, and Σ|x| ≤ √(N Σx²) with Σx² = Q + s²/N; r contains four such sums.
     """
     if (filled < 0).any():
-        raise ProtocolError(f"`{MISSING}` counts more than the {rows} rows of the site")
+        raise ProtocolError(f"`missing` counts more than the {rows} rows of the site")
     total, residual, squares = sums.T
     if ((filled <= 1) & (squares > 0)).any() or ((filled == 0) & (total != 0)).any():
         raise ProtocolError("the squares about the mean of a single row, and all sums of no rows, must be 0")
@@ -450,8 +433,7 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
 
     The classes of a categorical target count as the numbers 0, 1, ….
     """
-    summaries, (features, target) = _parse(description), _parse_schema(schema)
-    columns = (*features, target)
+    summaries, columns = _parse(description), _parse_schema(schema)
     if {(name, known.kind) for name, known in summaries.items()} != {(column.name, column.kind) for column in columns}:
         raise ProtocolError("its columns are not those the other sites agreed on")
     sums: list[list[float]] = []
@@ -459,7 +441,7 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
         found: list[list[float]]
         known = summaries[column.name]
         held = np.array([float(known.counts.get(level, 0)) for level in column.shown])
-        if column is target and len(held) > 1:  # numbers of classes
+        if column is columns[-1] and len(held) > 1:  # numbers of classes
             number = np.arange(len(held))
             total = float(held @ number)
             found = [[total, 0.0, float(held @ number**2) - total**2 / known.rows]]

@@ -23,7 +23,7 @@ PACKED = "fedgp.packed"
 """Flower's ``stype`` of packed arrays."""
 SMALL = 2**14
 """Largest array that is packed, in bytes."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SHARED, CONSTANTS, LACKS = "context", "constants", "lacks-context"
 """Records of data that a site caches, the first also the key of their digest; key of a reply of a site without them."""
 TRUST = "trust-file"

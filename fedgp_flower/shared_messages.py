@@ -213,7 +213,7 @@ class ColumnSums:
 
     sums: Float[ndarray, " columns"] = leaves("Σ x of each numeric column")
     sizes: Float[ndarray, " columns"] = leaves("Σ |x|")
-    missing: Float[ndarray, " columns"] = leaves("missing cells")
+    missing: Float[ndarray, " cells"] = leaves("missing cells of each numeric column, then of each column of text")
     levels: Float[ndarray, " levels"] = leaves("rows of each level of each column of text")
     dropped: Float[ndarray, ""] = leaves("rows left out for a missing cell")
 

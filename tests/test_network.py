@@ -47,7 +47,7 @@ def crashed_at_length(reply):
     return broken
 
 
-TORN = ArrayRecord({"target.sum": Array("float64", (), "numpy.ndarray", b"\x93NUMPY but no more")})
+TORN = ArrayRecord({"sums": Array("float64", (), "numpy.ndarray", b"\x93NUMPY but no more")})
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ TORN = ArrayRecord({"target.sum": Array("float64", (), "numpy.ndarray", b"\x93NU
     [
         (lost, "no reply within 5 s"),
         (crashed, "MemoryError: no room"),
-        (each(lambda array: array * np.nan), "1 of 1 entries are not finite"),
-        (texts(schema_version=1), "message schema 1, expected 2"),
+        (each(lambda array: array * np.nan), "6 of 6 entries are not finite"),
+        (texts(schema_version=1), "message schema 1, expected 3"),
         (texts(site="2"), "site '1' was asked"),
         (numbers(num_examples=None), "num-examples"),
         (numbers(num_examples=-4), "num-examples"),
@@ -64,7 +64,7 @@ TORN = ArrayRecord({"target.sum": Array("float64", (), "numpy.ndarray", b"\x93NU
         (numbers(num_examples=[3, 4]), "num-examples"),
         (numbers(seconds=float("inf")), "not finite: seconds"),
         (record("arrays", TORN), "cannot be decoded"),
-        (record("arrays", MetricRecord({"target.sum": 1.0})), "lacks the records"),
+        (record("arrays", MetricRecord({"sums": 1.0})), "lacks the records"),
         (record("config", ConfigRecord({})), "lacks the records"),
         (texts(warnings="x" * 5_000_000), ""),
         (texts(error="x" * 5_000_000), ""),

@@ -132,12 +132,13 @@ def test_sites_that_differ_from_most_are_refused_by_column():
 @pytest.mark.parametrize(
     ("changed", "schema", "message"),
     [
-        ({"features.sum": np.zeros(2)}, "", "shape"),
-        ({"features.squares": np.array([-1.0])}, "", "not be negative"),
-        ({"features.residual": np.array([1e-9])}, "", "more than rounding"),
-        ({"levels.job": np.array([1, 1, 1])}, "", "add up"),
+        ({"sums": np.zeros((1, 3))}, "", "shape"),
+        ({"sums": np.array([[0.0, 0.0, -1.0], [0.0, 0.0, 9.0]])}, "", "not be negative"),
+        ({"sums": np.array([[5.0, 1e-9, 1.0], [0.0, 0.0, 9.0]])}, "", "more than rounding"),
+        ({"levels": np.array([1, 1, 1])}, "", "add up"),
         ({"extra": np.zeros(1)}, "", "extra"),
-        ({"features.missing": np.array([400])}, "", "counts more than the"),
+        ({"missing": np.array([400, 0, 0])}, "", "counts more than the"),
+        ({"missing": np.array([0, 1, 0])}, "", "`y` has missing cells"),
         ({}, "{", ""),
         ({}, '{"features": [], "target": {"name": "y"}}', ""),
         ({}, '{"features": [{"name": "y", "kind": "numeric"}], "target": {"name": "y", "kind": "numeric"}}', ""),

@@ -24,7 +24,7 @@ from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, Si
 from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
-from fedgp_flower.data.standardisation import Preparation, without_sums
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.follow_up import CURVES
 from fedgp_flower.gp.linalg import counting_repairs
@@ -163,13 +163,11 @@ def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     description = site.describe(bounds)
     numbers = {"num-examples": site.num_examples, "partitions": site.partitions, "dropped": site.dropped}
     texts: dict[str, str | bool] = {"schema": description.schema, "label": site.label}
-    if (config.privacy.secure_aggregation or trust) and not bounds:
-        description, numbers = without_sums(description), {**numbers, "dropped": 0, "bare": 1}
-        warning = site.left_out
-    else:
-        warning = "\n".join(filter(None, (site.left_out, "" if bounds else site.suspected)))
+    bare = (config.privacy.secure_aggregation or trust) and not bounds
+    numbers |= ({"dropped": 0, "bare": 1} if bare else {}) | ({records.TRUST: 1} if trust else {})
+    warning = "\n".join(filter(None, (site.left_out, "" if bare or bounds else site.suspected)))
     texts |= {WARNING: warning} if warning else {}
-    return Outgoing(dict(description.arrays), {**numbers, **({records.TRUST: 1} if trust else {})}, texts)
+    return Outgoing({} if bare else dict(description.arrays), {**numbers}, texts)
 
 
 def _reply(guard: Guard, texts: Mapping[str, str | bool], **parts: ArrayRecord | MetricRecord) -> Message:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from numpy.typing import NDArray
 
-from fedgp_flower.agreement import COVARIANCE, MISSING, Column, SiteDescription, summed_arrays
+from fedgp_flower.agreement import COVARIANCE, Column, SiteDescription
 from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
@@ -20,7 +20,7 @@ from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.lazy import pd
 from fedgp_flower.transforms import Transform
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array
 
 BLOCK = 2**22
 """Entries of the matrices of a block of rows with missing cells."""
@@ -37,11 +37,17 @@ def _level_counts(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
     return np.concatenate([np.empty(0), *counts])
 
 
-def summed(values: Array) -> tuple[Array, Array, Array]:
-    """Return Σx, the rounding error Σ(x − c) and Σ(x − c)², c = Σx / N, of the columns of [N, D], without NaN."""
+def _missing_cells(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
+    """Return the number of missing cells of each numeric column, then of each categorical one."""
+    ordered = sorted(columns, key=lambda column: column.kind != "numeric")
+    return frame[[column.name for column in ordered]].isna().sum().to_numpy(dtype=np.float64)
+
+
+def summed(values: Array) -> Array:
+    """Return Σx, the rounding error Σ(x − c) and Σ(x − c)², c = Σx / N, of the columns of [N, D] but NaN, [D, 3]."""
     total = np.nansum(values, axis=0)
     deviation = values - total / np.maximum((~np.isnan(values)).sum(axis=0), 1)
-    return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
+    return np.stack([total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)], axis=1)
 
 
 def describe(
@@ -55,37 +61,24 @@ def describe(
     ]
     *entries, last = (column.as_json() for column in columns)
     schema = json.dumps({"features": entries, "target": last})
-    values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
-    sums, missing = summed(values), np.isnan(values).sum(axis=0)
+    rows, sums, missing = len(frame), summed(_numbers(frame, columns)), _missing_cells(frame, columns)
     if ranges:
         if rest := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
             raise DataError(f"column `{rest[0]}` is text or has no range in `privacy.ranges`: add it, or leave it out")
         low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
         missing = np.zeros(len(columns))
-        sums = (rows * (low + high) / 2, missing, rows * (high - low) ** 2 / 12)
-    return SiteDescription(summed_arrays(schema, sums, missing, levels, rows), schema, rows)
-
-
-def without_sums(description: SiteDescription) -> SiteDescription:
-    """Return a description without the sums of rows: mean 0, sd 1 and equal counts of levels stand in their place."""
-    rows = description.num_examples
-    arrays: NamedArrays = {}
-    for name, array in description.arrays.items():
-        if name.startswith("levels."):
-            arrays[name] = rows // array.size + (np.arange(array.size) < rows % array.size)
-        elif name != MISSING:
-            arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
-    return SiteDescription(arrays, description.schema, rows)
+        sums = np.stack([rows * (low + high) / 2, missing, rows * (high - low) ** 2 / 12], axis=1)
+    return SiteDescription({"sums": sums, "missing": missing, "levels": _level_counts(frame, columns)}, schema, rows)
 
 
 def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
-    """Return Σx, Σ|x| and missing cells of each numeric column [C], and rows of each level [T], in schema order."""
+    """Return Σx and Σ|x| of each numeric column [C], missing cells of each column, and rows of each level [T]."""
     columns = (*agreed.columns, agreed.target)
     values = _numbers(frame, columns)
     return {
         "sums": np.nansum(values, axis=0),
         "sizes": np.nansum(np.abs(values), axis=0),
-        "missing": np.isnan(values).sum(axis=0).astype(np.float64),
+        "missing": _missing_cells(frame, columns),
         "levels": _level_counts(frame, columns),
     }
 

@@ -21,7 +21,6 @@ from fedgp_flower.agreement import (
     encoded_sums,
     overview_lines,
     squares_about,
-    summed_arrays,
 )
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
@@ -94,13 +93,13 @@ def from_totals(network: Network, config: RunConfig, bare: Agreement) -> Asking[
     first: Summed[wire.ColumnSums] = yield Total(wire.ColumnSums, wire.Nothing())
     sums = _complete(first, network)
     rows = sum(bare.rows[site] for site in first.sites)
-    filled = np.maximum(rows - sums.missing, 1)
+    filled = np.maximum(rows - sums.missing[: len(sums.sums)], 1)
     size = np.where(sums.sizes > 0, sums.sizes / filled, 1.0)
     centres = wire.Centres(sums.sums / filled, size)
     second: Summed[wire.ColumnSquares] = yield Total(wire.ColumnSquares, centres, first.sites)
     squares = _complete(second, network, first.sites)
-    parts = sums.sums, squares.residual * size, squares.squares * size**2
-    arrays = summed_arrays(bare.schema, parts, sums.missing, sums.levels, rows)
+    columns = np.stack([sums.sums, squares.residual * size, squares.squares * size**2], axis=1)
+    arrays = {"sums": columns, "missing": np.rint(sums.missing), "levels": np.rint(sums.levels)}
     total = SiteDescription(arrays, bare.schema, rows, dropped=int(sums.dropped))
     found = agree({"all sites": total}, **config.agreement_options)
     here = {site: count for site, count in bare.rows.items() if site in network.nodes}
