@@ -19,12 +19,12 @@ from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from fedgp_flower.run.user_config import parse_assignments
 from simulations import common
 from simulations.common import Keys, Row, averaged, cost, figures, fit, kept_table, remembered, sites_of, tuned
 from simulations.studies.classes import table
-from simulations.studies.scale import relief
 
 CLASSES = ("bank", "adult", "breast-cancer")
 SPLITS: Mapping[str, tuple[int, ...]] = {
@@ -36,6 +36,17 @@ SPLITS: Mapping[str, tuple[int, ...]] = {
 """The sets, and the splits on which nothing was tuned; -1: one draw of held-out rows."""
 TUNED: Keys = {"rate": (0.05, 0.15), "leaves": (8, 20, 50), "most": (2000,)}
 EXACT_ROWS = 3000
+
+
+def relief(rows: int) -> pd.DataFrame:
+    """Heights with ridges at several scales, over the unit square."""
+    rng = np.random.default_rng(0)
+    place, height = rng.uniform(size=(rows, 2)), np.zeros(rows)
+    for octave in range(5):
+        angles, shifts = rng.uniform(0, 2 * np.pi, 3), rng.uniform(0, 2 * np.pi, 3)
+        phase = 2.0**octave * 2 * np.pi * place @ np.stack([np.cos(angles), np.sin(angles)]) + shifts
+        height += 0.6**octave * (1 - np.abs(np.sin(phase))).mean(1)
+    return pd.DataFrame(place, columns=["east", "north"]).assign(y=height + 0.01 * rng.standard_normal(rows))
 
 
 def keys_of(name: str, split: int) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
 
 from simulations.common import ALONE, Row
-from simulations.studies.overhead import smooth
 
 PROGRAMS = ("flwr", "fedgp")
 LIBRARIES = "flwr.clientapp, torch, gpytorch"
@@ -88,6 +88,13 @@ def main(grid, context):
         seconds.append(time.monotonic() - begun)
     Path(context.run_config["output-dir"]).write_text(json.dumps(seconds))
 """
+
+
+def smooth(rows: int) -> pd.DataFrame:
+    """Eight inputs, a smooth function of two of them, noise 0.1."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.uniform(-2, 2, (rows, 8)), columns=[f"x{i}" for i in range(1, 9)])
+    return frame.assign(y=np.sin(2 * frame["x1"]) * frame["x2"] + 0.1 * rng.standard_normal(rows))
 
 
 def import_seconds(what: str) -> float:
