@@ -5,7 +5,7 @@ tests and in the first run of every Strategy.
 import io
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +113,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"no tmpfs can be mounted: {made.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def fedgp(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line: words → exit status, and what is printed on both streams."""
+    from fedgp_flower.cli import main  # after the hook
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, words)])
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call

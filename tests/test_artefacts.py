@@ -358,16 +358,14 @@ def test_a_tampered_run_is_refused_with_words(clean, tmp_path, data, capsys):
 
 
 @pytest.mark.parametrize(("name", "value"), [("inducing.mean", np.nan), ("likelihood.noise", 0)])
-def test_a_posterior_that_cannot_be_has_status_2(clean, tmp_path, name, value, capsys):
+def test_a_posterior_that_cannot_be_has_status_2(clean, tmp_path, name, value, fedgp):
     shutil.copytree(clean[0].parent, tmp_path / "run")
     run = tmp_path / "run" / "run"
     arrays = read_arrays(run / "posterior.safetensors")
     write_arrays(run / "posterior.safetensors", arrays | {name: arrays[name] * 0 + value})
-    words = ["predict", str(run), "--input", str(run.parent / "new.csv"), "--output", str(tmp_path / "out.csv")]
+    words = ["predict", run, "--input", run.parent / "new.csv", "--output", tmp_path / "out.csv"]
     for reason in ("changed since the run wrote them", f"not {'finite' if np.isnan(value) else 'positive'}: {name}"):
-        with pytest.raises(SystemExit) as end:
-            cli.main(words)
-        assert end.value.code == 2
-        assert reason in capsys.readouterr().err
+        status, _, err = fedgp(*words)
+        assert (status, reason in err) == (2, True)
         (run / SEALS).unlink(missing_ok=True)
     assert not (tmp_path / "out.csv").exists()

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import sys
 
 import pandas as pd
 import pytest
@@ -25,19 +24,6 @@ def _no_data_folder():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FEDGP_DATA", raising=False)
         yield
-
-
-@pytest.fixture
-def fedgp(monkeypatch, capsys):
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["fedgp", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        told = capsys.readouterr()
-        return end.value.code or 0, told.out, told.err
-
-    return call
 
 
 def one_line(text: str) -> str:

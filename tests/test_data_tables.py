@@ -16,7 +16,6 @@ from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 
 from fedgp_flower import server_app
 from fedgp_flower.agreement import SiteDescription, agree
-from fedgp_flower.cli import main
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, far_in, identifier_problems, repeated, suspicions, typed
 from fedgp_flower.data.datasets import checked, load_table
@@ -599,19 +598,15 @@ def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
     assert (ward["kind"], ward["levels"], ward["inputs"]) == ("text", 3, 3)
 
 
-def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_problem_is_told_at_once(tmp_path: Path, fedgp: Any) -> None:
     north, south, _ = hospitals(tmp_path)
     patients().assign(ward=[f"id {k}" for k in range(90)]).to_csv(tmp_path / "ids.csv", index=False)
-    with pytest.raises(SystemExit) as stopped:
-        main(["check", str(north), str(south), str(tmp_path / "ids.csv"), "missing=impute"])
-    assert stopped.value.code == 2
-    out = " ".join(capsys.readouterr().out.split())
-    assert "`ward` has" in out
+    status, out, _ = fedgp("check", north, south, tmp_path / "ids.csv", "missing=impute")
+    out = " ".join(out.split())
+    assert (status, "`ward` has" in out) == (2, True)
     assert "like an identifier" in out
     assert "142 training rows at 2 sites, 2 rows left out for a missing cell; 5 inputs of 3 columns" in out
-    with pytest.raises(SystemExit):
-        main(["check", str(north), "partitioner=kmeans"])
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(fedgp("check", north, "partitioner=kmeans")[1].split())
     assert "train with `missing` = 'drop', 'impute' or 'indicator'" in out
     assert "every file is a site, and `partitioner` = 'kmeans' deals the rows of one table" in out
 

@@ -196,13 +196,12 @@ def test_what_a_site_adds_to_its_file_reaches_its_node_or_is_refused(both: tuple
     assert given == site.node_config | {"min-sites": 4, "max-roster-changes": 0, "audit": "/logs/a.jsonl"}
     for line in ("min-site = 4", 'min-sites = "4"', "trust = 'trust.toml'"):
         file.write_text(f"{joined}{line}\n")
-        with pytest.raises(
-            ConfigError, match=rf"site\.toml: .* wrong: {line.split()[0]}; allowed: site, .*min-sites \(wh"
-        ):
+        wrong = rf"site\.toml: .* wrong: {line.split()[0]}; allowed: site, .*min-sites \(wh"
+        with pytest.raises(ConfigError, match=wrong):
             SiteFolder.read(site.folder)
 
 
-def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder], capsys: Any) -> None:
+def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder], fedgp: Any) -> None:
     _, site = both
     (site.folder / "site-key").chmod(0o644)
     Path("north.csv").write_text("x1,y\n1,\n")
@@ -212,19 +211,14 @@ def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder], ca
     (site.folder / "state" / "audit.jsonl").write_text(f'{text[:-1]}, "hash": "{digest}"}}\n')
     Path("bad.toml").write_text("least_rows = 5")
     (site.folder / "trust.toml").write_text(f'[sites]\nnorth = "{APP}"\n')
-    machines._write(
-        site.folder / "site.toml", {**site.facts, "app": "cd" * 32, "policy": str(Path("bad.toml").resolve())}
-    )
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.main(["doctor", "north"])
-    assert end.value.code == 2
-    found = dict(re.findall(r"PROBLEM (\w+): (.*)", capsys.readouterr().out))
+    facts = {**site.facts, "app": "cd" * 32, "policy": str(Path("bad.toml").resolve())}
+    machines._write(site.folder / "site.toml", facts)
+    status, out, _ = fedgp("doctor", "north")
+    assert status == 2
+    found = dict(re.findall(r"PROBLEM (\w+): (.*)", out))
     assert found.keys() == {"keys", "table", "app", "SuperLink", "log", "policy", "masks"}
-    assert (
-        found["policy"]
-        == "bad.toml: unknown configuration key `least_rows`; did you mean `least-rows` or `least-cell`?"
-    )
+    similar = "did you mean `least-rows` or `least-cell`?"
+    assert found["policy"] == f"bad.toml: unknown configuration key `least_rows`; {similar}"
     assert "trust.toml does not hold the key of this site; remove its line" in found["masks"]
     assert "chmod 600" in found["keys"]
     assert "north.csv" in found["table"]

@@ -14,7 +14,6 @@ from flwr.serverapp.strategy import Result
 from scipy import stats
 from scipy.stats import multivariate_normal
 
-from fedgp_flower.cli import main
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
@@ -349,19 +348,16 @@ def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished):
     kept.write_bytes(content)
 
 
-def test_all_simulated_units_are_written_and_drawn_without_a_name(finished, tmp_path):
+def test_all_simulated_units_are_written_and_drawn_without_a_name(finished, tmp_path, fedgp):
     pd.DataFrame({"x": np.linspace(-1.7, 1.7, 9)}).to_csv(tmp_path / "grid.csv", index=False)
-    words = ["--input", str(tmp_path / "grid.csv"), "--output", str(tmp_path / "curves.csv")]
-    with pytest.raises(SystemExit) as end:
-        main(["predict", str(finished), *words, "--picture", str(tmp_path / "curves.png")])
-    assert not end.value.code
+    words = ["--input", tmp_path / "grid.csv", "--output", tmp_path / "curves.csv"]
+    assert fedgp("predict", finished, *words, "--picture", tmp_path / "curves.png")[0] == 0
     curves = pd.read_csv(tmp_path / "curves.csv")
     assert curves["site"].tolist() == [unit for unit in "abcd" for _ in range(9)]
     assert (curves["q2.5"] < curves["mean"]).all()
     assert (curves["mean"] < curves["q97.5"]).all()
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(SystemExit):
-        main(["predict", str(finished), "--site", "c", *words])
+    assert fedgp("predict", finished, "--site", "c", *words)[0] == 0
     alone = pd.read_csv(tmp_path / "curves.csv")
     np.testing.assert_allclose(alone["mean"], curves.loc[curves["site"] == "c", "mean"])
 

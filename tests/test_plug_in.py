@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from scipy.linalg import cho_factor, cho_solve
 
-from fedgp_flower import cli, options
+from fedgp_flower import options
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sfvi import rows
@@ -180,11 +180,10 @@ def test_a_model_that_is_no_row_or_takes_a_name_is_refused(monkeypatch, entry, w
         options.with_installed(MODELS, rows.ModelRow, "model", rows.GROUP)
 
 
-def test_runs_of_a_package_that_is_gone_say_what_to_install(run, monkeypatch, capsys):
+def test_runs_of_a_package_that_is_gone_say_what_to_install(run, monkeypatch, fedgp):
     monkeypatch.setattr(options, "entry_points", lambda group: [])
     forget_rows()
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(run)])
-    assert "is a run of 'toy', which is not installed" in " ".join(capsys.readouterr().err.split())
+    status, _, err = fedgp("report", run)
+    assert (status, "is a run of 'toy', which is not installed" in " ".join(err.split())) == (1, True)
     monkeypatch.undo()
     forget_rows()

@@ -11,7 +11,7 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, refusal, require_others, violated
 
-from fedgp_flower import cli, client_app
+from fedgp_flower import client_app
 from fedgp_flower.clients.guard import DESCRIBE, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import RawSite
@@ -395,12 +395,10 @@ def test_a_changed_log_is_named_by_line(log, change, problem):
 
 
 @pytest.mark.parametrize("content", ["", "ten lines", "x y"])
-def test_a_changed_head_of_a_log_is_named(log, content, capsys):
+def test_a_changed_head_of_a_log_is_named(log, content, fedgp):
     log.with_name("audit.jsonl.head").write_text(content)
-    with pytest.raises(SystemExit) as status:
-        cli.main(["audit", str(log)])
-    assert status.value.code == 1
-    assert "audit.jsonl.head was changed: expected the number of the last line" in capsys.readouterr().err
+    status, _, err = fedgp("audit", log)
+    assert (status, "audit.jsonl.head was changed: expected the number of the last line" in err) == (1, True)
 
 
 def again(line, other):
@@ -410,17 +408,15 @@ def again(line, other):
     return f'{text[:-1]}, "hash": "{hashlib.sha256(text.encode()).hexdigest()}"}}'
 
 
-def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys, monkeypatch):
+def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, fedgp):
     _, _, head = audit.read(log)
     assert audit.read(log, head[:8])[1] == []
     log.write_text("\n".join(log.read_text().splitlines()[:-1]) + "\n")
     log.with_name("audit.jsonl.head").unlink()
     assert audit.read(log)[1][0].startswith("audit.jsonl.head is missing")
     assert "no line has the hash" in audit.read(log, head)[1][1]
-    with pytest.raises(SystemExit) as status:
-        cli.main(["audit", str(log), "--seen", head])
-    assert status.value.code == 1
-    assert "no line has the hash" in capsys.readouterr().err
+    status, _, err = fedgp("audit", log, "--seen", head)
+    assert (status, "no line has the hash" in err) == (1, True)
 
 
 @pytest.mark.parametrize("removed", [1, 4, 99])
@@ -429,9 +425,8 @@ def test_a_log_that_was_cut_gets_no_further_line(log, removed):
     lines = log.read_text().splitlines(keepends=True)
     asked = asking("query.describe", run="r", round=0)
     log.write_text("".join(lines[:-removed]))
-    with pytest.raises(
-        RunError, match=rf"cannot be written \(the log had {len(lines)} lines; the last lines were removed"
-    ):
+    words = rf"cannot be written \(the log had {len(lines)} lines; the last lines were removed"
+    with pytest.raises(RunError, match=words):
         audit.record(log, asked, Message(RecordDict({"config": ConfigRecord()}), reply_to=asked), [], masked=False)
     assert log.read_text() == "".join(lines[:-removed])
     before = json.loads(lines[-1])["before"]
