@@ -39,9 +39,11 @@ def rows(n: int, seed: int, offset: float = 0.0) -> pd.DataFrame:
     offset=st.sampled_from([0.0, 1.0, -1e3, 1e8]),
 )
 def test_agreement_of_any_partition_is_the_pooled_mean_and_spread(n, seed, sites, offset):
-    frame = rows(n, seed, offset)
-    found = agreed(frame, np.random.default_rng(seed + 1).integers(0, sites, n)).arrays
-    levels = sorted(frame["job"].unique())
+    frame, owner = rows(n, seed, offset), np.random.default_rng(seed + 1).integers(0, sites, n)
+    agreement = agreed(frame, owner)
+    found, levels = agreement.arrays, sorted(frame["job"].unique())
+    assert agreement.rows == {f"s{k}": (owner == k).sum() for k in np.unique(owner)}
+    assert json.loads(agreement.schema)["features"][1]["levels"] == levels
     shown = levels[1:] if len(levels) == 2 else levels
     table = np.column_stack([frame["x"], *(frame["job"] == level for level in shown)]).astype(float)
     mean, scale = table.mean(axis=0), table.std(axis=0)
@@ -64,17 +66,6 @@ def test_a_constant_column_is_found_exactly_and_becomes_zero(value, n, sites):
     assert found.arrays["input.scale"][0] == 1.0
     assert found.columns[0]["sd"] == 0.0
     assert abs(value - found.arrays["input.mean"][0]) <= np.spacing(abs(value))
-
-
-def test_levels_are_the_sorted_union_and_counts_add_up():
-    one = rows(4, 0).assign(job=["b", "b", "b", "z"])
-    two = rows(6, 1).assign(job=["a", "b", "a", "a", "a", "a"])
-    found = agree({"1": described(one), "2": described(two)})
-    assert json.loads(found.schema)["features"][1] == {"name": "job", "kind": "categorical", "levels": ["a", "b", "z"]}
-    p = np.array([5, 4, 1]) / 10
-    assert found.arrays["input.mean"][1:] == pytest.approx(p)
-    assert found.arrays["input.scale"][1:] == pytest.approx(np.sqrt(p * (1 - p)))
-    assert (found.rows, sum(found.rows.values())) == ({"1": 4, "2": 6}, 10)
 
 
 def test_without_standardisation_and_for_counts_units_stay():
