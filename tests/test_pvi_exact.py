@@ -55,13 +55,6 @@ class Problem:
         sigma = kzz + kzx @ kzx.mT / NOISE
         return kzz @ torch.linalg.solve(sigma, kzx @ self.y[rows]) / NOISE, kzz @ torch.linalg.solve(sigma, kzz)
 
-    def bound(self):
-        """log N(y | 0, Q + σ²I) − tr(K − Q)/2σ² with dense matrices."""
-        kzx = self.k(self.z, self.x)
-        q = kzx.mT @ torch.linalg.solve(self.k(self.z, self.z), kzx)
-        normal = torch.distributions.MultivariateNormal(torch.zeros(42).double(), q + NOISE * torch.eye(42).double())
-        return float(normal.log_prob(self.y) - (self.k(self.x, self.x) - q).diagonal().sum() / (2 * NOISE))
-
     def data(self, site):
         return Data(self.x[self.rows[site]], self.y[self.rows[site]])
 
@@ -116,13 +109,6 @@ def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
     torch.testing.assert_close((mixture.mean(), mixture.variance()), (b.mT @ mean, variance), **EXACT)
     expected = -0.5 * ((2 * math.pi * variance).log() + (problem.y - b.mT @ mean).square() / variance)
     torch.testing.assert_close(mixture.log_density(), expected, **EXACT)
-
-
-def test_the_free_energy_of_exact_factors_is_the_pooled_bound():
-    problem = Problem(3)
-    q = problem.draws.product([problem.exact_dpo(k) for k in range(3)])
-    fit = sum(mathematics.expected_fit(problem.draws, q, problem.data(k)) for k in range(3))
-    assert (fit - q.kl(problem.draws.product([]))).item() == pytest.approx(problem.bound(), abs=1e-8)
 
 
 def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapsed_bound():
