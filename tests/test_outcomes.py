@@ -2,21 +2,21 @@
 
 import itertools
 import math
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import gpytorch
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from faults import ALONE
 from scipy import integrate, optimize, stats
 from scipy.special import expit, gammaln
+from test_linear import dealt
 
 import fedgp_flower as fg
 from fedgp_flower.agreement import agree
-from fedgp_flower.clients import numpy_client
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.follow_up import FollowUp, counted, edges_around, life_table
@@ -97,13 +97,14 @@ def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, 
     y, beside, hyper, log_density = CASES[name]
     sd = math.sqrt(variance)
 
-    def expected(weight):
-        def integrand(z):
-            return weight(z) * log_density(y, beside, mean + sd * z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    @cache
+    def weighted(z):
+        return log_density(y, beside, mean + sd * z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
+    def expected(weight):
         ends = (-18.0, -8.0, -4.0, 0.0, 4.0, 18.0)  # of e^(f/σ), f ~ N(m, 25), most is around 8 sd
-        found = (integrate.quad(integrand, *pair, epsabs=1e-11, epsrel=1e-11, limit=400) for pair in pairwise(ends))
-        return sum(part for part, _ in found)
+        near = {"epsabs": 1e-11, "epsrel": 1e-11, "limit": 400}
+        return sum(integrate.quad(lambda z: weight(z) * weighted(z), *pair, **near)[0] for pair in pairwise(ends))
 
     likelihood = build_point_likelihood(name.partition(",")[0])
     at = [torch.tensor(part, dtype=torch.float64) for part in ([mean], [variance], hyper)]
@@ -167,7 +168,8 @@ def test_a_rate_is_learned_from_counts_with_exposure(tmp_path):
     assert np.log(found.posterior.predict(frame)["mean"] / rate).std() < 0.15
     assert found.saved.arrays["likelihood.parameters"] == pytest.approx(ALPHA, rel=0.3)
     assert "years" not in found.posterior.preparation.features
-    poisson = fg.run(frame, target="cases, years", sites=3, options=options | {"model.likelihood": "poisson"})
+    plain = options | ALONE | {"model.likelihood": "poisson"}
+    poisson = fg.run(frame, target="cases, years", sites=3, options=plain)
     m = found.metrics
     assert m.test["nll"] < m.linear["nll"] < m.mean["nll"]  # a sine of x has a slope
     assert m.test["nll"] < poisson.metrics.test["nll"] - 0.2
@@ -346,16 +348,7 @@ def test_a_regression_of_times_from_sums_is_that_of_all_rows(name):
         z = at[-1] * np.log(time) - at[0] - x @ at[1:3]
         return np.where(seen == 1, density(z) + math.log(at[-1]) - np.log(time), tail(z)).sum()
 
-    class Site:
-        config = SimpleNamespace(model=SimpleNamespace(likelihood=name))
-
-        def __init__(self, k):
-            self.rows = SimpleNamespace(x=x[k::3], y=np.column_stack([time, seen])[k::3])
-
-        def time_regression(self, request):
-            return numpy_client.time_regression(self, request)
-
-    sites = {str(k): Site(k) for k in range(3)}
+    sites = dealt(x, np.column_stack([time, seen]), [90, 200], name)
     at = np.array([0.9, 0.4, -0.1, 1.4])
     told = add(site.time_regression(OneArray(at)) for site in sites.values())
     close = 1e-4 if name == "log-normal" else 1e-6  # E log Φ is a mixture of normal distributions
@@ -410,16 +403,15 @@ def test_noise_of_grades_that_varies_is_what_quadrature_finds(centre, variance):
     f = torch.tensor([[-0.5, 0.1, 0.8, 2.0, 1.0], [0.01, 0.3, 0.5, 1.0, 2.0]]).double()
 
     def at(g, spread):
-        return torch.stack([f[0], g + 0 * f[0]]), torch.stack([f[1], spread + 0 * f[1]]), HYPER
+        both = torch.broadcast_tensors(f[0], g), torch.broadcast_tensors(f[1], torch.full_like(g, spread))
+        return *(torch.stack(pair, -2) for pair in both), HYPER
 
     def over_noise(of):
-        def each(z):
-            weights = np.array([1, z / sd, (1 - z * z) / variance]) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-            return np.multiply.outer(weights, of(at(centre + sd * z, 1e-30)))
+        z, width = (9 * part for part in np.polynomial.legendre.leggauss(100))
+        weights = np.stack([1 + 0 * z, z / sd, (1 - z * z) / variance]) * width * stats.norm.pdf(z)
+        return np.tensordot(weights, of(at(centre + sd * torch.from_numpy(z)[:, None], 1e-30)), 1)
 
-        return integrate.quad_vec(each, -9, 9, epsabs=1e-8, epsrel=1e-8)[0]
-
-    here = at(centre, variance)
+    here = at(torch.full((1,), centre).double(), variance)
     value, alpha, beta = over_noise(lambda given: GRADES.expected(grades, *given).numpy())
     _, *found, by_hyper = GRADES.slopes(grades, *here)
     np.testing.assert_allclose(GRADES.expected(grades, *here), value, atol=1e-6)
