@@ -12,7 +12,6 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
 from flwr.serverapp.strategy import Result
 from scipy import stats
-from scipy.stats import multivariate_normal
 
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
@@ -403,7 +402,7 @@ def by_hand(x, y, known_g):
     latents, q = known_g
     [factor], [a], scale, n = latents.whitening(), latents.amplitudes, latents.scales[0], len(y)
     power = max(np.mean(y**2), (y @ y + 1) / (n + 1))
-    logs, means, seconds, noises = [], [], [], []
+    logs, means, seconds, noises, s = [], [], [], [], np.linspace(-3, 3, 41)[:, None, None]
     for rho in WIDEST * (np.arange(25) + 0.5) / 25:
         both = np.concatenate([x, AT])
         A = one_unit.feature(
@@ -411,19 +410,19 @@ def by_hand(x, y, known_g):
         )
         B = A @ q.covariance @ A.T + np.diag(a**2 - (A**2).sum(1))
         for log_sd in 0.5 * math.log(0.09 * power) + np.linspace(-4.5, 4.5, 15):
-            for s in np.linspace(-3, 3, 41):
-                C = s**2 * B + math.exp(2 * log_sd) * np.diag([1.0] * n + [0.0] * len(AT))
-                prior = -0.5 * s**2 * a**2 / (AMPLITUDES * power) - DECAY * rho
-                prior -= 0.5 * ((log_sd - 0.5 * math.log(0.09 * power)) / SPREAD) ** 2
-                m = s * (A @ q.mean)
-                logs.append(multivariate_normal.logpdf(y, m[:n], C[:n, :n]) + prior)
-                gain = np.linalg.solve(C[:n, :n], C[:n, n:]).T
-                means.append(m[n:] + gain @ (y - m[:n]))
-                seconds.append(np.diag(C[n:, n:] - gain @ C[:n, n:]) + means[-1] ** 2)
-                noises.append(math.exp(2 * log_sd))
-    w = np.exp(np.array(logs) - max(logs))
-    mean, second = (w @ np.array(each) / w.sum() for each in (means, seconds))
-    return mean, second - mean**2, float(w @ np.array(noises) / w.sum())
+            C = s**2 * B + math.exp(2 * log_sd) * np.diag([1.0] * n + [0.0] * len(AT))
+            prior = -0.5 * s[:, 0, 0] ** 2 * a**2 / (AMPLITUDES * power) - DECAY * rho
+            prior -= 0.5 * ((log_sd - 0.5 * math.log(0.09 * power)) / SPREAD) ** 2
+            m = s * (A @ q.mean)[:, None]
+            left, gain = y[:, None] - m[:, :n], np.linalg.solve(C[:, :n, :n], C[:, :n, n:]).mT
+            fit = (left * np.linalg.solve(C[:, :n, :n], left)).sum((1, 2))
+            logs.append(prior - 0.5 * (np.linalg.slogdet(2 * np.pi * C[:, :n, :n])[1] + fit))
+            means.append((m[:, n:] + gain @ left)[..., 0])
+            seconds.append(np.diagonal(C[:, n:, n:] - gain @ C[:, :n, n:], axis1=1, axis2=2) + means[-1] ** 2)
+            noises.append(np.full(len(s), math.exp(2 * log_sd)))
+    logs, means, seconds, noises = map(np.concatenate, (logs, means, seconds, noises))
+    w = np.exp(logs - logs.max()) / np.exp(logs - logs.max()).sum()
+    return w @ means, w @ seconds - (w @ means) ** 2, float(w @ noises)
 
 
 def test_it_is_the_posterior_mixture_over_all_parameters(known_g):

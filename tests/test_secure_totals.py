@@ -255,7 +255,8 @@ def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     nodes = [{**node, "partition-id": number, "num-partitions": 3} for number, node in enumerate(nodes)]
     found = []
     for more in ({}, MASKED):
-        flat = configured(num_server_rounds=1, missing="indicator", target="y", min_sites=3, **more)
+        keys = {"method": "fsgp", "num_server_rounds": 1, "missing": "indicator", "target": "y", "min_sites": 3}
+        flat = configured(**keys, **more)
         grid = FaultyGrid(flat, nodes)
         found.append(run(grid).preparation)
     require_words(grid)
