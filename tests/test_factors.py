@@ -16,9 +16,7 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, warped
 from fedgp_flower.methods.pvi import model as mathematics
-from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals
 from fedgp_flower.methods.pvi.model import Draws, GaussianFactor, PseudoObservations, SparseModel, predict
-from fedgp_flower.methods.pvi.updates import first_factor
 from fedgp_flower.options import ModelSection
 
 SAMPLES, INDUCING, ROWS = 3, 5, 9
@@ -149,22 +147,6 @@ def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypat
     else:
         found = predict(draws, [dpo(1)], x)
         torch.testing.assert_close(found.variances[:, 0], torch.ones(SAMPLES).double(), **EXACT)
-
-
-def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
-    """Another site changes the cavity, but not the conjugate optimum: a second pass leaves Λ and η as they are."""
-    model = make_draws().model
-    hyper = LatentFactor(value=model.initial_hyper().numpy())
-    q = Marginals(LatentFactor(value=3 * rand(INDUCING * 2, seed=1).numpy()), hyper)  # Z and β as points
-    draws = model.at_means(q)
-    data, other = (mathematics.Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
-    own, cavity = (first_factor(draws.model, d, q, "cpo") for d in (data, other))
-    eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))
-    value = mathematics.local_free_energy(draws, [cavity], GaussianFactor(Gaussian(eta1, eta2)), data).sum()
-    slopes = torch.autograd.grad(value, (eta1, eta2))
-    assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
-    moved = GaussianFactor(Gaussian(1.1 * own.natural.eta1, own.natural.eta2))
-    assert float(mathematics.local_free_energy(draws, [cavity], moved, data)) < value.item()
 
 
 def test_mixture_prediction_is_the_average_density():
