@@ -77,10 +77,8 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     ids = [f"00{number}" for number in range(len(told))]
     new = pd.DataFrame({"sd": "own", "x": shuffled["input.x"], "id": ids, "note": None})
     new.to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file({"": Predictor.of(read_run(line))}, tmp_path / "new.csv", tmp_path / "out.csv")[:2] == (
-        len(told),
-        0,
-    )
+    predicted = predict_file({"": Predictor.of(read_run(line))}, tmp_path / "new.csv", tmp_path / "out.csv")
+    assert predicted[:2] == (len(told), 0)
     found = pd.read_csv(tmp_path / "out.csv", dtype={"id": str})
     assert list(found)[:5] == ["input.sd", "id", "note", "mean", "sd"]
     assert list(found["id"]) == ids

@@ -145,16 +145,12 @@ def test_a_malformed_description_is_refused_and_the_others_go_on(changed, schema
     assert sum(found.rows.values()) == 10
 
 
-SCHEMA = json.dumps(
-    {
-        "features": [
-            {"name": "two", "kind": "categorical", "levels": ["no", "yes"]},
-            {"name": "x", "kind": "numeric"},
-            {"name": "three", "kind": "categorical", "levels": ["a", "b", "c"]},
-        ],
-        "target": {"name": "y", "kind": "numeric"},
-    }
-)
+COLUMNS = [
+    {"name": "two", "kind": "categorical", "levels": ["no", "yes"]},
+    {"name": "x", "kind": "numeric"},
+    {"name": "three", "kind": "categorical", "levels": ["a", "b", "c"]},
+]
+SCHEMA = json.dumps({"features": COLUMNS, "target": {"name": "y", "kind": "numeric"}})
 ARRAYS = {"input.mean": np.array([0.5, 2.0, 0.2, 0.3, 0.5]), "input.scale": np.array([0.5, 4.0, 1.0, 1.0, 1.0])}
 ARRAYS |= {"target.mean": np.array(10.0), "target.scale": np.array(5.0)}
 

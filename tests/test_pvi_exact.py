@@ -86,7 +86,7 @@ def blocks(**gaussians):
 def test_a_fixed_point_is_stationary_for_global_vi():
     """Property 2.2 with Bernoulli rows: dF/dη = 0 of all rows."""
     problem, state = Problem(3), first()
-    for visit in range(3 * 40):
+    for visit in range(3 * 10):
         name, around = str(visit % 3), cavity(state, str(visit % 3))["weights"]
         start = state.sites[name].factors["weights"].gaussian if name in state.sites else around**0.0
         factor, _ = updates.fixed_point(problem.site(visit % 3, "bernoulli"), around, start)

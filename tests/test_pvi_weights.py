@@ -130,8 +130,8 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
     ("likelihood", "covariance", "plan", "rounds"),
     [
         ("bernoulli", "full", Plan(), 15),
-        ("poisson", "diagonal", Plan(), 75),
-        ("bernoulli", "diagonal", Plan("synchronous", damping=0.6), 50),
+        ("poisson", "diagonal", Plan(), 36),
+        ("bernoulli", "diagonal", Plan("synchronous", damping=0.6), 36),
         ("poisson", "full", Plan("synchronous"), 35),
     ],
 )

@@ -49,23 +49,10 @@ def visits_csv(folder, rows=3):
 
 
 def mixed(path, column, **changes):
-    own = {
-        "dataset": str(path),
-        "features": "unit,a,b",
-        "target": "y",
-        "test_fraction": 0.0,
-        "standardise": False,
-        "partitioner": "natural",
-        "partition__column": column,
-        "partition__min_rows": 2,
-        "min_sites": 1,
-        "model__likelihood": "bernoulli",
-        "sfvi__model": "glmm",
-        "sfvi__unit_column": "unit",
-        "sfvi__structure": "full",
-        "sfvi__samples": 2,
-    }
-    return tiny(**{**own, **changes})
+    table = {"dataset": str(path), "features": "unit,a,b", "target": "y", "test_fraction": 0.0, "standardise": False}
+    sites = {"partitioner": "natural", "partition__column": column, "partition__min_rows": 2, "min_sites": 1}
+    model = {"model__likelihood": "bernoulli", "sfvi__model": "glmm", "sfvi__unit_column": "unit"}
+    return tiny(**table | sites | model | {"sfvi__structure": "full", "sfvi__samples": 2} | changes)
 
 
 def test_the_result_is_the_same_for_any_partition(tmp_path):

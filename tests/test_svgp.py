@@ -171,10 +171,8 @@ def test_information_of_rows_at_the_old_inducing_points_moves_exactly(kernel: st
     x = old.inducing_points.detach()[3 * (kernel != "rbf") :]
     data = x, rows_of("gaussian", INDUCING)[1][: len(x)]
     old.load(old.to_arrays() | {CONSTANT: np.array([0.4])})
-    new = LatentGP.from_arrays(
-        section("gaussian", kernel=kernel, jitter=0.0),
-        moved_by(old, 0.3) | {"likelihood.log_parameters": old.hyper.detach().numpy()},
-    )
+    values = moved_by(old, 0.3) | {"likelihood.log_parameters": old.hyper.detach().numpy()}
+    new = LatentGP.from_arrays(section("gaussian", kernel=kernel, jitter=0.0), values)
     with torch.no_grad():
         moved = transferred(settled(old, data, 1, 1.0), old, new, factor(new))
     fresh = settled(new, data, 1, 1.0)
@@ -448,7 +446,5 @@ def test_a_jump_at_one_value_is_learned_and_saved(tmp_path: Any) -> None:
     near = posterior.predict(pd.DataFrame({"dose": [6, 7, 8], "weight": 0.0}))["probability of yes"]
     assert np.abs(near - [0.2, 0.95, 0.2]).max() < 0.2
     assert list(dependence.walks(fg.load_run(finished.path)).index) == ["dose"]
-    model, observed = posterior.to_gpytorch()
-    np.testing.assert_allclose(
-        observed(model(posterior.inputs(table))).mean, posterior.predict(table)["probability of yes"], rtol=1e-6
-    )
+    (model, observed), chance = posterior.to_gpytorch(), posterior.predict(table)["probability of yes"]
+    np.testing.assert_allclose(observed(model(posterior.inputs(table))).mean, chance, rtol=1e-6)
