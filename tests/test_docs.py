@@ -231,7 +231,19 @@ def test_results_are_remembered_and_means_are_over_runs():
     assert common.averaged(rows, ("set",), worst=("a",))[0] == {"set": "s", "runs": 2, "a": 2.0, "a, worst": 3.0}
 
 
-MEASURING = {"cells", "evaluation", "faults", "heartbeats", "leaves", "load", "masks", "policy", "scale", "trip"}
+MEASURING = {
+    "cells",
+    "evaluation",
+    "faults",
+    "heartbeats",
+    "leaves",
+    "load",
+    "masks",
+    "memory",
+    "policy",
+    "scale",
+    "trip",
+}
 """Studies that do not go through ``fit``."""
 FEW = {"private": {"splits": (0,), "epsilons": (1.0,)}}
 """Arguments that leave the kinds of runs and make fewer of them."""
