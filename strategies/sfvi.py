@@ -191,70 +191,82 @@ def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanin
     return Posterior(arrays, known, coordinates, equation, model)
 
 
+def first_state(strategy: SFVI | SFVIAvg, roster: Roster) -> Asking[SFVIState]:
+    """Return configured θ, shared inputs from pooled histograms, and q(Z_G) = N(0, scale² I)."""
+    options, section, shared = strategy.options, strategy.config.model, dict[str, ndarray]()
+    if options.row.inducing:
+        shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, strategy.config.seed)
+    points = torch.from_numpy(shared[SHARED]) if shared else None
+    model = configured(options, section, len(options.columns(strategy.preparation.names)), points)
+    q_global = initial_global(model.global_size, scale=options.scale, triangular=options.structure == "full")
+    prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
+    return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
+
+
+def predicted(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Asking[Predicted]:
+    """Return θ and q(Z_G); a site has the shared inputs and its local posterior."""
+    yield from ()
+    section, structure = (part.model_dump(by_alias=True) for part in (strategy.config.model, strategy.options))
+    model = {"family": "structured", "model": section, "structure": structure, "classes": strategy.options.classes}
+    if strategy.options.row.personal:
+        model["why_no_posterior"] = "each site keeps its own last layer; name the site with `--site`"
+    posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
+    facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+    facts |= {"bound": state.bound} if state.bound is not None else {}
+    facts |= {"fresh_starts": state.fresh} if state.fresh else {}
+    return Predicted(Parameters(state.parameters), posterior, facts)
+
+
+def without_scaling(strategy: SFVI | SFVIAvg, preparation: Agreement) -> Agreement:
+    """Return the agreement without standardised inputs, if the model needs raw inputs."""
+    if not strategy.options.row.untouched:
+        return preparation
+    scales = {"input.mean": np.zeros_like, "input.scale": np.ones_like}
+    changed = {name: make(preparation.arrays[name]) for name, make in scales.items()}
+    kept = {name: array for name, array in preparation.arrays.items() if name != COVARIANCE}
+    return replace(preparation, arrays={**kept, **changed})
+
+
+def shared_inputs(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
+    """Return the shared inducing inputs."""
+    return dict(state.shared)
+
+
+def tolerances(strategy: SFVI | SFVIAvg, state: SFVIState) -> NamedArrays:
+    """Return sds of q(Z_G), the same KL divergence for its scales, and units of logarithms of θ.
+
+    Networks have none, because their weights do not converge.
+    """
+    if strategy.options.row.mean_field:
+        return {}
+    found, q = log_units(state.parameters), GlobalPosterior.of(state.parameters)
+    found |= {"q.mean": q.factor().norm(dim=1).numpy(), "q.log_scale": np.full(len(q.mean), 0.5**0.5)}
+    return found | ({} if q.lower is None else {"q.lower": np.ones(len(q.lower))})
+
+
+def one_round(strategy: SFVI | SFVIAvg, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
+    """Algorithm 2 of the paper for ``sfvi-avg`` and in rounds of the warm start, else Algorithm 1."""
+    options, rate = strategy.options, strategy.options.rate(roster.round - 1, strategy.horizon())
+    if roster.round <= options.averaging_rounds(roster.round):
+        return (yield from averaging_round(state, roster, options, rate))
+    return (yield from gradient_round(state, roster, options, strategy.config.seed, rate))
+
+
+class SFVIAvg(FederatedStrategy[SFVIState]):
+    """Rounds of local steps and averaging."""
+
+    method, watched = "sfvi-avg", "site_estimate"
+    options_class, state_class, anneals = SFVIAvgKeys, SFVIState, CONSTANT_SHARE
+    options: SFVIAvgKeys
+    initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
+    adjusted, one_round = without_scaling, one_round
+
+
 class SFVI(FederatedStrategy[SFVIState]):
     """Rounds of gradients, after ``warm_start_rounds`` rounds of SFVI-Avg."""
 
     method, watched = "sfvi", "objective"
     options_class, state_class, anneals = SFVIKeys, SFVIState, CONSTANT_SHARE
-    options: SFVIOptions
-
-    def adjusted(self, preparation: Agreement) -> Agreement:
-        """Return the agreement without standardised inputs, if the model needs raw inputs."""
-        if not self.options.row.untouched:
-            return preparation
-        scales = {"input.mean": np.zeros_like, "input.scale": np.ones_like}
-        changed = {name: make(preparation.arrays[name]) for name, make in scales.items()}
-        kept = {name: array for name, array in preparation.arrays.items() if name != COVARIANCE}
-        return replace(preparation, arrays={**kept, **changed})
-
-    def initialise(self, roster: Roster) -> Asking[SFVIState]:
-        """Return configured θ, shared inputs from pooled histograms, and q(Z_G) = N(0, scale² I)."""
-        options, section, shared = self.options, self.config.model, dict[str, ndarray]()
-        if options.row.inducing:
-            shared[SHARED] = initial_locations((yield from shape_of_inputs(roster)), section, self.config.seed)
-        points = torch.from_numpy(shared[SHARED]) if shared else None
-        model = configured(options, section, len(options.columns(self.preparation.names)), points)
-        q_global = initial_global(model.global_size, scale=options.scale, triangular=options.structure == "full")
-        prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
-        return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
-
-    def constants(self, state: SFVIState) -> NamedArrays:
-        """Return the shared inducing inputs."""
-        return dict(state.shared)
-
-    def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
-        """Algorithm 2 of the paper for ``sfvi-avg`` and in rounds of the warm start, else Algorithm 1."""
-        options, rate = self.options, self.options.rate(roster.round - 1, self.horizon())
-        if roster.round <= options.averaging_rounds(roster.round):
-            return (yield from averaging_round(state, roster, options, rate))
-        return (yield from gradient_round(state, roster, options, self.config.seed, rate))
-
-    def tolerances(self, state: SFVIState) -> NamedArrays:
-        """Return sds of q(Z_G), the same KL divergence for its scales, and units of logarithms of θ.
-
-        Networks have none, because their weights do not converge.
-        """
-        if self.options.row.mean_field:
-            return {}
-        found, q = log_units(state.parameters), GlobalPosterior.of(state.parameters)
-        found |= {"q.mean": q.factor().norm(dim=1).numpy(), "q.log_scale": np.full(len(q.mean), 0.5**0.5)}
-        return found | ({} if q.lower is None else {"q.lower": np.ones(len(q.lower))})
-
-    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
-        """Return θ and q(Z_G); a site has the shared inputs and its local posterior."""
-        yield from ()
-        section, structure = (part.model_dump(by_alias=True) for part in (self.config.model, self.options))
-        model = {"family": "structured", "model": section, "structure": structure, "classes": self.options.classes}
-        if self.options.row.personal:
-            model["why_no_posterior"] = "each site keeps its own last layer; name the site with `--site`"
-        posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
-        facts = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
-        facts |= {"bound": state.bound} if state.bound is not None else {}
-        facts |= {"fresh_starts": state.fresh} if state.fresh else {}
-        return Predicted(Parameters(state.parameters), posterior, facts)
-
-
-class SFVIAvg(SFVI):
-    """Rounds of local steps and averaging."""
-
-    method, watched, options_class = "sfvi-avg", "site_estimate", SFVIAvgKeys
+    options: SFVIKeys
+    initialise, predictive, constants, tolerances = first_state, predicted, shared_inputs, tolerances
+    adjusted, one_round = without_scaling, one_round
