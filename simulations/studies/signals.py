@@ -3,7 +3,8 @@
 Five units, the right half of the first one's curve hidden, which is what is predicted; noise variance .01. `exact`:
 rounds that take the best q(g) from sums; `natural`: 60 rounds of 20 local steps on batches of 50 rows, pseudo-gradients
 in natural parameters, with a first rate of .02: 20 steps of Adam then change a logarithm by about .4 at most. Mean
-squared error against noisy held-out values and coverage of 95 % intervals.
+squared error against noisy held-out values and coverage of 95 % intervals. With `--baselines` a Gaussian process of
+each unit's own rows stands beside an arm, and the same model of all rows in one place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ NATURAL: dict[str, Any] = {
     "optimizer.learning-rate": 0.02,
 }
 ARMS = {"exact": EXACT, "natural": NATURAL}
+BASELINES: dict[str, Any] = {
+    "baselines.local-only": True,
+    "baselines.pooled": True,
+    "baselines.max-evaluations": 300,
+}
 
 
 def scores(run: Row) -> Row:
@@ -35,10 +41,15 @@ def scores(run: Row) -> Row:
     return {"MSE": run["test"]["rmse"] ** 2, "coverage": run["test"]["coverage_95"]}
 
 
-def study(arms: tuple[str, ...] = tuple(ARMS), first: int = 100, seeds: int = 5) -> Iterator[Row]:
-    """A row for each arm."""
-    rows = []
+def study(
+    arms: tuple[str, ...] = tuple(ARMS), first: int = 100, seeds: int = 5, baselines: bool = False
+) -> Iterator[Row]:
+    """A row for each arm, and for its baselines."""
+    rows, more = [], BASELINES if baselines else {}
     for arm in arms:
         for seed in range(first, first + seeds):
-            rows.append({"arm": arm, **scores(fit(SIGNALS | ARMS[arm] | {"seed": seed}, 0))})
+            run = fit(SIGNALS | ARMS[arm] | more | {"seed": seed}, 0)
+            rows.append({"arm": arm, **scores(run)})
+            beside = {name: run[name] for name in ("local_only", "pooled") if baselines}
+            rows += [{"arm": f"{arm}, {name}", **scores({"test": found})} for name, found in beside.items()]
     yield from averaged(rows, ("arm",), worst=("MSE",))
