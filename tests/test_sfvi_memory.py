@@ -21,6 +21,7 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteMemory
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.network import LACKS, SharedContext
@@ -162,13 +163,13 @@ def test_a_context_is_named_by_what_it_holds():
     """A message that names another digest is not read with what a site keeps."""
 
     def context(mean=3.0, schema="a", **constants):
-        return SharedContext.of({"input.mean": np.array([2.0, mean])}, {"schema": schema}, constants)
+        return SharedContext.of({"schema": schema}, {"input.mean": np.array([2.0, mean]), **constants})
 
     ones = np.ones((2, 3))
     others = context(3.5, points=ones), context(schema="b", points=ones), context(points=ones.T), context(point=ones)
     assert len({own.digest for own in (context(points=ones), context(), *others)}) == 6
     assert context(points=ones).digest == context(points=ones).digest
-    assert context(points=ones).constants["points"].numpy().shape == (2, 3)
+    assert numpy_arrays(context(points=ones).arrays)["points"].shape == (2, 3)
 
 
 class Listening(FaultyGrid):

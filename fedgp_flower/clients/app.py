@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,13 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from fedgp_flower import records
-from fedgp_flower.agreement import COVARIANCE
 from fedgp_flower.clients.guard import CONFIGURATION, DESCRIBE, WARNING, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import EVALUATE, KIND, NAMES, Setting, SiteClient, handlers
 from fedgp_flower.clients.state import load_state, prepared_site, require_same_rows, save_state
@@ -26,7 +23,6 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import FedGPError
-from fedgp_flower.follow_up import CURVES
 from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
@@ -111,11 +107,11 @@ class SiteApp(ClientApp):
         guard.admit(config, handler and handler.answer)
         if kind == KEYS:
             return guard.introduced()
-        preparation = _preparation(shared)
+        constants = records.arrays_of(context.state, records.CONSTANTS) if shared else {}
+        preparation = Preparation.from_wire(constants, str(shared["schema"])) if "schema" in shared else None
         site = self._site(guard, config, preparation)
         if kind == DESCRIBE:
             return _described(site, config, context)
-        constants = records.arrays_of(context.state, records.CONSTANTS) if shared else {}
         state = load_state(context, guard.run)
         client = method(Setting(config, site, state, preparation, guard.round, constants, guard.rules))
         before = state.updates
@@ -189,20 +185,3 @@ def _shared(guard: Guard) -> ConfigRecord | None:
         state[records.CONSTANTS] = records.record_of(content, records.CONSTANTS, ArrayRecord) or ArrayRecord()
     stored = records.record_of(state, records.SHARED, ConfigRecord)
     return stored if stored is not None and stored["digest"] == digest else None
-
-
-def _preparation(shared: ConfigRecord) -> Preparation | None:
-    """The columns and scales that the sites agreed on; None before the agreement."""
-    optional = (name for name in (COVARIANCE, *CURVES) if name in shared)
-    names = ["input.mean", "input.scale", "target.mean", "target.scale", *optional]
-    if "schema" not in shared:
-        return None
-    return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
-
-
-@lru_cache(maxsize=8)
-def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
-    side = math.isqrt(len(dict(numbers).get(COVARIANCE, ())))
-    shapes = dict.fromkeys(("input.mean", "input.scale", *CURVES), (-1,)) | {COVARIANCE: (side, side)}
-    arrays: NamedArrays = {name: np.reshape(values, shapes.get(name, ())) for name, values in numbers}
-    return Preparation.from_wire(arrays, schema)

@@ -75,7 +75,7 @@ class Setting:
     preparation: Preparation | None
     round: int
     constants: NamedArrays = field(default_factory=dict)
-    """Arrays that the server sends once in a run."""
+    """Arrays that the server sends once in a run, among them those of the preparation."""
     rules: Rules = field(default_factory=lambda: Rules("", active=False))
     """The policy of the site; inactive if no answer leaves the process."""
 

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, array_record, arrays_of, bytes_of, config_of
+from fedgp_flower.records import CONSTANTS, LACKS, SCHEMA_VERSION, SHARED, arrays_of, bytes_of, config_of, packed_record
 from fedgp_flower.scores import HISTOGRAM_SHAPES
 from fedgp_flower.typing import NamedArrays
 
@@ -55,27 +55,23 @@ def finite_arrays(reply: Message) -> str | None:
 class SharedContext:
     """The records that each node receives once, and the nodes that have them."""
 
-    record: ConfigRecord
-    constants: ArrayRecord
+    texts: ConfigRecord
+    arrays: ArrayRecord
     digest: str
     """The hash that masks depend on; messages contain its beginning. Empty before the agreement."""
     nodes: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(arrays: NamedArrays, texts: Mapping[str, str], constants: NamedArrays) -> SharedContext:
-        """Return the context of float64 arrays, sent as lists of numbers, texts, and constants of any dtype."""
-        content: dict[str, list[float] | str] = {name: np.ravel(array).tolist() for name, array in arrays.items()}
-        content |= texts
-        return SharedContext(ConfigRecord(dict(content)), array_record(constants), context_digest(content, constants))
+    def of(texts: Mapping[str, str], arrays: NamedArrays) -> SharedContext:
+        """Return the context of these texts and arrays."""
+        return SharedContext(ConfigRecord({**texts}), packed_record(arrays), context_digest(texts, arrays))
 
     def attach(self, message: Message) -> None:
         """Add the context's digest to a message, and the context if the node lacks it."""
         if self.digest:
             config_of(message)[SHARED] = self.digest[:16]
             if message.metadata.dst_node_id not in self.nodes:
-                message.content[SHARED] = self.record
-                if self.constants:
-                    message.content[CONSTANTS] = self.constants
+                message.content[SHARED], message.content[CONSTANTS] = self.texts, self.arrays
 
     def note(self, reply: Message | None) -> bool:
         """Update from a reply whether its node has the context; return whether the node has lost it."""

@@ -245,7 +245,7 @@ class Session:
         """Send these arrays once to each site, with columns, scales and configuration."""
         texts = {"schema": self.preparation.schema, "configuration": self.configuration()}
         texts |= {} if self.masking is None else {MEMBERS: written_members(list(self.masking.members.values()))}
-        self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
+        self.network.context = SharedContext.of(texts, {**self.preparation.arrays, **constants})
 
     def _adopt(self, preparation: Agreement) -> None:
         self.preparation = preparation
