@@ -191,7 +191,7 @@ def is_compact_date(column: pd.Series) -> bool:
 
 def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaussian: bool) -> str:
     """Return warnings on typed rows, a line each, that reveal no cell."""
-    warnings = []
+    warnings, inputs = [], frame.drop(columns=target)
     if codes:
         found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
         warnings += [
@@ -206,7 +206,7 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
     warnings += [
         f"`{name}` holds days written like 20240131, which are taken as plain numbers; write them as 2024-01-31 and set"
         " `dates`"
-        for name, column in frame.drop(columns=target).items()
+        for name, column in inputs.items()
         if is_compact_date(column)
     ]
     if duplicates := repeated(frame):
@@ -214,10 +214,10 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
         warnings += [f"{rows} another row in every column; if it is the same observation, leave it out"]
     warnings += [
         f"`{name}` numbers the rows; unless it is a time, {LEFT_OUT.format(name)}"
-        for name, column in frame.drop(columns=target).items()
+        for name, column in inputs.items()
         if numbers_rows(column)
     ]
-    events = flags(frame.drop(columns=target))
+    events = [str(name) for name, column in inputs.items() if {*column.dropna().unique()} == {0, 1}]
     if gaussian and is_skewed(frame[target]):
         warnings += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
@@ -262,11 +262,6 @@ def is_skewed(target: pd.Series) -> bool:
         return False
     plain, logged = (float(values.skew()) for values in (target, np.log(target)))  # type: ignore[arg-type]
     return plain > 1 and abs(logged) < plain / 2
-
-
-def flags(frame: pd.DataFrame) -> list[str]:
-    """Return the names of the columns that hold 0 and 1, as columns of events do."""
-    return [str(name) for name, column in frame.items() if {*column.dropna().unique()} == {0, 1}]
 
 
 def is_graded(target: pd.Series) -> bool:
