@@ -225,6 +225,11 @@ def test_a_folder_has_one_writer_who_is_named(tmp_path):
     RunFolder.open(config(tmp_path, resume=True))
 
 
+def test_only_a_lock_that_is_taken_is_another_writer(tmp_path):
+    with pytest.raises(BlockingIOError), locked(tmp_path):
+        raise BlockingIOError
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_path):
     for number in (1, 2):
         folder = RunFolder.open(config(tmp_path))

@@ -400,15 +400,15 @@ def locked(path: Path) -> Iterator[None]:
     """Lock the folder of a run against other writers. The operating system releases the lock of a dead process."""
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(handle, 200).decode().strip() or "another process"
+            raise RunError(f"{path} is being written by {who}; wait for it, or choose another `name`") from None
         os.truncate(handle, 0)
-        os.write(
-            handle, f"process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d %H:%M:%S}".encode()
-        )
+        who = f"process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
+        os.write(handle, who.encode())
         yield
-    except BlockingIOError:
-        who = os.read(handle, 200).decode().strip() or "another process"
-        raise RunError(f"{path} is being written by {who}; wait for it, or choose another `name`") from None
     finally:
         os.close(handle)
 
