@@ -18,7 +18,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp import latents as latent_gp
 from fedgp_flower.methods.fedmgp import unit as one_unit
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, LatentPosterior, UnitStatistics, posterior
-from fedgp_flower.methods.fedmgp.model import LocalSteps, fit_pooled, natural_steps
+from fedgp_flower.methods.fedmgp.model import fit_pooled
 from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import START_NOISE, best_lead, consistent, possible_start
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, maximise, moved, respond, statistics
@@ -394,7 +394,7 @@ MOVED = 1 - (1 - NATURAL_STEP) ** 4
 
 def steps(count, rho, weight=1.0, rows=None):
     """Local steps that leave hyperparameters alone."""
-    return LocalSteps(count, 0.0, rho, weight, lambda: rows)
+    return one_unit.LocalSteps(count, 0.0, rho, weight, lambda: rows)
 
 
 def rule(name, **more):
@@ -408,23 +408,16 @@ def prior(latents):
     return {SCALES: np.log(latents.scales), PRECISION: np.stack([np.eye(J)] * count), SHIFT: np.zeros((count, J))}
 
 
-def stepped(theta, x, unit, taken):
-    """θ and φ_m after local steps at rows ``x``."""
-    data, latents, phi = unit
-    phi = replace(phi, amplitudes=phi.amplitudes * latents.amplitudes)
-    return natural_steps(theta, (torch.from_numpy(x), torch.from_numpy(data.y)), latents, phi, taken)
-
-
-def sent(x, units, weight):
+def sent(units, weight):
     zeros = prior(units[0][1])
-    ends = [stepped(zeros, x, unit, steps(4, NATURAL_STEP, weight))[0] for unit in units]
+    ends = [one_unit.natural_steps(zeros, *unit, steps(4, NATURAL_STEP, weight))[0] for unit in units]
     return {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
 
 
 def test_a_whole_step_is_the_exact_posterior_of_the_unit():
     """ρ = 1, all rows, p = 1 and still hyperparameters: λ = I + G and h = b, and φ_m stays."""
-    latents, _, data, phi, x = random_unit(1, 1)
-    after, same = stepped(prior(latents), x, (data, latents, phi), steps(1, 1.0))
+    latents, _, data, phi, _ = random_unit(1, 1)
+    after, same = one_unit.natural_steps(prior(latents), data, latents, phi, steps(1, 1.0))
     expected = posterior(statistics(data, latents, phi))
     mean, factors = latent_gp.from_natural(after[PRECISION], after[SHIFT])
     np.testing.assert_allclose(mean[0], expected.mean, rtol=1e-7, atol=1e-9)
@@ -434,25 +427,27 @@ def test_a_whole_step_is_the_exact_posterior_of_the_unit():
 
 def test_two_functions_know_of_each_other():
     """The best product of two functions has the mean of the joint posterior, and a step leaves it where it is."""
-    latents, _, data, phi, x = random_unit(2, 1)
+    latents, _, data, phi, _ = random_unit(2, 1)
     J, sums = len(latents.inducing), statistics(data, latents, phi)
     mean, whole = posterior(sums).mean.reshape(2, J), sums.precision.reshape(2, J, 2, J)
     precision = np.stack([np.eye(J) + whole[i, :, i] for i in range(2)])
     best = {SCALES: np.log(latents.scales), PRECISION: precision, SHIFT: np.einsum("iab,ib->ia", precision, mean)}
-    after, _ = stepped(best, x, (data, latents, phi), steps(1, 0.5))
+    after, _ = one_unit.natural_steps(best, data, latents, phi, steps(1, 0.5))
     for name in (PRECISION, SHIFT):
         np.testing.assert_allclose(after[name], best[name], rtol=1e-7, atol=1e-7)
 
 
 def test_averages_over_units_settle_at_the_pooled_posterior():
     """Still hyperparameters, three units: λ = I + Σ G_m and h = Σ b_m."""
-    latents, _, data, phi, x = random_unit(1, 1)
+    latents, _, data, phi, _ = random_unit(1, 1)
     J, weights = len(latents.inducing), (0.5, 0.2, 0.3)
     scaled = ((replace(data, y=gain * data.y), gain * phi.amplitudes) for gain in (1.0, -0.5, 2.0))
     units = [(rows, latents, replace(phi, amplitudes=amplitudes)) for rows, amplitudes in scaled]
     theta = prior(latents)
     for _ in range(10):
-        ends = [stepped(theta, x, unit, steps(5, 0.5, p))[0] for unit, p in zip(units, weights, strict=True)]
+        ends = [
+            one_unit.natural_steps(theta, *unit, steps(5, 0.5, p))[0] for unit, p in zip(units, weights, strict=True)
+        ]
         theta = {name: sum(p * end[name] for p, end in zip(weights, ends, strict=True)) for name in theta}
     total = add([statistics(*unit) for unit in units])
     np.testing.assert_allclose(theta[PRECISION][0], np.eye(J) + total.precision, rtol=1e-6, atol=1e-6)
@@ -464,7 +459,7 @@ def test_agreement_reads_what_rows_say_and_counts_out_another_process():
     latents, _, data, phi, x = random_unit(1, 1)
     g, J, weight, zeros = np.sin(3 * x[:, 0]), len(latents.inducing), 0.2, prior(latents)
     units = [(replace(data, y=gain * g), latents, phi) for gain in (1.0, 0.9, 1.1, 1.2, -1.0)]
-    updates = sent(x, units, weight)
+    updates = sent(units, weight)
     parts = [statistics(*unit) for unit in units]
     for part, update in zip(parts, updates.values(), strict=True):
         [said] = rules.statistics_of(zeros, update, MOVED, weight)
@@ -495,7 +490,7 @@ def test_units_that_say_next_to_nothing_have_no_vote(name, select):
     noisy = [np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(len(x)) for _ in range(4)]
     units = [(replace(data, y=y), latents, phi) for y in noisy]
     units += [(replace(data, y=draw.standard_normal(len(x))), latents, silent) for _ in range(2)]
-    zeros, updates = prior(latents), sent(x, units, 1 / 6)
+    zeros, updates = prior(latents), sent(units, 1 / 6)
     found, counted = rules.merge_natural(rule(name, malicious=2, select=select), zeros, updates)
     wanted, _ = rules.merge_natural(rule(name, select=select), zeros, {site: updates[site] for site in "0123"})
     assert counted == ("0", "1", "2", "3")

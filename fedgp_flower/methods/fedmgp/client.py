@@ -83,10 +83,11 @@ class FedMGPClient(SiteClient):
             before = unit.fit_alone(data, latents, q)
         else:  # a repeated round starts again from the same φ_m
             before = memory.before if memory.round == self.setting.round else memory.proposed
-        rule = self.options.local_steps, request.learning_rate, NATURAL_STEP, request.share
-        steps = model.LocalSteps(*rule, self.batches())
+        steps = unit.LocalSteps(
+            self.options.local_steps, request.learning_rate, NATURAL_STEP, request.share, self.batches()
+        )
         if shared.PRECISION in theta:
-            after, phi = model.natural_steps(theta, self.tensors, latents, before, steps)
+            after, phi = unit.natural_steps(theta, data, latents, before, steps)
             fit = unit.statistics(data, latents, phi).expected(q)
         else:
             gp = model.MultiOutputGP(theta, request.inducing, latents.jitter, before, self.likelihood)

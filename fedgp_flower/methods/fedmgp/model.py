@@ -1,4 +1,4 @@
-"""The model of one unit in GPyTorch, a sparse multi-output GP with one output observed, and its local steps.
+"""The model of one unit in GPyTorch: a sparse multi-output GP with one output observed at the unit.
 
 Units share θ = {S, q(u)}; only the unit knows φ_m = {R_m, s_m, likelihood}. Latents are whitened, g_i = L_i u_i, and
 q(u) is a product of B Gaussians of dimension K: one per latent function, or one joint Gaussian.
@@ -7,9 +7,8 @@ q(u) is a product of B Gaussians of dimension K: one per latent function, or one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,18 +22,13 @@ from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.gp.models import whitened
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, AdamState, ascend, maximise
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, ascend, maximise
 from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp import unit
-from fedgp_flower.methods.fedmgp.latents import FACTOR, MEAN, PRECISION, SCALES, SHIFT, LatentFunctions, LatentPosterior
+from fedgp_flower.methods.fedmgp.latents import FACTOR, MEAN, SCALES, LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
-from fedgp_flower.typing import Array, Indices, NamedArrays
-
-Data: TypeAlias = tuple[Tensor, Tensor]
-"""Inputs [N, D] and targets [N]."""
-SMOOTHING, AMPLITUDES, NOISE, COVARIANCE = "log R", "s", "log σ²", "V"
-DIVERGED = "local steps diverged: a parameter is not finite. Lower `optimizer.learning-rate`."
+from fedgp_flower.typing import Array, NamedArrays
 
 
 class MultiOutputGP(GP):
@@ -100,6 +94,21 @@ def observed(kind: str, parameters: UnitParameters) -> tuple[PointLikelihood, Te
     return point, trained if len(trained) else point.initial
 
 
+def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSteps) -> NamedArrays:
+    """θ = {log S, m, T} after local steps of Adam, for any likelihood; φ_m stays in ``model``."""
+
+    def negative_risk() -> Tensor:
+        drawn = steps.draw()
+        rows = slice(None) if drawn is None else torch.from_numpy(drawn)
+        return -model.local_risk(x[rows], y[rows], num_data=len(y), weight=steps.weight)
+
+    ascend(negative_risk, list(model.parameters()), name="adam", steps=steps.count, learning_rate=steps.rate)
+    positive = torch.cat([model.kernel.scales, model.kernel.smoothing])
+    if not bool((torch.isfinite(positive) & (positive > 0)).all()):
+        raise NumericsError(unit.DIVERGED)
+    return {name: p.detach().numpy().copy() for name, p in model.shared.items()}
+
+
 def fit_personal(
     latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, likelihood: str, x: Tensor, y: Tensor
 ) -> UnitParameters:
@@ -109,91 +118,6 @@ def fit_personal(
     model = MultiOutputGP(theta, latents.inducing, latents.jitter, phi, likelihood)
     maximise(lambda: model.expected_log_likelihood(x, y).sum(), model.personal, max_evaluations=200)
     return model.unit_parameters()
-
-
-# Local steps of Algorithm 2.
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSteps:
-    """Number of steps, Adam's rate, step size ρ of q(u), the unit's weight p_m, and a sampler of mini-batches."""
-
-    count: int
-    rate: float
-    natural: float
-    weight: float
-    draw: Callable[[], Indices | None]
-
-    def batch(self, x: Tensor, y: Tensor) -> Data:
-        """The rows of a step."""
-        drawn = self.draw()
-        rows = slice(None) if drawn is None else torch.from_numpy(drawn)
-        return x[rows], y[rows]
-
-
-def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: LocalSteps) -> NamedArrays:
-    """θ = {log S, m, T} after local steps of Adam, for any likelihood; φ_m stays in ``model``."""
-
-    def negative_risk() -> Tensor:
-        return -model.local_risk(*steps.batch(x, y), num_data=len(y), weight=steps.weight)
-
-    ascend(negative_risk, list(model.parameters()), name="adam", steps=steps.count, learning_rate=steps.rate)
-    positive = torch.cat([model.kernel.scales, model.kernel.smoothing])
-    if not bool((torch.isfinite(positive) & (positive > 0)).all()):
-        raise NumericsError(DIVERGED)
-    return {name: p.detach().numpy().copy() for name, p in model.shared.items()}
-
-
-def natural_steps(
-    theta: Mapping[str, Array], rows: Data, latents: LatentFunctions, phi: UnitParameters, steps: LocalSteps
-) -> tuple[NamedArrays, UnitParameters]:
-    """θ = {log S, λ, h} and φ_m after local steps with Gaussian noise; raise NumericsError if one diverges.
-
-    q(u_i) = N(λ_i⁻¹h_i, λ_i⁻¹). With m = λ⁻¹h, and G and b of a mini-batch times N_m/|B|:
-
-        λ_i ← (1 − ρ) λ_i + ρ (I + G_ii / p_m),    h_i ← (1 − ρ) h_i + ρ (b_i − Σ_{j≠i} G_ij m_j) / p_m,
-
-    a natural-gradient step of size ρ on the local risk R_m (Eq. 14; Hoffman et al., JMLR 14, 2013, Section 2), since
-    G_ii = −2 ∂F/∂V_i and b_i − Σ_j G_ij m_j = ∂F/∂m_i with F = E_q log p(y | f). Steps are linear in λ and h, so their
-    average over units with weights p_m is a step on the pooled bound.
-    """
-    precision, shift, rho, least = theta[PRECISION], theta[SHIFT], steps.natural, unit.least_noise(rows[1].numpy())
-    free = {SCALES: theta[SCALES], SMOOTHING: np.log(phi.smoothing), AMPLITUDES: phi.amplitudes}
-    free[NOISE], eye = np.log([phi.noise]), np.eye(precision.shape[1])
-    moments: AdamState[Array] = AdamState()
-    for _ in range(steps.count):
-        x, y = steps.batch(*rows)
-        mean, factors = shared.from_natural(precision, shift)
-        at = free | {NOISE: np.maximum(free[NOISE], math.log(least)), MEAN: mean}
-        at[COVARIANCE] = factors @ factors.transpose(0, 2, 1)
-        leaves = {name: torch.tensor(value, requires_grad=True) for name, value in at.items()}
-        fit = expected_fit(leaves, latents, x, y) * (len(rows[1]) / len(y) / steps.weight)
-        gradient = torch.autograd.grad(fit, [*leaves.values()])
-        slopes = {name: slope.numpy() for name, slope in zip(leaves, gradient, strict=True)}
-        G = -2 * slopes.pop(COVARIANCE)
-        precision = (1 - rho) * precision + rho * (eye + G)
-        shift = (1 - rho) * shift + rho * (slopes.pop(MEAN) + np.einsum("iab,ib->ia", G, mean))
-        moves, moments = moments.update(slopes, steps.rate)
-        free = {name: value + moves[name] for name, value in free.items()}
-        if not all(np.isfinite(value).all() for value in (*free.values(), precision, shift)):
-            raise NumericsError(DIVERGED)
-    noise = max(float(np.exp(free[NOISE][0])), least)
-    phi = replace(phi, smoothing=np.exp(free[SMOOTHING]), amplitudes=free[AMPLITUDES], noise=noise)
-    return {SCALES: free[SCALES], PRECISION: precision, SHIFT: shift}, phi
-
-
-def expected_fit(at: Mapping[str, Tensor], latents: LatentFunctions, x: Tensor, y: Tensor) -> Tensor:
-    """E_q log N(y | f, σ²) + ½ N log 2π at log S, log R, s, log σ², m [I, J] and V [I, J, J], for unit amplitudes.
-
-    The mean of f is Σ_i s_i k_iᵀ m_i and its variance Σ_i s_i² (1 − ‖k_i‖² + k_iᵀ V_i k_i) with k_i = L_i⁻¹ c_{g_i f}.
-    """
-    W, S, s, log_noise = torch.tensor(latents.inducing), at[SCALES].exp(), at[AMPLITUDES], at[NOISE][0]
-    none, ones = torch.zeros_like(S), S.new_ones(len(S))
-    cross = smoothed_covariance(W, x, S, none, at[SMOOTHING].exp())
-    K = whitened(smoothed_covariance(W, W, S, none, none), cross, variance=ones, jitter=latents.jitter, of="C_gg")
-    residual = y - torch.einsum("i,ijn,ij->n", s, K, at[MEAN])
-    variance = s.square() @ (1 + ((at[COVARIANCE] @ K - K) * K).sum(1))
-    return -0.5 * (len(y) * log_noise + (residual.square() + variance).sum() / log_noise.exp())
 
 
 # The pooled baseline of a simulation: the same model fitted to the rows of all units.
