@@ -20,15 +20,14 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.linalg import block_diag, solve_triangular
 
-from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates, messages, profile
-from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, reference, sizes, whitening
+from fedgp_flower.methods.mixed_model.design import FIXED, TERM, Columns, sizes, whitening
 from fedgp_flower.methods.mixed_model.effects import SHAPES, STRIDE, Terms
 from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals
 from fedgp_flower.methods.mixed_model.options import MixedOptions
-from fedgp_flower.methods.mixed_model.smooth import Smooths, smooths
+from fedgp_flower.methods.mixed_model.smooth import Smooths, agreed_parts
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import AnyShape, Array, Json, NamedArrays
@@ -324,8 +323,7 @@ class MixedModel(FederatedStrategy[MixedState]):
     def problem(self) -> Fitting:
         """The model of the run."""
         formula, likelihood = parse(self.config.formula), self.config.model.likelihood
-        agreed = Preparation.from_wire(self.preparation.arrays, self.preparation.schema)
-        return Fitting(formula, likelihood, reference(formula, agreed), smooths(formula, agreed))
+        return Fitting(formula, likelihood, *agreed_parts(formula, self.preparation.arrays, self.preparation.schema))
 
     def initialise(self, roster: Roster) -> Asking[MixedState]:
         """The whitening of the design matrices, and the first trials; RunError if no site answers."""

@@ -7,7 +7,7 @@ the log likelihood by ½ a² R (Titsias 2009). With random effects it remains a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 from fedgp_flower.formula import Formula
 from fedgp_flower.lazy import pd
+from fedgp_flower.methods.mixed_model.design import Columns, reference
 from fedgp_flower.typing import Array
 
 COUNTS = 24, 64
@@ -122,6 +123,12 @@ def smooths(formula: Formula, agreed: Preparation) -> Smooths:
         places, width = [names.index(name) for name in inputs], len(inputs)
         terms.append(Smooth(inputs, agreed.input_mean[places], agreed.input_scale[places], spread_out(width)))
     return Smooths(tuple(terms))
+
+
+def agreed_parts(formula: Formula, arrays: Mapping[str, Array], schema: str) -> tuple[Columns, Smooths]:
+    """The design matrices at reference rows and the smooth terms, from the agreed arrays and schema."""
+    agreed = Preparation.from_wire(arrays, schema)
+    return reference(formula, agreed), smooths(formula, agreed)
 
 
 def spread_out(width: int) -> Array:

@@ -249,6 +249,8 @@ class SampledModel(StructuredModel):
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> tuple[Tensor, Tensor]:
         """Monte Carlo moments; latents of a unit without rows at the site have their prior."""
+        if not len(rows.features):
+            return rows.features.new_empty(0), rows.features.new_empty(0)
         draw, (data, q_units) = np.random.default_rng(PREDICTION_SEED), self.placed(site, rows, q_local)
         noise = torch.from_numpy(draw.standard_normal((PREDICTION_DRAWS, self.global_size)))
         of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
