@@ -419,6 +419,8 @@ class MixedModel(FederatedStrategy[MixedState]):
             likelihood -= (state.count - len(mean) + size) * np.log(scale)
         parameters = len(mean) - size + len(fit.theta) + problem.gaussian + len(fit.shape)
         fixed = mean[size:], covariance[size:, size:]
+        lengths = scale * np.linalg.norm(np.linalg.solve(state.whitening[FIXED], np.eye(len(mean) - size)), axis=1)
+        endless = [] if problem.gaussian else estimates.separated(problem.columns.names, *fixed, lengths)
         least = {"sd": 1e-4 * scale, "correlation": 1e-8}
         sizes = [(row["kind"], row["estimate"]) for row in random]
         left = [(kind, 1 - size**2 if kind == "correlation" else size) for kind, size in sizes]
@@ -434,6 +436,7 @@ class MixedModel(FederatedStrategy[MixedState]):
             "rows": int(state.count),
             "groups": dict(zip(problem.factors, map(int, state.groups), strict=True)),
             "singular": singular,
+            "notes": endless,
             "exchanges": state.exchanges,
             "promised_rise": state.promised,
         }
@@ -485,7 +488,9 @@ class MixedModel(FederatedStrategy[MixedState]):
         tables: dict[str, list[Json]] = {"effects": [], "random": []}
         for effect, middle, pair in zip(fixed, middles, ends[: len(fixed)], strict=True):
             low, high = (effect["estimate"] + effect["se"] * (end - middle) for end in pair)
-            ratios = {"ratio_low": float(np.exp(low)), "ratio_high": float(np.exp(high))} if "ratio" in effect else {}
+            with np.errstate(over="ignore"):
+                ratios = {"ratio_low": float(np.exp(low)), "ratio_high": float(np.exp(high))}
+            ratios = ratios if "ratio" in effect else {}
             tables["effects"].append({**effect, "profile_low": low, "profile_high": high, **ratios})
         for row, pair in zip(random, ends[len(fixed) :], strict=True):
             low, high = (float(np.tanh(end) if row["kind"] == "correlation" else np.exp(end)) for end in pair)

@@ -21,7 +21,7 @@ from fedgp_flower.formula import parse
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
-from fedgp_flower.methods.mixed_model import effects
+from fedgp_flower.methods.mixed_model import effects, posterior
 from fedgp_flower.methods.mixed_model.design import Columns
 from fedgp_flower.methods.mixed_model.effects import FAMILIES, Crossed, Factor, Terms, derivatives
 from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expanded, of_restricted
@@ -335,6 +335,23 @@ def test_a_saddle_point_is_left(tmp_path):
     assert details["log_likelihood"] == pytest.approx(-0.5 * best.fun, abs=1e-6)
     assert details["exchanges"] <= 16
     assert not details["singular"]
+
+
+def test_outcomes_that_an_effect_separates_have_a_note_and_a_report(tmp_path):
+    """No one died in arm b: the likelihood rises without end, and ends of intervals of ratios exceed any number."""
+    table = pd.DataFrame({"died": [1, 0, 0, 1, 0, 0, 0, 0] * 10, "arm": list("aaaabbbb") * 10})
+    keys = {"formula": "died ~ arm", "model.likelihood": "bernoulli", "test-fraction": 0.0, **ALONE}
+    run = fg.run(table, sites=2, options={**keys, "output-dir": str(tmp_path)})
+    (words,) = [words for words in summary.notes(run.metrics) if "no finite estimate" in words]
+    assert words.startswith("The rows separate the outcomes along `arm[T.b]`:")
+    assert words in run.report_path.read_text(encoding="utf-8").replace("<code>", "`").replace("</code>", "`")
+    balanced = table.assign(died=[1, 0, 0, 1, 0, 0, 0, 1] * 10)
+    run = fg.run(balanced, sites=2, options={**keys, "output-dir": str(tmp_path)})
+    assert not run.metrics.method_details["notes"]
+
+
+def test_figures_that_are_unknown_are_dashes():
+    assert [summary.show(None), summary.show(math.inf), posterior.probability(None)] == 3 * ["–"]
 
 
 @pytest.mark.long

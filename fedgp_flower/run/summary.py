@@ -287,11 +287,16 @@ def opening(run: Run) -> list[str]:
 
 
 def notes(metrics: RunMetrics) -> list[str]:
-    """Return warnings, miscalibration and missing convergence, a sentence each."""
+    """Return notes of the method, warnings, miscalibration and missing convergence, a sentence each."""
     calibration = calibration_verdict(metrics)
     others = [warning for warning in metrics.warnings if not warning.startswith(FEW_ROWS)]
     warnings = others if any("docs/privacy.md" in warning for warning in others) else metrics.warnings
-    found = (*warnings, calibration if "too " in calibration else "", convergence_note(metrics))
+    found = (
+        *metrics.method_details.get("notes", ()),
+        *warnings,
+        calibration if "too " in calibration else "",
+        convergence_note(metrics),
+    )
     return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in found if words]
 
 
@@ -417,9 +422,9 @@ def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def show(value: float) -> str:
-    """Format a number with four significant digits."""
-    if not math.isfinite(value):
+def show(value: float | None) -> str:
+    """Format a number with four significant digits; a dash if it is unknown or infinite."""
+    if value is None or not math.isfinite(value):
         return "–"
     text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:#.4g}".removesuffix(".")
     return text.replace("-", "−")

@@ -29,6 +29,8 @@ from fedgp_flower.methods.mixed_model.smooth import Smooths
 from fedgp_flower.typing import Array, Facts, Json, Scalar
 
 Z95 = float(ndtri(0.975))
+UNBOUNDED = 100.0
+"""Standard error, per effect that changes η by 1, above which an estimate counts as infinite."""
 Function: TypeAlias = Callable[[Tensor], Scalar]
 
 
@@ -278,9 +280,23 @@ def fixed_table(names: Sequence[str], mean: Array, covariance: Array, family: st
         row = {"effect": name, "estimate": value, "se": error, "low": low, "high": high}
         row |= {"p": 2 * float(ndtr(-abs(value) / error))}
         if family != "gaussian":
-            row |= {"ratio": math.exp(value), "ratio_low": math.exp(low), "ratio_high": math.exp(high)}
+            with np.errstate(over="ignore"):
+                row |= {"ratio": np.exp(value), "ratio_low": np.exp(low), "ratio_high": np.exp(high)}
         rows.append({key: item if isinstance(item, str) else float(item) for key, item in row.items()})
     return rows
+
+
+def separated(names: Sequence[str], mean: Array, covariance: Array, lengths: Array) -> list[str]:
+    """A sentence if effects have no finite estimate, as the likelihood rises without end along them.
+
+    ``lengths`` are the sizes of the effects that change η by 1 in the mean square of the rows. A search without a
+    maximum stops at a large estimate, where the information is almost 0.
+    """
+    errors = np.sqrt(covariance.diagonal())
+    endless = (errors > UNBOUNDED * lengths) | (np.isnan(errors) & (np.abs(mean) > lengths))
+    found = ", ".join(f"`{name}`" for name, without in zip(names, endless, strict=True) if without)
+    advice = "no finite estimate exists; leave the effect out, or merge its level with another"
+    return [f"the rows separate the outcomes along {found}: {advice}"] if found else []
 
 
 def random_rows(

@@ -166,8 +166,10 @@ def unit(family: str) -> str:
     return f"log {RATIOS[family].split()[0]}" if family in RATIOS else "units of the target"
 
 
-def probability(p: float) -> str:
-    """A p-value as journals print it."""
+def probability(p: float | None) -> str:
+    """A p-value as journals print it; a dash if it is unknown."""
+    if p is None:
+        return "–"
     return "< 0.001" if p < 1e-3 else f"{p:.3f}"
 
 
