@@ -425,6 +425,7 @@ class MixedModel(FederatedStrategy[MixedState]):
         sizes = [(row["kind"], row["estimate"]) for row in random]
         left = [(kind, 1 - size**2 if kind == "correlation" else size) for kind, size in sizes]
         singular = any(kind in least and not size > least[kind] for kind, size in left)
+        alike = [] if singular else estimates.alike(groups, random)
         return {
             "effects": estimates.fixed_table(problem.columns.names, *fixed, problem.family),
             "random": random,
@@ -436,7 +437,7 @@ class MixedModel(FederatedStrategy[MixedState]):
             "rows": int(state.count),
             "groups": dict(zip(problem.factors, map(int, state.groups), strict=True)),
             "singular": singular,
-            "notes": endless,
+            "notes": [*endless, *alike],
             "exchanges": state.exchanges,
             "promised_rise": state.promised,
         }
@@ -463,7 +464,10 @@ class MixedModel(FederatedStrategy[MixedState]):
         return {**tables, "sites": sorted(sites, key=lambda row: row["estimate"])}
 
     def with_profiles(self, state: MixedState) -> Asking[Json]:
-        """The tables with profile likelihood intervals; none for smooth terms, a singular fit or no convergence."""
+        """The tables with profile likelihood intervals; none for smooth terms, a singular fit or no convergence.
+
+        A parameter without information has no interval: its profile is flat.
+        """
         problem, fit, details = self.problem, estimated(self.problem, state), self.scoring.predicted.details
         if problem.smooth.terms or not state.converged or details["singular"]:
             return {}
@@ -483,7 +487,10 @@ class MixedModel(FederatedStrategy[MixedState]):
 
             spread = with_shape
         parameters += [(profile.entry(k, spread), None) for k in range(len(random))]
-        ends = yield from profiled(problem, state, fit, parameters)
+        known = [np.isfinite(row["high"] - row["low"]) for row in (*fixed, *random)]
+        found = yield from profiled(problem, state, fit, [*itertools.compress(parameters, known)])
+        left = iter(found)
+        ends = [next(left) if one else (np.nan, np.nan) for one in known]
         middles = [float(row @ fit.beta[-len(row) :]) for row in rows]
         tables: dict[str, list[Json]] = {"effects": [], "random": []}
         for effect, middle, pair in zip(fixed, middles, ends[: len(fixed)], strict=True):

@@ -354,6 +354,22 @@ def test_figures_that_are_unknown_are_dashes():
     assert [summary.show(None), summary.show(math.inf), posterior.probability(None)] == 3 * ["–"]
 
 
+def test_parameters_that_rows_cannot_tell_apart_have_no_interval_and_a_note(tmp_path):
+    """Of a slope that is constant within groups, only the variance of each group's sum is identified."""
+    draw, child = np.random.default_rng(3), np.repeat(np.arange(60), 5)
+    sex = child % 2
+    y = 3 + draw.normal(0, 1, 60)[child] * (1 + 0.5 * sex) + draw.normal(0, 0.7, 300)
+    table = pd.DataFrame({"child": child.astype(str), "sex": sex, "y": y, "clinic": child % 3})
+    keys = {"formula": "y ~ 1 + (sex | child)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
+    run = fg.run(table, site="clinic", options=keys)
+    shown = run.summary().set_index(["group", "effect"])
+    assert shown.loc[("child", "sex"), ["low", "high", "profile_low", "profile_high"]].isna().all()
+    for known in (("", "intercept"), ("residual", "")):
+        assert shown.loc[known, "profile_low"] < shown.loc[known, "estimate"] < shown.loc[known, "profile_high"]
+    (words,) = run.metrics.method_details["notes"]
+    assert "random effects of `child` apart" in words
+
+
 @pytest.mark.long
 def test_the_site_is_a_group(tmp_path):
     keys = {**mixed_models.keys("nested"), "formula": "score ~ kind * hours + (1 | site) + (1 | school:room)"}

@@ -330,6 +330,14 @@ def random_table(rows: Sequence[Json], function: Callable[[Tensor], Tensor], at:
     return [row | _interval(inverses.get(row["kind"], np.exp), *end) for row, end in zip(rows, ends, strict=True)]
 
 
+def alike(groups: Sequence[str], rows: Sequence[Facts]) -> list[str]:
+    """A sentence for each grouping factor with parameters in directions without information."""
+    unknown = {row["group"] for row in rows if np.isnan(row["low"])}
+    words = "these rows cannot tell some parameters of the random effects of"
+    advice = "apart: they have no interval; leave out an effect that is constant within groups"
+    return [f"{words} `{group}` {advice}" for group in dict.fromkeys(groups) if group in unknown]
+
+
 def shape_rows(at: Estimates) -> list[Json]:
     """The row of the dispersion of negative binomial counts; none for other likelihoods."""
     row = {"group": "residual", "effect": "", "kind": "dispersion"}

@@ -192,6 +192,7 @@ def _random_caption(facts: Facts) -> str:
     """The caption of the random effects."""
     parts = [f"{share:.3f} for `{group}`" for group, share in facts["icc"].items()]
     icc = [f"Intraclass correlation {', '.join(parts)}."] if parts else []
-    how = [] if _profiled(facts) else ["Intervals by the delta method."]
-    singular = ["A random effect has no variance: the fit is singular."] if facts["singular"] else []
+    known = any(interval(row) != "–" for row in facts["random"])
+    how = ["Intervals by the delta method."] if known and not _profiled(facts) else []
+    singular = ["A combination of random effects has no variance: the fit is singular."] if facts["singular"] else []
     return " ".join(icc + how + singular)
