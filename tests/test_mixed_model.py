@@ -302,9 +302,12 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     compared = {name: cells for name, *cells in summary.side_by_side([run, run])}
     low, high = (summary.show(shown.loc[1, f"profile_{end}"]) for end in ("low", "high"))
     assert compared["days"] == 2 * [f"{summary.show(shown.loc[1, 'estimate'])} ({low} to {high})"]
-    assert compared["AIC"] == 2 * [f"{KNOWN['slopes']['aic']:.2f}"]
+    assert compared["AIC (REML)"] == 2 * [f"{KNOWN['slopes']['aic']:.2f}"]
     assert (run.path / "effects.csv").read_text(encoding="utf-8").startswith("group,kind,effect,estimate,se")
-    assert "REML estimates in units of the table" in run.report_path.read_text(encoding="utf-8")
+    page = run.report_path.read_text(encoding="utf-8")
+    assert "REML estimates in units of the table" in page
+    assert "Figures by REML compare models with the same fixed effects only." in page
+    assert "a group with rows at several sites counts as another group at each" in page
     new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))
     first, residual = (shown.loc[shown["group"] == group, "estimate"].iloc[0] for group in ("subject", "residual"))
     assert new["sd"][0] == pytest.approx(math.hypot(first, residual, shown.loc[0, "se"]), rel=1e-6)

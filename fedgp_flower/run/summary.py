@@ -379,7 +379,13 @@ def quoted(metrics: RunMetrics) -> dict[str, str]:
         if "ratio" in row:
             found[f"{name} (ratio)"] = f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"
     titles = {"log_likelihood": "log likelihood", "aic": "AIC", "bic": "BIC"}
-    return found | {title: f"{facts[name]:.2f}" for name, title in titles.items() if found and name in facts}
+    by = restricted(facts)
+    return found | {f"{title}{by}": f"{facts[name]:.2f}" for name, title in titles.items() if found and name in facts}
+
+
+def restricted(facts: Facts) -> str:
+    """Return what follows the title of a measure of fit: `` (REML)`` for a restricted likelihood."""
+    return " (REML)" if facts.get("criterion") == "REML" else ""
 
 
 def interval(row: Facts) -> str:

@@ -22,7 +22,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import interval, show
+from fedgp_flower.run.summary import interval, restricted, show
 from fedgp_flower.typing import Array, Facts
 
 
@@ -178,9 +178,12 @@ def caption(facts: Facts) -> str:
     groups: Sequence[str] = [f"{count:,} groups of `{name}`" for name, count in facts["groups"].items()]
     words = f"{facts['criterion']} estimates in units of the table, from {facts['rows']:,} rows"
     words += f" and {', '.join(groups) or 'no groups'}"
-    fit = f"log likelihood {facts['log_likelihood']:.2f}, AIC {facts['aic']:.2f}, BIC {facts['bic']:.2f}"
+    words += " (a group with rows at several sites counts as another group at each)" if groups else ""
+    by = restricted(facts)
+    fit = f"log likelihood{by} {facts['log_likelihood']:.2f}, AIC{by} {facts['aic']:.2f}, BIC{by} {facts['bic']:.2f}"
+    same = " Figures by REML compare models with the same fixed effects only." if by else ""
     kind = "Profile likelihood intervals and Wald" if _profiled(facts) else "Wald intervals and"
-    return f"{words}; {fit}. {kind} p-values."
+    return f"{words}; {fit}.{same} {kind} p-values."
 
 
 def _profiled(facts: Facts) -> bool:
