@@ -373,6 +373,18 @@ def test_parameters_that_rows_cannot_tell_apart_have_no_interval_and_a_note(tmp_
     assert "random effects of `child` apart" in words
 
 
+def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path):
+    draw = np.random.default_rng(2)
+    clinic = np.arange(90) % 3
+    ward = np.where(draw.random(90) < 0.5, 10 + clinic, draw.integers(0, 2, 90))  # wards 0 and 1 are everywhere
+    table = pd.DataFrame({"clinic": clinic, "ward": ward, "x": draw.normal(size=90), "y": draw.normal(size=90)})
+    keys = {"formula": "y ~ x + (1 | ward)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
+    told = "2 groups of `ward` have rows at several sites and count as other groups there"
+    assert any(told in words for words in fg.run(table, site="clinic", options=keys).metrics.warnings)
+    apart = table.assign(ward=10 * clinic + ward % 2)
+    assert not any("groups of" in words for words in fg.run(apart, site="clinic", options=keys).metrics.warnings)
+
+
 @pytest.mark.long
 def test_the_site_is_a_group(tmp_path):
     keys = {**mixed_models.keys("nested"), "formula": "score ~ kind * hours + (1 | site) + (1 | school:room)"}

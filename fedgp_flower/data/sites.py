@@ -72,7 +72,7 @@ class RawSite:
     dropped: int = 0
     """Number of rows dropped for a missing cell. For a shared table, only the first site counts them."""
     left_out: str = ""
-    """Groups that are excluded from a simulation, a line each. Only the first site lists them."""
+    """Groups that a simulation excludes or deals to several sites, a line each. Only the first site lists them."""
     suspected: str = ""
     """Warnings on these rows, a line each. Codes for missing cells are detected in the whole of a shared table."""
     shared_table: bool = False
@@ -209,7 +209,7 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         features=table.features,
         target=table.target,
         dropped=table.dropped if site == 0 else 0,
-        left_out="\n".join(_left_out(table, config, partition)) if site == 0 else "",
+        left_out="\n".join(_about_groups(table, config, partition)) if site == 0 else "",
         suspected=_suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
         shared_table=True,
         second_target=config.second_target,
@@ -243,6 +243,11 @@ def _test_rows_of(
     return np.sort(test[np.array_split(order, len(partition.rows))[site]])
 
 
+def _about_groups(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
+    """Return lines about natural groups that are left out and groups of random terms that are dealt apart."""
+    return [*_left_out(table, config, partition), *_split_up(table, config, partition)]
+
+
 def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
     """Return lines about the natural groups that are excluded from training and scores."""
     if config.partitioner != "natural":
@@ -257,6 +262,25 @@ def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partitio
         for why, names in excluded.items()
         for part in textwrap.wrap(", ".join(names), LINE)
     ]
+
+
+def _split_up(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
+    """Return lines about groups of random terms with rows at several simulated sites."""
+    train, _ = _rows(table, config)
+    frame, lines = table.frame.iloc[train], dict[str, None]()
+    site = np.repeat(np.arange(len(partition.rows)), [len(rows) for rows in partition.rows])
+    for term in () if config.design is None else config.design.random:
+        if {*term.group} & {*config.sites_named}:
+            continue
+        group = frame.groupby(list(term.group), sort=False, observed=True).ngroup().to_numpy()
+        pairs = np.unique(np.column_stack([group[np.concatenate(partition.rows)], site]), axis=0)
+        pairs = pairs[pairs[:, 0] >= 0]  # without rows of no group
+        several = int((np.unique(pairs[:, 0], return_counts=True)[1] > 1).sum())
+        if several:
+            lines[
+                f"{several:,} groups of `{term.called}` have rows at several sites and count as other groups there"
+            ] = None
+    return [*lines]
 
 
 @lru_cache(maxsize=1024)
