@@ -71,6 +71,8 @@ def parse(text: str) -> Formula:
     odd = [name for name, called in called_in(text) if called and name not in (*FUNCTIONS, "offset", "s")]
     if not tilde or "~" in right or len(columns_of(left)) != 1 or not ALLOWED.fullmatch(text):
         raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}")
+    if not re.fullmatch(r"`[^`]+`|\w+", left.strip()):
+        raise ValueError(f"`{left.strip()}` on the left: a formula takes a column as it is; write it into a new column")
     if odd or "__" in text:
         raise ValueError(f"`{''.join(odd[:1]) or '__'}` may not be called; allowed: {', '.join(FUNCTIONS)}, offset, s")
     fixed, random, offsets, smooths = list[str](), list[RandomTerm](), list[str](), list[str]()

@@ -509,3 +509,10 @@ def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
     assert len(posterior.predict(table[:3])) == 3
     with pytest.raises(DataError, match=r"levels that no site had, .*`arm`: 'c'"):
         posterior.predict(table[:3].assign(arm=["a", "c", "b"]))
+
+
+@pytest.mark.parametrize("left", ["log(fev1)", "1 - fev1", "-fev1", "(fev1)"])
+def test_a_formula_takes_its_target_as_it_is(left):
+    with pytest.raises(ValueError, match="takes a column as it is"):
+        parse(f"{left} ~ age")
+    assert parse("`fev 1` ~ age").target == "fev 1"
