@@ -18,6 +18,7 @@ QUOTED = r"`[\w .%/°-]+`|\"[^\"`\\]*\"|'[^'`\\]*'"
 ALLOWED = re.compile(rf"(?:{QUOTED}|(?<![\w.`])\d+\.\d*(?![\w.])|[\w\s+\-*/:^|~(),])*")
 """Characters of a formula. Points are allowed only in numbers, so attributes cannot be accessed."""
 WORD = re.compile(rf"({QUOTED}|[^\W\d]\w*|\d[\d.]*(?:[eE]-?\d+)?)(\s*\()?")
+GROUP = re.compile(r"(?:`[^`]+`|[^\W\d]\w*)(?:\s*:\s*(?:`[^`]+`|[^\W\d]\w*))*")
 EXAMPLE = "such as 'wheeze ~ smoke * age + (1 + age | child)'"
 
 
@@ -70,7 +71,8 @@ def parse(text: str) -> Formula:
     left, tilde, right = text.partition("~")
     odd = [name for name, called in called_in(text) if called and name not in (*FUNCTIONS, "offset", "s")]
     if not tilde or "~" in right or len(columns_of(left)) != 1 or not ALLOWED.fullmatch(text):
-        raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}")
+        hint = "; a name with a dot needs backquotes, and `.` for all columns is not known" if "." in text else ""
+        raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}{hint}")
     if not re.fullmatch(r"`[^`]+`|\w+", left.strip()):
         raise ValueError(f"`{left.strip()}` on the left: a formula takes a column as it is; write it into a new column")
     if odd or "__" in text:
@@ -78,12 +80,17 @@ def parse(text: str) -> Formula:
     fixed, random, offsets, smooths = list[str](), list[RandomTerm](), list[str](), list[str]()
     for sign, term in split_terms(right):
         inner = term[1:-1] if term.startswith("(") and term.endswith(")") else ""
+        match = re.fullmatch(r"(offset|s)\s*\((.*)\)", term)
+        if sign == "-" and ("|" in inner or match):
+            raise ValueError(f"`- {term}`: only fixed effects can be taken out")
         if "|" in inner:
             random += random_terms(inner)
-        elif match := re.fullmatch(r"(offset|s)\s*\((.*)\)", term):
+        elif match:
             (offsets if match[1] == "offset" else smooths).append(match[2])
         else:
             fixed.append(f"{sign} {term}")
+    if re.search(r"\bI\([^()]*\^", text):
+        raise ValueError("inside I(…) a power is `**`, not `^`")
     if any("|" in term for term in (*fixed, *offsets, *smooths)):
         raise ValueError(f"a random term needs brackets, {EXAMPLE}")
     inputs = tuple(tuple(name.strip(" `") for name in part.split(",")) for part in smooths)
@@ -96,14 +103,16 @@ def random_terms(inner: str) -> Iterator[RandomTerm]:
     """Yield the terms of ``effects | group``: for ``a/b`` those of a and a:b, for ``||`` one for each effect."""
     effects, bars, group = re.match(r"(.*?)(\|\|?)(.*)", inner, re.DOTALL).groups()  # type: ignore[union-attr]
     outer = [part.strip() for part in group.split("/")]
+    if not all(GROUP.fullmatch(part) for part in outer) or not effects.strip():
+        raise ValueError(f"({inner}) is no random term, {EXAMPLE}; a group is a column, a:b or a/b")
     groups = [tuple(columns_of(":".join(outer[: count + 1]))) for count in range(len(outer))]
-    if "|" in group or not all(groups) or not effects.strip():
-        raise ValueError(f"({inner}) is no random term, {EXAMPLE}")
     parts = [effects.strip()]
     if bars == "||":
-        names = [term for _, term in split_terms(effects)]
-        parts = [] if "0" in names else ["1"]
-        parts += [f"0 + {name}" for name in names if name not in {"0", "1"}]
+        signed = list(split_terms(effects))
+        if any(sign == "-" and name != "1" for sign, name in signed):
+            raise ValueError(f"({inner}): only the intercept can be taken out of effects before ||")
+        parts = [] if ("+", "0") in signed or ("-", "1") in signed else ["1"]
+        parts += [f"0 + {name}" for _, name in signed if name not in {"0", "1"}]
     for named in groups:
         yield from (RandomTerm(part, named) for part in parts)
 

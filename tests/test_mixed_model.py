@@ -516,3 +516,26 @@ def test_a_formula_takes_its_target_as_it_is(left):
     with pytest.raises(ValueError, match="takes a column as it is"):
         parse(f"{left} ~ age")
     assert parse("`fev 1` ~ age").target == "fev 1"
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ("x + (1 | a*b)", "a group is a column, a:b or a/b"),
+        ("x + (1 | a+b)", "a group is a column, a:b or a/b"),
+        ("x - offset(z)", "only fixed effects can be taken out"),
+        ("x - (1 | g)", "only fixed effects can be taken out"),
+        ("x + (1 - x || g)", "only the intercept can be taken out"),
+        ("x + I(z^2)", "inside I"),
+        ("age.v", "a name with a dot needs backquotes"),
+    ],
+)
+def test_a_formula_that_would_be_read_as_another_is_refused(terms, words):
+    with pytest.raises(ValueError, match=words):
+        parse(f"y ~ {terms}")
+
+
+@pytest.mark.parametrize("effects", ["-1 + x", "x - 1", "0 + x"])
+def test_an_intercept_that_is_taken_out_is_no_random_effect(effects):
+    assert [term.effects for term in parse(f"y ~ x + ({effects} || g)").random] == ["0 + x"]
+    assert [term.called for term in parse("y ~ x + (1 | `a b`/c) + (1 | a:b)").random] == ["a b", "a b:c", "a:b"]
