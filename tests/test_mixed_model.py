@@ -379,7 +379,7 @@ def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path):
     ward = np.where(draw.random(90) < 0.5, 10 + clinic, draw.integers(0, 2, 90))  # wards 0 and 1 are everywhere
     table = pd.DataFrame({"clinic": clinic, "ward": ward, "x": draw.normal(size=90), "y": draw.normal(size=90)})
     keys = {"formula": "y ~ x + (1 | ward)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
-    told = "2 groups of `ward` have rows at several sites and count as other groups there"
+    told = "groups of `ward` with rows at several sites count as other groups there: 2"
     assert any(told in words for words in fg.run(table, site="clinic", options=keys).metrics.warnings)
     apart = table.assign(ward=10 * clinic + ward % 2)
     assert not any(

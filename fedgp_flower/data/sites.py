@@ -267,7 +267,7 @@ def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partitio
 def _split_up(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
     """Return lines about groups of random terms with rows at several simulated sites."""
     train, _ = _rows(table, config)
-    frame, lines = table.frame.iloc[train], dict[str, None]()
+    frame, lines = table.frame.iloc[train], list[str]()
     site = np.repeat(np.arange(len(partition.rows)), [len(rows) for rows in partition.rows])
     for term in () if config.design is None else config.design.random:
         if {*term.group} & {*config.sites_named}:
@@ -275,12 +275,11 @@ def _split_up(table: Table, config: CoreConfig, partition: partitioning.Partitio
         group = frame.groupby(list(term.group), sort=False, observed=True).ngroup().to_numpy()
         pairs = np.unique(np.column_stack([group[np.concatenate(partition.rows)], site]), axis=0)
         pairs = pairs[pairs[:, 0] >= 0]  # without rows of no group
-        several = int((np.unique(pairs[:, 0], return_counts=True)[1] > 1).sum())
-        if several:
-            lines[
-                f"{several:,} groups of `{term.called}` have rows at several sites and count as other groups there"
-            ] = None
-    return [*lines]
+        if several := int((np.unique(pairs[:, 0], return_counts=True)[1] > 1).sum()):
+            lines.append(
+                f"groups of `{term.called}` with rows at several sites count as other groups there: {several:,}"
+            )
+    return list(dict.fromkeys(lines))
 
 
 @lru_cache(maxsize=1024)
