@@ -25,7 +25,7 @@ from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.posterior import panels
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.in_process import run_in_process, simulated_nodes
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.fedmgp_exact import FedMGPExact
@@ -345,6 +345,21 @@ def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished):
     with pytest.raises(RunError, match="is missing, damaged"):
         Predictor.at_site(finished, "b")
     kept.write_bytes(content)
+
+
+def test_units_of_a_run_without_one_of_them_still_predict_and_are_drawn(tmp_path):
+    """The rows are dealt to all simulated units, also if one took no part."""
+    strict = tmp_path / "strict.toml"
+    strict.write_text("least-rows = 1000\n")
+    signals().to_csv(tmp_path / "signals.csv", index=False)
+    dealt = {"partitioner": "natural", "partition__column": "unit", "split": 0, "keep_predictions": True}
+    flat = keys(**SHORT, **dealt, dataset=str(tmp_path / "signals.csv"), target="y")
+    flat |= {"output-dir": str(tmp_path), "name": "run"}
+    *present, absent = simulated_nodes(4)
+    found = read_run(run_in_process(flat, nodes=[*present, {**absent, "policy": str(strict)}]))
+    assert (found.metrics.sites, found.metrics.nodes) == (3, 4)
+    assert list(Predictor.of_all(found.path)) == ["a", "b", "c"]
+    assert [panel.title for panel in panels(found)] == ["Units", "Shared latent functions"]
 
 
 def test_all_simulated_units_are_written_and_drawn_without_a_name(finished, tmp_path, fedgp):

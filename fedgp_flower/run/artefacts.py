@@ -76,6 +76,8 @@ class RunMetrics:
     communications: int
     exchanges: int = 0
     """Number of questions, each to any number of sites at once."""
+    nodes: int = 0
+    """Nodes that were asked, including those whose site took no part."""
     seconds: Mapping[str, float]
     """``total``, ``setup``, ``training``, ``evaluation``."""
     bytes: Mapping[str, int]

@@ -400,4 +400,4 @@ def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
         return {"data-path": str(data), "site": chosen or site}
     if chosen is None or not chosen.isdecimal():
         raise RunError(f"{site!r} is not a simulated site of {run.path}: name its table with `--site-data`")
-    return {"partition-id": int(chosen), "num-partitions": run.metrics.sites}
+    return {"partition-id": int(chosen), "num-partitions": run.metrics.nodes or run.metrics.sites}

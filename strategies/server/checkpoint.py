@@ -138,6 +138,7 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
         "rounds": network.round,
         "communications": network.traffic.communications,
         "exchanges": network.traffic.exchanges,
+        "nodes": len(network.asked_nodes),
         "seconds": seconds,
         "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
         "test": with_skill(evaluation["test"], mean),

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.methods.at_site import Predict, at_site, predictor
 from fedgp_flower.methods.fedmgp.client import FedMGPClient
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move
@@ -51,7 +51,7 @@ def panels(run: Run) -> list[Panel]:
     if run.predictions is not None and not saved.schema["target"].get("levels"):
         units = {}
         for site, label in [*run.metrics.labels.items()][:MOST_UNITS]:
-            with suppress(RunError):  # the unit's state may be lost, or on another machine
+            with suppress(DataError, RunError):  # the unit's rows or state may be lost, or on another machine
                 units[label] = Predictor.at_site(run.path, site)
         if units:
             frame = pd.DataFrame({saved.schema["features"][0]["name"]: np.linspace(W.min(), W.max(), POINTS)})
