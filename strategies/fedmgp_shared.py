@@ -86,7 +86,7 @@ def first_look(config: RunConfig, roster: Roster) -> Asking[tuple[LatentFunction
         requests = dict.fromkeys(asked, FirstLook(latents))
         answers: Mapping[str, FirstStatistics] = yield Each(FirstStatistics, requests, retries=1, sizes=lengths)
         if not answers:
-            raise RunError(f"no site sent {statistics}; see the failures above")
+            raise RunError(f"no site sent {statistics}")
         starts = {site: answer.statistics for site, answer in answers.items()}
         return latents, posterior(starts[best_lead(starts)])
     pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)

@@ -101,7 +101,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
             PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
         )
         if summed.total is None:
-            raise RunError(f"no site sent noisy sums, so the run has no result. {self.network.latest_failures()}")
+            raise RunError("no site sent noisy sums, so the run has no result")
         if summed.silent:
             raise RunError("some sites added zero to the noisy sums; another answer would exceed the privacy budget")
         rows = sum(roster.rows[site] for site in summed.sites)

@@ -475,7 +475,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     if totals is None or set(state.sites) != set(roster.all_sites):
         found, _ = yield from sums_at(problem, [dict(values)], roster.all_sites, state.weight)
         if found is None:
-            raise RunError("no site sent usable sums; see the failures above")
+            raise RunError("no site sent usable sums")
         values, totals, _ = found
     if state.asked:
         rows = float(totals.count)

@@ -123,7 +123,8 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     pooled, boosting = scoring.pooled_baselines() if enabled.pooled and preparation.simulated else (None, None)
     mean_only, linear = scoring.simple_baselines() if enabled.linear else (None, None)
     if scored_by == 0:
-        raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
+        failures = network.latest_failures()
+        raise RunError(f"no site could score its held-out rows, so the run has no result. {failures}")
     details = algorithm.details()
     clock.switch("evaluation")
     evaluation = scoring.evaluation or Evaluation(test={}, test_standardised={}, per_site=[], calibration={})

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -332,6 +333,16 @@ class Network:
         """Return the last sentence of an error message: the latest failures."""
         latest = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
         return f"Latest failures: {latest}" if latest else "No site failed; no other site was connected."
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Add the latest failures, if any, to a RunError of the algorithm."""
+        try:
+            yield
+        except RunError as error:
+            if not self.failures:
+                raise
+            raise RunError(f"{error}. {self.latest_failures()}") from error
 
     def failed_sites(self) -> list[str]:
         """Return a sentence on each site that failed, with its latest reason; only the first few if there are many."""

@@ -68,7 +68,7 @@ class Summed(Generic[A]):
     def required(self, what: str) -> A:
         """Return the total; raise RunError if no site sent ``what``."""
         if self.total is None:
-            raise RunError(f"no site sent {what}; see the failures above")
+            raise RunError(f"no site sent {what}")
         return self.total
 
 

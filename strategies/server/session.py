@@ -317,7 +317,8 @@ class Session:
 
     def run(self, asking: Asking[S]) -> S:
         """Run a generator outside of a round, such as the one that returns the first state."""
-        return answered_by(asking, self.ask)
+        with self.network.naming_failures():
+            return answered_by(asking, self.ask)
 
     def prepare(self, question: Synchronous) -> Asked:
         """Return the messages of a question: the first half of :meth:`ask`."""

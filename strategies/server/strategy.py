@@ -291,7 +291,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
     def _advance(self, reply: Any) -> None:
         """Run the round to its next question or its end."""
         try:
-            self.question: Question | None = self.running.send(reply)
+            with self.network.naming_failures():
+                self.question: Question | None = self.running.send(reply)
         except StopIteration as done:
             self.question, self.session.training = None, False
             self.complete: tuple[S, Figures] = done.value
