@@ -181,7 +181,9 @@ class Predictor:
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame, times=times)
-        encoded = self._encoded(frame, whole=False)
+        encoded, second = self._encoded(frame, whole=False), parse_config(self.run.config).second_target
+        if second and second in frame and (what := of_what(self)):
+            warnings.warn(f"the column `{second}` is not used{what}", stacklevel=2)
         kept = np.flatnonzero(~np.isnan(encoded).any(axis=1))
         table = self._predicted(encoded[kept], times)
         return table.set_axis(kept).reindex(range(len(frame))).set_axis(frame.index)
