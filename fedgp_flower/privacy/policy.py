@@ -164,7 +164,8 @@ class Rules:
         for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
             counts = train[name].value_counts()
             if name == raw.target:
-                self._require("least-cell", bool(counts.min() >= limits.least_cell), f"a class of `{name}` is too rare")
+                rare = f"a class of `{name}` is too rare; merge it with another"
+                self._require("least-cell", bool(counts.min() >= limits.least_cell), rare)
                 continue
             identifies = is_identifier(counts, limits.rows_per_level)
             self._require("rows-per-level", not identifies, f"`{name}` names rows, as an identifier does", f"`{name}`")
