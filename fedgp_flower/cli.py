@@ -332,9 +332,11 @@ def methods() -> None:
     further = [name for name in registry.methods() if name not in registry.BUILT_IN]
     for title, names in [*registry.GROUPS.items(), *([("Further methods", further)] if further else [])]:
         rows = [[name, registry.methods()[name].summary, registry.methods()[name].paper] for name in names]
-        for section in dict.fromkeys(registry.option_classes()[name] for name in names):
+        models: dict[str, str] = {}  # methods may share them
+        for section in (registry.option_classes()[name] for name in names):
             key = f"  {section.table}.{section.variant_key}"
-            rows += [[f"{key}={kind}", summary, ""] for kind, summary in section.variants.items()]
+            models |= {f"{key}={kind}": summary for kind, summary in section.variants.items()}
+        rows += [[key, summary, ""] for key, summary in models.items()]
         terminal.show(terminal.table(["method", "what it is", "paper"], rows, title=title))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pandas as pd
@@ -238,6 +239,8 @@ def test_a_trust_file_to_list_must_exist(fedgp, tmp_path):
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
     (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
     out = fedgp("methods")[1]
+    models = re.findall(r"sfvi\.model=\S+", out)
+    assert len(models) == len(set(models)) > 0
     assert [name for name in methods() if f"│ {name} " not in out] == []
     out = fedgp("datasets", "--data-dir", tmp_path)[1]
     assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []
