@@ -19,6 +19,7 @@ from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.optimisers import pack
+from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import rough, smooth
@@ -153,7 +154,7 @@ def dense_prediction(unit, others, new):
     owner = torch.cat([torch.full((len(part),), min(k, last)) for k, part in enumerate(parts)])
     shared, left_over = model.shared(every)
     deviation = unit._covariance(every, every, torch.ones(3).double())
-    covariance, noise = shared.mT @ shared + deviation * (owner[:, None] == owner), model.log_noise.exp()
+    covariance, noise = shared.mT @ shared + deviation * (owner[:, None] == owner), LEAST_NOISE + model.log_noise.exp()
     prior = covariance[:size, :size] + noise * torch.eye(size, dtype=torch.float64)
     gain = torch.linalg.solve(prior, covariance[:size, size:]).mT
     left = covariance[size:, size:] - gain @ covariance[:size, size:]
@@ -244,7 +245,8 @@ def dense_bound(model, sites, offsets):
         n = len(site.targets)
         slopes = model.log_site_slope.exp()[:, None] * linear_terms(site.features)
         root, size, stretch = (model.log_width.exp() * offset).exp() if len(offset) else torch.ones(3).double()
-        noise, deviation = model.log_noise.exp() * root**2, model.deviation(site.features / stretch).to_dense()
+        noise = LEAST_NOISE + model.log_noise.exp() * root**2
+        deviation = model.deviation(site.features / stretch).to_dense()
         own.append(size**2 * deviation + slopes.mT @ slopes + noise * torch.eye(n).double())
         prior = model.trend(site.features, diag=True) - nystrom.diagonal()[start : start + n]
         open_rows.append(prior.sum() / noise)
@@ -285,6 +287,22 @@ def test_the_bound_of_low_rank_is_that_of_a_dense_pooled_gp(problem, monkeypatch
         sums = total([site.sums(own) for site, own in zip(sites, offsets, strict=True)])
         expected = dense_bound(model, sites, offsets)
     assert float(bound(sums)) == pytest.approx(float(expected), abs=1e-8)
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
+def test_a_target_without_noise_has_a_bound_with_derivatives(problem, dense):
+    """Noise has a floor: rows that nearly repeat each other have a covariance with a Cholesky factor."""
+    model, _ = problem
+    features = torch.linspace(-2, 2, 200, dtype=torch.float64)[:, None]
+    site = SmoothDeviation(model, features, torch.sin(2 * features[:, 0]))
+    site.dense = dense
+    found = []
+    for log_noise in (-60.0, -80.0):
+        with torch.no_grad():
+            model.log_noise.fill_(log_noise)
+        found.append(bound(site.sums(torch.zeros(3, dtype=torch.float64))))
+        assert all(torch.isfinite(slope).all() for slope in torch.autograd.grad(found[-1], [*model.theta().values()]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)
 
 
 def settled(sites):

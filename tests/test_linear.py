@@ -22,6 +22,7 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.likelihoods.counts import Counts
 from fedgp_flower.gp.likelihoods.point import NONE
+from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.gp.models import ExactGP
 from fedgp_flower.messages import add
 from fedgp_flower.options import MULTICLASS, ModelSection
@@ -266,6 +267,17 @@ def test_the_slope_of_the_evidence_is_that_of_its_definition():
     torch.testing.assert_close(model.log_evidence(), plain)
     found, wanted = (torch.autograd.grad(v, [*model.parameters()]) for v in (model.log_evidence(), plain))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_without_noise_a_gp_of_many_rows_predicts_with_a_repair_that_is_counted():
+    x = torch.linspace(-1, 1, 60)[:, None].double()
+    model, new = ExactGP(ModelSection(noise=1e-18), x, torch.sin(2 * x[:, 0])), x[:-1] + 1 / 60
+    with counting_repairs() as repairs:
+        mean, variance = model.predict(new)
+        assert math.isfinite(float(model.log_evidence().detach()))
+    torch.testing.assert_close(mean, torch.sin(2 * new[:, 0]), rtol=0, atol=1e-3)
+    assert (variance > -1e-6).all()
+    assert repairs == {"K_xx + σ²I": 2}
 
 
 def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):

@@ -161,3 +161,10 @@ def test_scores_of_another_task_are_their_sites_failure():
     found = scoring._figures({str(k): site for k, site in enumerate(sums)})
     assert [row["site"] for row in found["per_site"]] == ["0", "2"]
     assert [failure.site for failure in net.failures] == ["1"]
+
+
+def test_sites_that_fail_for_the_same_reason_are_named_together_and_once():
+    _, net = met()
+    for site, reason in (("1", "no rows"), ("0", "a level"), ("1", "no rows"), ("2", "no rows")):
+        net.fail(site, reason)
+    assert net.latest_failures() == "Latest failures: 1, 2: no rows; 0: a level"

@@ -50,7 +50,12 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
     if jitter:
         stabilised = matrix.clone()
         stabilised.diagonal(dim1=-2, dim2=-1).add_((jitter * variance)[..., None])
-    factor, info = torch.linalg.cholesky_ex(stabilised)
+    return repaired_cholesky(stabilised, of=of, hint="Lower `model.num-inducing`: inducing points may coincide.")
+
+
+def repaired_cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
+    """As :func:`cholesky`, but a matrix that rounding makes indefinite gets jitter, which is counted under ``of``."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
     if not bool(info.any()):
         return factor
     if (counter := _repairs.get()) is not None:
@@ -58,10 +63,9 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericalWarning)  # counted above instead
-            return psd_safe_cholesky(stabilised, max_tries=6)
+            return psd_safe_cholesky(matrix, max_tries=6)
     except (NotPSDError, NanError):
-        hint = "Lower `model.num-inducing`: inducing points may coincide."
-        raise NumericsError(_indefinite(stabilised, of, hint)) from None
+        raise NumericsError(_indefinite(matrix, of, hint)) from None
 
 
 def _indefinite(matrix: Tensor, of: str, hint: str) -> str:

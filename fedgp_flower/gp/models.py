@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.kernels import WARP, OfEach, build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
-from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.linalg import cholesky, kernel_cholesky, repaired_cholesky
 from fedgp_flower.gp.steps import WithSteps, are_steps
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
@@ -397,8 +397,8 @@ class ExactGP(WiredModel):
         return prior + self.noise * torch.eye(len(prior)).to(prior)
 
     def factor(self, covariance: Tensor) -> Tensor:
-        """Return L with L Lᵀ = K_xx + σ²I, without jitter, in O(N³); raise NumericsError if there is none."""
-        return cholesky(covariance, of="K_xx + σ²I", hint="Raise `model.noise`.")
+        """Return L with L Lᵀ = K_xx + σ²I in O(N³), with jitter only if rounding makes it indefinite as σ² → 0."""
+        return repaired_cholesky(covariance, of="K_xx + σ²I")
 
     def log_evidence(self) -> Tensor:
         """Return log N(y | 0, C) per row, C = K_xx + σ²I, in nats (Guo et al. 2022, Eq. 3).

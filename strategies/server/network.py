@@ -330,8 +330,11 @@ class Network:
             raise RunError(f"{len(self.healthy())} usable site(s), `min-sites` = {minimum}. {self.latest_failures()}")
 
     def latest_failures(self) -> str:
-        """Return the last sentence of an error message: the latest failures."""
-        latest = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
+        """Return the last sentence of an error message: the latest failures, sites with the same reason together."""
+        sites: dict[str, list[str]] = {}
+        for failure in self.failures[-5:]:
+            sites.setdefault(failure.reason, []).append(failure.site)
+        latest = "; ".join(f"{', '.join(dict.fromkeys(each))}: {reason}" for reason, each in sites.items())
         return f"Latest failures: {latest}" if latest else "No site failed; no other site was connected."
 
     @contextmanager

@@ -27,6 +27,7 @@ from torch import Tensor
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.likelihoods.integrals import hermite_rule
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -127,7 +128,7 @@ class SmoothDeviation:
         """R_k, the noise s_k², and the variance of f given the inducing values, summed over rows, at a z_k."""
         with settings.trace_mode():  # GPyTorch's faster kernels have no second derivative
             shape, unexplained = self.shape(offset), known[1].sum()
-            noise = self.model.log_noise.exp() * shape[NOISE].square()
+            noise = LEAST_NOISE + self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:
                 return Dense(noise, self._covariance(self.features, self.features, shape)), noise, unexplained
             weights, conditional = self._weights(self.features, shape)
