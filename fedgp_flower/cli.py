@@ -70,14 +70,14 @@ ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of th
 NewRows = Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")]
 Predicted = Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")]
 PolicyFile = Annotated[Path | None, typer.Option(help="policy of the site; otherwise the default")]
-Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")]
+Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0: every natural group, otherwise 5")]
 
 
 EXAMPLES = """Examples:
 
 fedgp run north.csv south.csv east.csv target=dose   a file is a site
 
-fedgp run --sites 0 dataset=clinics.csv target=dose partitioner=natural partition.column=clinic
+fedgp run dataset=clinics.csv target=dose partitioner=natural partition.column=clinic
 
 fedgp run --sites 5 dataset=breast-cancer model.likelihood=bernoulli
 
@@ -95,7 +95,7 @@ class _WithKeys(TyperCommand):
 @app.command(cls=_WithKeys)
 def run(
     words: Words = None,
-    sites: Sites = 5,
+    sites: Sites = 0,
     config: ConfigFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")] = False,
     output_dir: Annotated[str | None, typer.Option(help="folder that the run's folder goes into")] = None,
@@ -143,7 +143,7 @@ def _site_files(files: Sequence[Path]) -> list[Path]:
 @app.command(cls=_WithKeys)
 def simulate(
     words: Words = None,
-    sites: Sites = 5,
+    sites: Sites = 0,
     gpus_per_site: Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")] = 0.0,
     config: ConfigFile = None,
 ) -> None:

@@ -137,7 +137,6 @@ def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
         (["model.kernal=rbf"], 2, "unknown configuration key `model.kernal`; did you mean `model.kernel`"),
         (["--config", "/nowhere/run.toml"], 2, "/nowhere/run.toml cannot be read"),
         (["dataset=sine", "target=z"], 2, "missing column `z`"),
-        (["--sites", "0"], 2, "needs a number of sites"),
         (["resume=true", "name=gone"], 1, "nothing to resume"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

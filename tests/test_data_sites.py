@@ -49,6 +49,7 @@ def test_whole_sites_are_held_out_and_take_no_part(share, out):
     keys = config(dataset="fuel-economy", holdout="site", partitioner="natural", partition={"column": "maker"})
     keys = keys.model_copy(update={"test_fraction": share})
     assert count_sites(keys) == 14 - out
+    assert count_sites(keys.model_copy(update={"partitioner": "iid"})) == 5
     sites, table = load_all_sites(keys, 14 - out), load_table(keys)
     gone = ~table.column.isin([site.label for site in sites])
     assert as_rows(stacked(sites, "test")) == as_rows(table.frame[gone])

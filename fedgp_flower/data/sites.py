@@ -21,7 +21,7 @@ from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
 from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_file, read_table, table_stem, tables_in
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import DataError
 from fedgp_flower.formula import SITE
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 else:
     partitioning = Lazy("fedgp_flower.data.partitioning")
 
+DEFAULT_SITES = 5
+"""Simulated sites where neither the data nor the user says how many."""
 LOADED = "load_data"
 """Name, in errors, of rows that the user's function returned."""
 
@@ -143,13 +145,11 @@ def load_all_sites(config: CoreConfig, num_partitions: int) -> list[RawSite]:
 
 
 def count_sites(config: CoreConfig, requested: int = 0) -> int:
-    """Return the number of simulated sites: tables in ``dataset``, else ``requested``, else the natural groups."""
+    """Return the number of simulated sites: tables in ``dataset``, else ``requested``, else natural groups, else 5."""
     if found := len(tables_in(config.dataset)) or requested:
         return found
     if config.partitioner != "natural":
-        raise ConfigError(
-            f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' takes it from the data"
-        )
+        return DEFAULT_SITES
     table = load_table(config)
     train, _ = _rows(table, config)
     sizes = partitioning.row_labels(table.column).iloc[train].value_counts()

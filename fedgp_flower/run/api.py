@@ -36,7 +36,7 @@ def run(
     method: str | None = None,
     target: str = "",
     site: str = "",
-    sites: int = 5,
+    sites: int = 0,
     num_rounds: int | None = None,
     options: Mapping[str, Value] | None = None,
     on_round: Progress | None = None,
@@ -48,7 +48,7 @@ def run(
         method: One of ``fedgp methods``.
         target: Column to predict; default as for ``target`` of the configuration.
         site: Column that names the site of a row; without it rows are assigned to ``sites`` at random.
-        sites: Number of sites, unless ``site`` or a table per site determines it.
+        sites: Number of sites, unless ``site`` or a table per site determines it; 0: every natural group, otherwise 5.
         num_rounds: Largest number of rounds.
         options: Further keys of the run configuration, such as ``{"model.num-inducing": 100, "name": "first"}``.
         on_round: Called after every round with its row of the history and the largest number of rounds; without it a

@@ -13,9 +13,10 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
+from fedgp_flower.options import MethodOptions
 from fedgp_flower.privacy.policy import FEW_ROWS
 from fedgp_flower.run.artefacts import Run, RunMetrics
-from fedgp_flower.run.registry import methods
+from fedgp_flower.run.registry import load, methods
 from fedgp_flower.typing import Facts
 
 TIMES = {"concordance": "concordance", "nll": "NLL", "ibs": "Brier (IBS)", "survival_error": "survival error"}
@@ -251,7 +252,17 @@ def convergence_note(metrics: RunMetrics) -> str:
     if unsettled:
         name = max(unsettled, key=lambda name: unsettled[name])
         more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from its limit"
-    return f"Training ended after {metrics.rounds} rounds, before it had converged{more}: allow more training"
+    ended = f"Training ended after {metrics.rounds} rounds, before it had converged{more}"
+    return f"{ended}: raise {_limits_of(metrics.method)}"
+
+
+def _limits_of(method: str) -> str:
+    """Return the keys that limit how long a method trains."""
+    limits = ["num-server-rounds"]
+    if method in methods():
+        options: type[MethodOptions] = load(methods()[method].options)
+        limits = [*(f"{options.table}.{name}" for name in sorted(options.budgets)), *limits]
+    return " or ".join(f"`{key}`" for key in limits)
 
 
 def answer(run: Run) -> str:
