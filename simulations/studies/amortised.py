@@ -107,7 +107,8 @@ def scores(run: Row, new: pd.DataFrame, train: pd.DataFrame) -> Row:
 
     arrays, config = posterior_arrays(run), parse_config(read_config(run["folder"] / "config.toml"))
     x = torch.tensor(new.to_numpy())
-    options = config.options.of_classes({"vae": 10, "prodlda": 2}[config.options.model])
+    own: Any = config.options
+    options = own.of_classes({"vae": 10, "prodlda": 2}[own.model])
     model, q = model_at(options, config.model, x.shape[1], arrays), GlobalPosterior.of(arrays)
     assert isinstance(model, AmortisedModel)
     generator, site, bound = torch.Generator().manual_seed(0), model.prepare(x, x.new_zeros(len(x))), 0.0
@@ -116,7 +117,7 @@ def scores(run: Row, new: pd.DataFrame, train: pd.DataFrame) -> Row:
         noise = torch.randn(len(x), model.latents, generator=generator, dtype=torch.float64)
         bound += float(model.bound(site, z_global, noise).mean()) / DRAWS
     row: Row = {"bound": bound, "NLL": run["test"]["nll"], "accuracy, %": 100 * run["test"]["accuracy"]}
-    if config.options.model == "prodlda":
+    if own.model == "prodlda":
         topics = model.topics(q.mean, list(new))
         each = coherence(topics, train > 0)
         row |= {"coherence": float(np.median(each)), "least": min(each), "most": max(each)}

@@ -139,6 +139,7 @@ def reconstruction(sums: Sums, rows: Any, strangers: Any, seed: int) -> tuple[fl
 def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[str, Sums]:
     """Of each group of sites the sum over them at the run's final parameters, as a release of the run has it."""
     from fedgp_flower.gp.sparse import pooled_sums
+    from fedgp_flower.gp.sums import scaled
     from fedgp_flower.methods.sgpr.private import EDGE as CLIP
     from fedgp_flower.methods.sgpr.private import Budget, cleaned, disturbed
     from fedgp_flower.methods.sparse_posterior import saved_model
@@ -163,7 +164,8 @@ def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[st
             noise = Budget.of(config).noise * math.sqrt(1 if config.privacy.secure_aggregation else len(sites))
             rng = np.random.default_rng([config.seed, *b"attack", *name.encode()])
             rows = sum(len(own.x) for own in sites)
-            total = cleaned(disturbed(total, amplitude, noise, rng), rows, amplitude, noise)[0]
+            noisy = disturbed(scaled(total, 1 / amplitude), 1.0, noise, rng)  # sites answer at amplitude 1
+            total = scaled(cleaned(noisy, rows, noise)[0], amplitude)
         gram, projection = (np.asarray(own) for own in (total.gram, total.projection))
         found[name] = Sums(gram, projection, features, float(model.noise), amplitude)
     return found
