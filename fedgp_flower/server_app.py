@@ -78,7 +78,8 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
     found = saved_posterior(config, summary)
     if found is not None:
         folder.write_posterior(found)
-    folder.write_predictions(summary.predictions, summary.input_names)
-    folder.write_metrics(RunMetrics(**summary.metrics))
+    metrics = RunMetrics(**summary.metrics)
+    folder.write_predictions(summary.predictions, summary.input_names, metrics.labels)
+    folder.write_metrics(metrics)
     folder.seal()
     write_report(folder.path)

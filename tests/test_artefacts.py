@@ -81,7 +81,7 @@ def test_a_run_reads_back_as_it_was_written(tmp_path):
         assert run.saved.arrays[name].shape == expected.shape
     for name in ("meanings", "coordinates", "equation", "model", "schema", "encoding"):
         assert getattr(run.saved, name) == getattr(posterior(), name)
-    assert list(run.predictions.columns) == ["site", "target", "mean", "sd", "input.x"]
+    assert list(run.predictions.columns) == ["site", "label", "target", "mean", "sd", "input.x"]
     assert run.predictions["site"].tolist() == ["NA", "NA", "007", "007"]
     np.testing.assert_array_equal(run.predictions["input.x"], np.tile(inputs[:, 0], 2))
     assert run.predictions["target"][1] == math.pi

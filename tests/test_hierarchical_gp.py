@@ -587,6 +587,21 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
 
 
+def test_units_whose_names_are_numbers_are_not_taken_for_ids(tmp_path):
+    """Simulated sites have the ids 0, 1, …; unit 2 had the curve of unit 3, whose id is 2."""
+    frame, number = series(), dict(zip("abcdef", "312456", strict=True))
+    folder = run_of_units(tmp_path, frame.assign(unit=frame["unit"].map(number)), **ROUGH)
+    told = pd.read_csv(folder / "predictions.csv", dtype={"site": str, "label": str})
+    assert [set(told["site"]), set(told["label"])] == [{"2"}, {"3"}]
+    assert {unit: Predictor.at_site(folder, unit).site.label for unit in "123456"} == {unit: unit for unit in "123456"}
+    every, curve = Predictor.of_all(folder), told.rename(columns={"input.t": "t"})
+    assert {unit: predictor.site.label for unit, predictor in every.items()} == {unit: unit for unit in "123456"}
+    np.testing.assert_allclose(every["3"].predict(curve)["mean"], told["mean"], rtol=1e-9)
+    assert Predictor.at_site(folder, "0").site.label == "1"  # an id that is no name
+    with pytest.raises(RunError, match=r"'9' is not a simulated site .* whose sites are .*2"):
+        Predictor.at_site(folder, "9")
+
+
 def test_units_calibrate_their_bands_after_the_last_round_of_start(tmp_path):
     nodes = csv_nodes(tmp_path, {unit: own[["t", "y"]] for unit, own in series().groupby("unit")})
     flat = configured(**ROUGH)

@@ -116,6 +116,15 @@ class RunMetrics:
         return {**{str(row["site"]): str(row.get("label") or row["site"]) for row in self.per_site}, **self.names}
 
 
+def site_id(labels: Mapping[str, str], name: str) -> str | None:
+    """Return the id of the site with a label, or else with an id; None if there is none.
+
+    Labels come first: ids of simulated sites count from 0, and labels may be numbers of units.
+    """
+    ids = {label: site for site, label in labels.items()}
+    return ids.get(name, name if name in labels else None)
+
+
 def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
     """Return the posterior of a finished run with its standardisation; None for a personal method."""
     found, agreed = summary.posterior, summary.preparation
@@ -276,15 +285,23 @@ class RunFolder:
         write_arrays(self.path / "posterior.safetensors", posterior.arrays)
         write_json(self.path / "posterior.json", content)
 
-    def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
-        """Write ``predictions.csv``, a row for each held-out row, from the sites' ``prediction.*`` arrays."""
+    def write_predictions(
+        self,
+        by_site: Mapping[str, NamedArrays],
+        input_names: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write ``predictions.csv``, a row for each held-out row, from the sites' ``prediction.*`` arrays.
+
+        ``labels`` are the names of the sites, by id.
+        """
         tables = []
         for site, arrays in by_site.items():
             given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
             columns = {name: given[name] for name in PREDICTION_COLUMNS if name in given}
             if "input" in given:
                 columns |= zip((f"input.{name}" for name in input_names), given["input"].T, strict=True)
-            tables.append(pd.DataFrame({"site": site, **columns}))
+            tables.append(pd.DataFrame({"site": site, "label": (labels or {}).get(site, site), **columns}))
         if tables:
             self._begin()
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
@@ -435,9 +452,10 @@ def _read_config(path: Path) -> dict[str, Value]:
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    """Read a CSV of numbers with a column of sites, whose names may look like "NA" or "007"."""
-    frame = pd.read_csv(io.BytesIO(read_bytes(path)), dtype={"site": str}, keep_default_na=False, na_values=[""])
+    """Read a CSV of numbers with columns of sites, whose names may look like "NA" or "007"."""
+    named = dict.fromkeys(("site", "label"), str)
+    frame = pd.read_csv(io.BytesIO(read_bytes(path)), dtype=named, keep_default_na=False, na_values=[""])
     kinds = frame.dtypes.items() if len(frame) else ()
-    if odd := [str(name) for name, kind in kinds if name != "site" and kind.kind not in "iuf"]:
+    if odd := [str(name) for name, kind in kinds if name not in named and kind.kind not in "iuf"]:
         raise DamagedError(f"{path}: not a number in {', '.join(f'`{name}`' for name in odd)}")
     return frame

@@ -12,7 +12,7 @@ import pandas as pd
 from fedgp_flower.errors import RunError
 from fedgp_flower.files import write_json
 from fedgp_flower.outcome import Progress, Snapshot, silent
-from fedgp_flower.run.artefacts import Run, RunFolder, read_run
+from fedgp_flower.run.artefacts import Run, RunFolder, read_run, site_id
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import load, methods, parse_config
 from fedgp_flower.run.report import write_report
@@ -32,7 +32,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     if not saved.facts["preparation"]["simulated"]:
         raise RunError("the sites of this run are real machines: start a run over those that remain")
     labels: Mapping[str, str] = saved.facts["preparation"]["labels"]
-    chosen = next((key for key, label in labels.items() if site in {key, label}), site)
+    chosen = site_id(labels, site) or site
     left: Snapshot = load(data.method.forget)(saved, chosen)
     remaining = sorted(left.facts["preparation"]["rows"], key=int)
     took_part = [one for one in left.facts.get("took_part", ()) if one != chosen]
@@ -56,7 +56,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     # The rows are still partitioned over the original number of sites.
     nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]
     after = run_in_process(flat | {"resume": True}, nodes=nodes, progress=progress)
-    write_json(after / "forgotten.json", _changes(data, read_run(after), site, rounds))
+    write_json(after / "forgotten.json", _changes(data, read_run(after), chosen, rounds))
     write_report(after)
     return after
 
@@ -64,7 +64,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
 def _changes(old: Run, new: Run, site: str, rounds: int) -> Facts:
     """Summarise the removed rows and the changes on the held-out rows of the remaining sites."""
     per_site, forgotten = old.metrics.per_site, old.method.forgotten
-    row = next((row for row in per_site if site in {str(row["site"]), str(row.get("label"))}), {"site": site})
+    row = next((row for row in per_site if str(row["site"]) == site), {"site": site})
     kept = (old.metrics.labels.keys() & new.metrics.labels.keys()) - {str(row["site"])}
     return {
         "site": str(row["site"]),

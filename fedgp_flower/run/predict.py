@@ -37,7 +37,7 @@ from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, WITH_NOISE, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
-from fedgp_flower.run.artefacts import Run, read_run
+from fedgp_flower.run.artefacts import Run, read_run, site_id
 from fedgp_flower.run.registry import load, methods, parse_config
 from fedgp_flower.scores import TargetUnits
 from fedgp_flower.typing import Array, NamedArrays, Rows
@@ -55,6 +55,8 @@ levels)`` of non-normal observations [levels, N]; ``survival(inputs, times)``, P
 equally weighted pairs of a GPyTorch model and likelihood such that ``likelihood(model(x))`` is the prediction.
 """
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
+MOST_NAMED = 12
+"""Most sites that a message names."""
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Function from a saved posterior and the names of the encoded inputs to its predictor."""
 SiteModel: TypeAlias = Callable[[Run, RunConfig, RawSite, NamedArrays], Standardised | None]
@@ -143,7 +145,7 @@ class Predictor:
         simulated = all(site.isdecimal() for site in read.metrics.labels)
         if not read.why_no_posterior or not read.method.at_site or not simulated:
             return {"": Predictor.of(read)}
-        return {label: Predictor.at_site(run, site) for site, label in read.metrics.labels.items()}
+        return {label: Predictor.at_site(run, label) for label in read.metrics.labels.values()}
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Return mean and sd, both [N], at encoded inputs [N, D] in original units."""
@@ -397,9 +399,11 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, u
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
     """Return the configuration of the node of a site."""
-    chosen = next((key for key, label in run.metrics.labels.items() if site in {key, label}), None)
+    chosen = site_id(run.metrics.labels, site)
     if data is not None:
         return {"data-path": str(data), "site": chosen or site}
     if chosen is None or not chosen.isdecimal():
-        raise RunError(f"{site!r} is not a simulated site of {run.path}: name its table with `--site-data`")
+        named = ", ".join([*run.metrics.labels.values()][:MOST_NAMED])
+        what = f"{site!r} is not a simulated site of {run.path}, whose sites are {named}"
+        raise RunError(f"{what}{', …' * (len(run.metrics.labels) > MOST_NAMED)}: name its table with `--site-data`")
     return {"partition-id": int(chosen), "num-partitions": run.metrics.nodes or run.metrics.sites}

@@ -50,9 +50,9 @@ def panels(run: Run) -> list[Panel]:
     W = saved.arrays["latents.inducing"][:, 0] * saved.arrays["input.scale"][0] + saved.arrays["input.mean"][0]
     if run.predictions is not None and not saved.schema["target"].get("levels"):
         units = {}
-        for site, label in [*run.metrics.labels.items()][:MOST_UNITS]:
+        for label in [*run.metrics.labels.values()][:MOST_UNITS]:
             with suppress(DataError, RunError):  # the unit's rows or state may be lost, or on another machine
-                units[label] = Predictor.at_site(run.path, site)
+                units[label] = Predictor.at_site(run.path, label)
         if units:
             frame = pd.DataFrame({saved.schema["features"][0]["name"]: np.linspace(W.min(), W.max(), POINTS)})
             caption = "Mean and 95 % interval of an observation. Grey: rows the unit trained on; red: held-out rows."
