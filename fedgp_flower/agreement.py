@@ -211,6 +211,8 @@ class Agreement:
     """Sites whose columns differ from those of most sites, with the difference."""
     constant: tuple[str, ...] = ()
     """Feature columns with a single value over all accepted sites; they become zero inputs."""
+    target_differs: list[Site] = field(default_factory=list)
+    """Sites whose mean of a numeric target is far from that of the others."""
 
     @property
     def target_scale(self) -> float:
@@ -239,12 +241,14 @@ class Agreement:
     @property
     def data(self) -> Facts:
         """Summary of the training rows for ``metrics.json``."""
-        target = json.loads(self.schema)["target"]["name"]
+        target = {"target": json.loads(self.schema)["target"]["name"]}
+        if self.target_differs:
+            target["target_differs"] = [self.labels.get(site, site) for site in self.target_differs]
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
         columns = [dict(column) for column in self.columns]
         for column in (column for column in columns if "differs" in column):
             column["differs"] = [self.labels.get(site, site) for site in column["differs"]]
-        return {"target": target, **counted, "dropped": self.dropped, "columns": columns}
+        return {**target, **counted, "dropped": self.dropped, "columns": columns}
 
     @property
     def warnings(self) -> list[str]:
@@ -315,6 +319,7 @@ def agree(
         sums={site: encoded_sums(description, schema) for site, description in accepted.items()},
         refused=refused,
         constant=tuple(pooled.column.name for pooled in pooled_features if pooled.constant),
+        target_differs=pooled_target.facts.get("differs", []),
     )
 
 
@@ -492,7 +497,7 @@ OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd
 
 
 def overview_lines(data: Facts) -> list[str]:
-    """Return a line on the whole data, and one for every column with missing cells or sites that differ."""
+    """Return a line on the whole data, one on a target that differs, and one for every column to look at."""
     columns: Sequence[Facts] = data["columns"]
     left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
     inputs, of = data["inputs"], len(columns)
@@ -501,12 +506,19 @@ def overview_lines(data: Facts) -> list[str]:
         f"{target}{data['rows']:,} training rows at {data['sites']} site{'s' * (data['sites'] != 1)}{left_out};"
         f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
     ]
+    if differing := data.get("target_differs", ()):
+        lines += [f"{target}{_differing(differing)}; are its units the same everywhere?"]
     for column in columns:
         notes = [f"{column['missing']:,} missing cells"] if column["missing"] else []
         if column.get("differs"):
-            notes += [f"mean far from that of the other sites at {', '.join(column['differs'][:5])}"]
+            notes += [_differing(column["differs"])]
         lines += [f"`{column['name']}`: {'; '.join(notes)}"] if notes else []
     return lines
+
+
+def _differing(sites: Sequence[str]) -> str:
+    """Say at which sites a column has another mean."""
+    return f"mean far from that of the other sites at {', '.join(sites[:5])}"
 
 
 def overview_rows(data: Facts) -> list[list[str]]:

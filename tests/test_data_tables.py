@@ -596,6 +596,16 @@ def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
     assert (age["missing"], ward["missing"]) == (sum(own["age"] for own in gone), sum(own["ward"] for own in gone))
     assert (age["differs"], weight["differs"]) == ([], ["grams"])
     assert (ward["kind"], ward["levels"], ward["inputs"]) == ("text", 3, 3)
+    assert "target_differs" not in data
+
+
+def test_a_site_with_other_units_of_the_target_is_named(tmp_path: Path, fedgp: Any) -> None:
+    files = hospitals(tmp_path)
+    patients(seed=1).assign(y=lambda own: 100 * (own["y"] + 20)).to_csv(files[1], index=False)
+    data, _, problems = check(files, settings("impute"))
+    assert (data["target_differs"], problems) == (["south"], [])
+    out = " ".join(fedgp("check", *files, "missing=impute", "target=y")[1].split())
+    assert "target `y`: mean far from that of the other sites at south; are its units the same everywhere?" in out
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path, fedgp: Any) -> None:
