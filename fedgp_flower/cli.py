@@ -187,10 +187,14 @@ def check_tables(
 ) -> None:
     """Check tables without training: inputs, levels, missing cells, sites that differ, problems.
 
-    The exit status is 2 if a table cannot be used.
+    Without a file, the rows of `dataset` are dealt to sites as a run would. The exit status is 2 if a table cannot be
+    used.
     """
     files, keys = _files_and_keys(words)
-    _show_checked(*check.check(_site_files(files), registry.parse_config(keys)))
+    if files:
+        _show_checked(*check.check(_site_files(files), registry.parse_config(keys)))
+    else:
+        _show_checked(*check.plan(registry.parse_config(user.complete_config(keys)), 0))
 
 
 def _show_checked(data: Json, suspected: Sequence[str], problems: Sequence[str]) -> None:

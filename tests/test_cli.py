@@ -91,6 +91,11 @@ def test_what_leaves_takes_the_words_of_check(fedgp, tmp_path):
     assert "query.describe" in out
     code, out, _ = fedgp("check", tmp_path / "one.csv")
     assert (code, "target `outcome`: 32 training rows at 1 site;" in out) == (0, True)
+    code, out, err = fedgp("check", f"dataset={tmp_path / 'one.csv'}", "target=gone")
+    assert (code, "missing column `gone`" in out + err) == (2, True)
+    natural = ("partitioner=natural", "partition.column=a", "partition.min-rows=2")
+    code, out, _ = fedgp("check", f"dataset={tmp_path / 'one.csv'}", *natural)
+    assert (code, "training rows at 7 sites" in out) == (0, True)
     assert "fedgp-flower " in fedgp("--version")[1]
 
 
