@@ -115,6 +115,17 @@ def test_a_faulty_file_is_refused_with_its_name_and_without_its_cells(case, tmp_
     assert "high" not in message
 
 
+@pytest.mark.parametrize("words", [("yes", "no"), ("True", "False")])
+def test_an_event_in_words_is_answered_with_what_its_column_holds(words: tuple[str, str], tmp_path: Path) -> None:
+    rows = "".join(f"{k},{k + 1},{words[k % 2]}\n" for k in range(20))
+    (tmp_path / "fleet.csv").write_text(f"load,hours,failed\n{rows}")
+    keys = {"target": "hours,failed", "model": {"likelihood": "time-to-event"}}
+    with pytest.raises(DataError) as caught:
+        load_site(CoreConfig.model_validate(keys), {"data-path": str(tmp_path / "fleet.csv")})
+    expected = "column `failed`: text in a numeric cell in row 1 and 19 more rows. `failed` holds 1 where the event was"
+    assert f"fleet.csv: {expected} seen and 0 where the time is censored" in str(caught.value)
+
+
 UNREADABLE = {
     "absent.csv": (None, "no such file"),
     "notes.txt": (b"a,y\n1,2\n", "unknown file type"),

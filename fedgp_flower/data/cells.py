@@ -324,15 +324,30 @@ def check_grades(target: pd.Series, order: Sequence[str], name: str) -> None:
         )
 
 
+SECOND_TARGETS = {
+    "exposure": "numbers above zero, the exposure of each count",
+    "trials": "whole numbers, at least as large as the target",
+    "event": "1 where the event was seen and 0 where the time is censored",
+}
+"""What the second column of a target holds, by its kind."""
+
+
+def second_target_problem(frame: pd.DataFrame, name: str, likelihood: str, missing: str) -> str:
+    """Say what a second target column holds if it has unusable cells; empty if it has none."""
+    wrong = cells_of(frame, [name], {name: "numeric"}, missing)[1]
+    return f"`{name}` holds {SECOND_TARGETS[SECOND_COLUMN[likelihood]]}" if wrong else ""
+
+
 def check_second_target(target: pd.Series, second: pd.Series, likelihood: str, file: str) -> None:
     """Raise DataError if the second target column has values that the likelihood does not allow."""
     y, other = (column.to_numpy(dtype=np.float64) for column in (target, second))
-    expected, wrong = {
-        "exposure": ("numbers above zero, the exposure of each count", other <= 0),
-        "trials": ("whole numbers, at least as large as the target", (other < np.maximum(y, 1)) | (other % 1 != 0)),
-        "event": ("1 where the event was seen and 0 where the time is censored", ~np.isin(other, (0, 1))),
+    wrong = {
+        "exposure": other <= 0,
+        "trials": (other < np.maximum(y, 1)) | (other % 1 != 0),
+        "event": ~np.isin(other, (0, 1)),
     }[SECOND_COLUMN[likelihood]]
     if wrong.any():
+        expected = SECOND_TARGETS[SECOND_COLUMN[likelihood]]
         raise DataError(f"{file}: column `{second.name}`: expected {expected}; another {_at(wrong)}")
 
 

@@ -134,7 +134,9 @@ def checked(
     frame, wrong = cells.cells_of(numbered, found, {**(kinds or {}), **classes}, config.missing)
     if dated or wrong:
         ids = cells.identifier_problems(frame, read) if kinds is None else []
-        raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
+        likelihood = config.model.likelihood
+        about = [cells.second_target_problem(numbered, name, likelihood, config.missing) for name in second]
+        raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *about, *ids]))}")
     frame = frame.dropna(subset=None if config.missing == "drop" else [target, *second])
     if frame.empty:
         remedy = "fill them, set `missing` to 'impute', or name other `features`"
