@@ -18,7 +18,7 @@ from test_linear import dealt
 import fedgp_flower as fg
 from fedgp_flower.agreement import agree
 from fedgp_flower.data.standardisation import describe
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.follow_up import FollowUp, counted, edges_around, life_table
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.likelihoods.grades import edges_of
@@ -280,6 +280,8 @@ def test_times_to_an_event_are_learned_though_many_are_censored(tmp_path, masks)
     median = np.exp(3 + np.sin(2 * frame["x"]) + SIGMA * math.log(math.log(2)))
     assert np.log(table["q50"] / median).std() < 0.2
     assert (table["survival at 10"] > table["survival at 40"]).all()
+    with pytest.raises(RunError, match="expected times above zero"):
+        found.posterior.predict(frame, times=(-10.0,))  # was NaN in every row
     wrong = frame.assign(died=2 * frame["died"])
     with pytest.raises(DataError, match="1 where the event was seen"):
         fg.run(wrong, target="days,died", sites=3, options=options | {"name": ""})

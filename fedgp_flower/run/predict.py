@@ -183,6 +183,8 @@ class Predictor:
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame, times=times)
+        if not all(0 < time < math.inf for time in times):
+            raise RunError(f"`times` = {tuple(times)}: expected times above zero")
         encoded, second = self._encoded(frame, whole=False), parse_config(self.run.config).second_target
         if second and second in frame and (what := of_what(self)):
             warnings.warn(f"the column `{second}` is not used{what}", stacklevel=2)
