@@ -11,15 +11,16 @@ from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
 
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE
 from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.methods.sgpr.messages import PrivateSums
+from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.options import ModelSection
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import client_class
+from strategies import private_sgpr
 from strategies.pooled_bound import noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
 
@@ -197,10 +198,20 @@ def test_a_site_refuses_what_is_not_paid_for():
         with pytest.raises(ProtocolError, match="more about rows than the budget covers"):
             client_class(strategy.config).request_of(object.__new__(client_class(strategy.config)), kind, {}, {})
     start = {f"values.{name}": own for name, own in strategy.current.start.items()}
-    for values, sharing in (({name: own + 1 for name, own in start.items()}, 1), (start, 3)):
+    moved = {name: own + 1 for name, own in start.items()}
+    for values, sharing, words in ((moved, 1, "budget of 1 release(s) is spent"), (start, 3, "all of the noise")):
         request = strategy.network.message("0", "query.private", array_record(values), {"sharing": sharing})
         assert strategy.network.exchange([request], None) == []
-        assert "budget of 1 release(s) is spent" in strategy.network.failures[-1].reason
+        assert words in strategy.network.failures[-1].reason
+
+
+def test_a_server_that_sees_the_sums_gets_no_part_of_the_noise(monkeypatch):
+    """It could ask for a thousandth of the noise in its first and only question."""
+    monkeypatch.setattr(private_sgpr, "PrivateRequest", lambda values, sharing: PrivateRequest(values, 10**6))
+    grid = FaultyGrid(configured(**PRIVATE), 3)
+    with pytest.raises(RunError, match="`sharing` = 1000000: a site adds all of the noise"):
+        run(grid)
+    assert all("arrays" not in reply.content.array_records for reply in grid.of("query.private", "0"))
 
 
 def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):

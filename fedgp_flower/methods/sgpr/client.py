@@ -231,16 +231,18 @@ class PrivateSGPRClient(SparseClient):
 
         A repeated request gets the same release, which discloses nothing more, if the site adds the full noise. A part
         of the noise is never sent twice, because the sites in the total may have changed. Raise ProtocolError if the
-        budget is spent.
+        budget is spent, or if a server that sees these sums asks for a part of the noise.
         """
+        if request.sharing < 1 or (request.sharing > 1 and not self.setting.rules.masked):
+            raise ProtocolError(
+                f"`sharing` = {request.sharing}: a site adds all of the noise, unless its sums leave under masks"
+            )
         budget, asked = Budget.of(self.config), np.frombuffer(bytes.fromhex(content_digest("", encode(request))), "u1")
         kept = dict(self.state.arrays)
         if request.sharing == 1 and np.array_equal(kept.pop(ASKED, ()), asked):
             return decode(PrivateSums, kept)
         if self.state.updates >= budget.releases:
             raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `sgpr.trials`")
-        if request.sharing < 1:
-            raise ProtocolError("`sharing`, a number of sites, is below 1")
         (model, whitener), (inputs, targets) = self.whitened(request.values), self.tensors
         simulated = [self.config.seed, self.setting.round, *b"noise", *self.site.site.encode()]
         generator = np.random.default_rng(simulated if self.site.simulated else None)  # None: the operating system
