@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import faults as kit
 import numpy as np
@@ -14,6 +15,7 @@ from scipy.stats import chi2
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.methods.sgpr.client import SGPRClient, SparseClient
+from fedgp_flower.privacy.keys import Trust
 from fedgp_flower.records import numpy_arrays
 
 MISSING = "missing in round 2: no reply within 5 s"
@@ -275,6 +277,13 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     for site in ("north", "west"):
         assert told[site]
         assert all("only under masks" in line for line in told[site])
+
+
+def test_sites_that_trust_too_few_are_told_so_once_and_not_that_their_numbers_are_too_large(real_nodes):
+    Trust({"north": "ab" * 32}).write(Path(real_nodes[0]["trust"]))
+    with pytest.raises(RunError, match="lacks a site: it did not answer") as found:
+        run(FaultyGrid(configured(**MASKED), real_nodes))
+    assert str(found.value).count("is not in this site's trust file") == 1
 
 
 @pytest.mark.parametrize(("size", "most"), [(1.0, False), (-1.0, True), (0.0, True)])

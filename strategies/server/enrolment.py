@@ -112,10 +112,10 @@ def from_totals(network: Network, config: RunConfig, bare: Agreement) -> Asking[
 def _complete(summed: Summed[A], network: Network, sites: tuple[str, ...] | None = None) -> A:
     """Return the total; raise RunError if a site is missing from it or added zero."""
     if summed.total is None or summed.silent or summed.sites != (sites or summed.sites):
-        raise RunError(
-            "the total of the columns lacks a site: its numbers are not finite or too large for masks; write such a"
-            f" column in larger units. {network.latest_failures()}"
-        )
+        why = "its numbers are not finite or too large for masks; write such a column in larger units"
+        if network.failures and not summed.silent:
+            why = "it did not answer"
+        raise RunError(f"the total of the columns lacks a site: {why}. {network.latest_failures()}")
     return summed.total
 
 

@@ -343,7 +343,7 @@ class Network:
         try:
             yield
         except RunError as error:
-            if not self.failures:
+            if not self.failures or self.latest_failures() in str(error):
                 raise
             raise RunError(f"{error}. {self.latest_failures()}") from error
 
