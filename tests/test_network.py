@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, configured, crashed, each, lost, no_waiting, numbers, texts
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.shared_messages import ScoreSums
@@ -161,6 +161,14 @@ def test_scores_of_another_task_are_their_sites_failure():
     found = scoring._figures({str(k): site for k, site in enumerate(sums)})
     assert [row["site"] for row in found["per_site"]] == ["0", "2"]
     assert [failure.site for failure in net.failures] == ["1"]
+
+
+def test_a_site_that_has_not_approved_the_app_says_how_to():
+    """Flower's own words name no remedy."""
+    _, net = met()
+    asked = net.message("1", DESCRIBE, ArrayRecord(), {})
+    reply = Message(Error(0, "The FAB could not be verified."), reply_to=asked)
+    assert "at the site: fedgp site approve" in net.refusal(reply, None, "1")
 
 
 def test_sites_that_fail_for_the_same_reason_are_named_together_and_once():

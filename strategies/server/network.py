@@ -287,6 +287,8 @@ class Network:
             lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
             foreign = any("function registered" in line for line in lines)
             hint = "; its ClientApp is from another project: create it with `fedgp_flower.make_client_app`" * foreign
+            if any("FAB could not be verified" in line for line in lines):
+                return "its owner has not approved this version of the app; at the site: fedgp site approve FOLDER"
             return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}{hint}"
         if reason := _oversized(reply):
             return reason
