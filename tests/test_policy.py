@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from datetime import UTC, datetime
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from fedgp_flower import client_app
 from fedgp_flower.clients.guard import DESCRIBE, Guard, Outgoing
 from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import RawSite
-from fedgp_flower.errors import ConfigError, PolicyError, ProtocolError, RunError
+from fedgp_flower.errors import ConfigError, DamagedError, PolicyError, ProtocolError, RunError
 from fedgp_flower.messages import is_summand
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
@@ -205,6 +206,10 @@ def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
     path = tmp_path / policies.ROUNDS
     path.write_text(json.dumps(json.loads(path.read_text()) | {"day": "2020-01-01"}))
     rules(limited).admit(config, "r2", 1, str(tmp_path), "asked")
+    for damaged in ("{", json.dumps({"day": datetime.now(UTC).date().isoformat()})):
+        path.write_text(damaged)
+        with pytest.raises(DamagedError, match=r"rounds\.json"):
+            rules(limited).admit(config, "r2", 3, str(tmp_path), "asked")
     with pytest.raises(ConfigError, match="needs a `state-dir`"):
         rules(limited).admit(config, "r2", 3, "")
 
@@ -340,6 +345,7 @@ def test_a_policy_that_is_none_is_refused(tmp_path, text, words):
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):
     entry = rules(Policy(keys=("model.num-inducing",)))
     entry.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, "")
+    entry.admit(parse_config({"sites": 3, "baselines.pooled": False}), "r", 1, "")  # `fedgp deploy run` sets them
     with pytest.raises(PolicyError, match=r"`model\.noise`"):
         entry.admit(parse_config({"model.noise": 0.2}), "r", 1, "")
 

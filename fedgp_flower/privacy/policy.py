@@ -17,8 +17,8 @@ from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.tables import OTHER
-from fedgp_flower.errors import ConfigError, PolicyError
-from fedgp_flower.files import exclusive, read_toml, write_bytes
+from fedgp_flower.errors import ConfigError, DamagedError, PolicyError
+from fedgp_flower.files import exclusive, read_json, read_toml, write_bytes
 from fedgp_flower.options import Count, Positive, Section, Value
 from fedgp_flower.privacy.disclosure import is_identifier, kept_levels
 
@@ -30,6 +30,7 @@ ROUNDS = "rounds.json"
 """File in the `state-dir` with the number of rounds answered today."""
 UNRESTRICTED = frozenset(
     {"method", "dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"}
+    | {"sites", "baselines.pooled"}  # `fedgp deploy run` sets them
 )
 """Keys that `keys` does not restrict: a real site does not read them, and `methods` restricts the method."""
 FEW_ROWS = (
@@ -143,9 +144,11 @@ class Rules:
 
     def _rounds_today(self, path: Path, latest: Mapping[str, object], content: str) -> dict[str, Any]:
         """Return today's number of rounds, and for the latest round the hash of each question by kind."""
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        known = read_json(path) if path.exists() else {}
         today = {"day": datetime.now(UTC).date().isoformat()}
-        count = known["count"] if known.items() >= today.items() else 0
+        count = known.get("count") if known.items() >= today.items() else 0
+        if not isinstance(count, int):
+            raise DamagedError(f"{path.name} in the `state-dir` of this site was changed; its owner may delete it")
         asked = known.get("asked", {}) if count and known.items() >= latest.items() else {}
         new = not asked or asked.get(self.kind, content) != content
         asked = {} if new else asked
