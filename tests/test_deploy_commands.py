@@ -161,18 +161,39 @@ def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, 
     _, site = both
     capsys.readouterr()
     printed = {}
-    for name, file in (("north", "north/site-key"), ("south", "south-key")):
+    for name, file in (("north", "north/site-key"), ("south", "south-key"), ("west", "west-key")):
         cli.app(["site", "key", file], standalone_mode=False)
         printed[name] = re.findall(r"public key +(\S+)\nfingerprint +(.+)", capsys.readouterr().out)[0]
     assert "trust" not in site.node_config
     for name, (public, _) in printed.items():
+        doctor.of_site(site)
         cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[-2:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
+    told = capsys.readouterr().out
+    assert "trust.toml names 2 sites, and a total needs 3, so this site answers nothing; add at least 1 more" in told
+    assert told.splitlines()[-3:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
     assert site.node_config["trust"] == str(site.folder / "trust.toml")
     doctor.of_site(site)
     said = capsys.readouterr().out
     assert "ok      policy: the default policy" in said
-    assert "ok      masks: answers leave only under masks, with south" in said
+    assert "ok      masks: answers leave only under masks, with south, west" in said
+
+
+def test_the_doctor_names_a_hidden_column_that_is_not_there(both: tuple[Coordinator, SiteFolder], fedgp: Any) -> None:
+    """A name that is misspelt hides nothing."""
+    Path("hides.toml").write_text('hidden-columns = ["x2", "X1", "y"]')
+    facts = {**both[1].facts, "policy": str(Path("hides.toml").resolve())}
+    machines._write(both[1].folder / "site.toml", facts)
+    out = fedgp("doctor", "north")[1]
+    assert "PROBLEM policy: `hidden-columns` in hides.toml names X1, and north.csv has no such column\n" in out
+
+
+def test_printed_commands_quote_folders_with_spaces(both: tuple[Coordinator, SiteFolder], capsys: Any) -> None:
+    words = ["site", "join", str(both[0].invite("n")), "--data", "north.csv", "--folder", "a b"]
+    assert cli.app(words, standalone_mode=False) == 1  # no SuperLink runs
+    folder = Path("a b").resolve()
+    said = capsys.readouterr().out
+    assert f"fedgp site serve '{folder}'\n" in said
+    assert f"enable --now '{folder}/fedgp-site-n.service'\n" in said
 
 
 @pytest.mark.parametrize("name", ["site.toml", "state", "flower", "site-key", "node-key", "ca.crt"])

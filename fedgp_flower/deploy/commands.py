@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import time
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,8 +46,9 @@ def init(
         print(f"invitation of {name}: {coordinator.invite(name)}")
     print(f"open port {port} for the sites; operators use port {control}, only on this machine")
     print(f"{coordinator.folder}-authority holds the secret of this federation: keep it offline until `rotate`")
-    print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
-    print(f"or as a service:      sudo systemctl enable --now {coordinator.folder}/fedgp-superlink.service")
+    print(f"start the SuperLink:  fedgp deploy serve --folder {quote(str(folder))}")
+    unit = quote(f"{coordinator.folder}/fedgp-superlink.service")
+    print(f"or as a service:      sudo systemctl enable --now {unit}")
 
 
 @deploy.command()
@@ -171,8 +173,9 @@ def join(
     print(f"and runs only the app {made.facts['app']}: compare both with the coordinator's")
     good = checks.of_site(made)
     print(f"send {made.public} to the coordinator; its fingerprint, to compare: {machines.fingerprint_of(made.public)}")
-    print(f"then start the SuperNode:  fedgp site serve {made.folder}")
-    print(f"or as a service:           sudo systemctl enable --now {made.folder}/fedgp-site-{made.name}.service")
+    print(f"then start the SuperNode:  fedgp site serve {quote(str(made.folder))}")
+    unit = quote(f"{made.folder}/fedgp-site-{made.name}.service")
+    print(f"or as a service:           sudo systemctl enable --now {unit}")
     if not good:
         raise typer.Exit(1)
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from cryptography import x509
 
+from fedgp_flower.data.tables import read_table
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprint
 from fedgp_flower.deploy.wrapped import reason_of
 from fedgp_flower.errors import FedGPError, RunError
@@ -20,6 +21,7 @@ from fedgp_flower.options import Value
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.privacy.policy import Rules
+from fedgp_flower.privacy.questions import LEAST_SITES
 from fedgp_flower.run.check import check
 from fedgp_flower.run.registry import parse_config
 
@@ -38,7 +40,7 @@ def of_site(site: SiteFolder) -> bool:
             "table": lambda: _table(Path(str(site.facts["data"]))),
             **_machine(site.folder, str(site.facts["superlink"]), secrets),
             "app": lambda: _app(str(site.facts["app"])),
-            "policy": lambda: f"{Rules('').read(site.node_config).file} can be read",
+            "policy": lambda: _policy(Rules("").read(site.node_config), Path(str(site.facts["data"]))),
             "masks": lambda: _masks(site.node_config),
             "log": lambda: _log(audit.log_of(site.node_config)),
         }
@@ -80,8 +82,17 @@ def _table(path: Path) -> str:
     return f"{path}: {data['rows']} rows, {data['inputs']} inputs"
 
 
+def _policy(rules: Rules, table: Path) -> str:
+    """Check that the table has the columns that the policy hides; one that is misspelt would not be hidden."""
+    if absent := sorted({*rules.policy.hidden_columns} - {*read_table(table).columns}):
+        raise RunError(
+            f"`hidden-columns` in {rules.file} names {', '.join(absent)}, and {table.name} has no such column"
+        )
+    return f"{rules.file} can be read"
+
+
 def _masks(node: Mapping[str, Value]) -> str:
-    """Check that the trust file names this site with its own key."""
+    """Check that the trust file names this site with its own key, and enough sites for a total."""
     if "trust" not in node:
         return "no trust file: answers leave in the clear"
     site, own, file = str(node["site"]), Identity.read(Path(str(node["site-key"]))).public, Path(str(node["trust"]))
@@ -89,6 +100,12 @@ def _masks(node: Mapping[str, Value]) -> str:
     if trusted.get(site) != own:
         remedy = f"remove its line, if there is one, then: fedgp site trust {file} {site} {own}"
         raise RunError(f"{file} does not hold the key of this site; {remedy}")
+    if len(trusted) < LEAST_SITES:
+        missing = LEAST_SITES - len(trusted)
+        raise RunError(
+            f"{file} names {len(trusted)} sites, and a total needs {LEAST_SITES}, so this site answers nothing; add at"
+            f" least {missing} more: fedgp site trust {file} SITE KEY"
+        )
     others = ", ".join(sorted(trusted.keys() - {site})) or "no other site"
     return f"answers leave only under masks, with {others}"
 
