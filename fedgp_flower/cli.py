@@ -306,7 +306,7 @@ def verify_audit(
 ) -> None:
     """Print the messages that left a site, and verify that its log was not changed."""
     lines, problems, head = audit.read(file, seen)
-    titles = ["", "time", "run", "round", "message", "bytes", "masked", "arrays", "rules"]
+    titles = ["", "time", "run", "round", "message", "bytes", "masked", "content", "rules"]
     terminal.show(terminal.table(titles, [audit.cells(line) for line in lines]))
     if problems:
         raise RunError(f"{file} was changed: {'; '.join(problems)}")

@@ -381,7 +381,9 @@ def test_a_line_says_what_left_and_the_second_place_has_the_same_lines(written):
     assert not statistics["masked"]
     assert {rule["rule"] for rule in statistics["rules"]} >= {"methods", "least-rows", "parameters-per-row"}
     assert lines["evaluate"]["arrays"]["evaluation.pit"]["shape"] == [20]
-    assert "evaluate" in {audit.cells(line)[4] for line in found}
+    shown = {cells[4]: cells[7] for cells in map(audit.cells, found)}
+    assert shown["evaluate"].startswith("evaluation.pit [20]; num-examples, loss, count, squared-error")
+    assert shown["query.describe"].endswith("seconds, schema, label")
 
 
 @pytest.mark.parametrize(

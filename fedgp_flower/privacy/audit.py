@@ -27,6 +27,8 @@ from fedgp_flower.records import bytes_of, config_of, numpy_arrays
 from fedgp_flower.typing import Facts
 
 BEGINNING = "0" * 64
+ECHOED_TEXTS = ("site", "run")
+"""Texts of every reply, which the other columns show or all lines share."""
 NOTHING = {"line": 0, "hash": BEGINNING, "before": ""}
 
 
@@ -144,8 +146,10 @@ def cells(line: Facts) -> list[str]:
     arrays = ", ".join(f"{name} {entry['shape']}" for name, entry in line["arrays"].items())
     not_passed = [f"{entry['rule']} {entry['verdict']}" for entry in line["rules"] if entry["verdict"] != "passed"]
     rules = ", ".join(not_passed) or f"{len(line['rules'])} passed"
+    further = ", ".join([*line["numbers"], *(name for name in line["texts"] if name not in ECHOED_TEXTS)])
+    sent = "; ".join(filter(None, (arrays, further)))
     plain = (line["line"], line["time"], line["run"], line["round"], line["kind"], line["bytes"])
-    return [*map(str, plain), "yes" if line["masked"] else "no", arrays or line["refused"], rules]
+    return [*map(str, plain), "yes" if line["masked"] else "no", line["refused"] or sent, rules]
 
 
 def read(path: Path, seen: str = "") -> tuple[list[Facts], list[str], str]:
