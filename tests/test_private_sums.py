@@ -199,19 +199,20 @@ def test_a_site_refuses_what_is_not_paid_for():
             client_class(strategy.config).request_of(object.__new__(client_class(strategy.config)), kind, {}, {})
     start = {f"values.{name}": own for name, own in strategy.current.start.items()}
     moved = {name: own + 1 for name, own in start.items()}
-    for values, sharing, words in ((moved, 1, "budget of 1 release(s) is spent"), (start, 3, "all of the noise")):
+    for values, sharing, words in ((moved, 1, "budget of 1 release(s) is spent"), (start, 3, "a sum of 1 site")):
         request = strategy.network.message("0", "query.private", array_record(values), {"sharing": sharing})
         assert strategy.network.exchange([request], None) == []
         assert words in strategy.network.failures[-1].reason
 
 
-def test_a_server_that_sees_the_sums_gets_no_part_of_the_noise(monkeypatch):
-    """It could ask for a thousandth of the noise in its first and only question."""
+@pytest.mark.parametrize(("masked", "seen"), [(False, 1), (True, 3)])
+def test_sites_share_the_noise_among_those_in_the_total_alone(masked, seen, monkeypatch, caplog):
+    """A server could ask for a thousandth of the noise in its first and only question."""
     monkeypatch.setattr(private_sgpr, "PrivateRequest", lambda values, sharing: PrivateRequest(values, 10**6))
-    grid = FaultyGrid(configured(**PRIVATE), 3)
-    with pytest.raises(RunError, match="`sharing` = 1000000: a site adds all of the noise"):
+    grid = FaultyGrid(configured(**PRIVATE, privacy__secure_aggregation=masked), 3)
+    with pytest.raises(RunError, match="no site sent noisy sums"):
         run(grid)
-    assert all("arrays" not in reply.content.array_records for reply in grid.of("query.private", "0"))
+    assert f"`sharing` = 1000000: the server sees a sum of {seen} site(s)" in caplog.text
 
 
 def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):

@@ -113,7 +113,8 @@ class SiteApp(ClientApp):
         if kind == DESCRIBE:
             return _described(site, config, context)
         state = load_state(context, guard.run)
-        client = method(Setting(config, site, state, preparation, guard.round, constants, guard.rules))
+        setting = Setting(config, site, state, preparation, guard.round, constants, guard.rules, guard.summands)
+        client = method(setting)
         before = state.updates
         arrays = records.arrays_of(message.content, "arrays")
         if guard.masked:

@@ -125,14 +125,24 @@ class Guard:
             )
         return Identity.simulated(site_id(node)), Trust(None)
 
-    def _question(self, content: str) -> questions.MaskedQuestion:
-        """The masked question of the message; ProtocolError if it is malformed or its roster lacks keys."""
+    @property
+    def summands(self) -> int:
+        """Number of sites in the total that hides the answer; 1 without masks."""
+        return len(self._asked()[0]) if self.masked else 1
+
+    def _asked(self) -> tuple[list[str], int, Layout | None]:
+        """Sites, number and layout of the masked question of the message; ProtocolError if it is malformed."""
         try:
             fields = json.loads(str(self.settings[questions.REQUEST]))
             sites, number = [str(site) for site in fields["sites"]], int(fields["number"])
             layout: Layout | None = TypeAdapter(Layout | None).validate_python(fields["layout"])
         except (ValueError, KeyError, TypeError, ValidationError):
             raise ProtocolError("the message is no masked question of this version of the app") from None
+        return sites, number, layout
+
+    def _question(self, content: str) -> questions.MaskedQuestion:
+        """The masked question of the message; ProtocolError if it is malformed or its roster lacks keys."""
+        sites, number, layout = self._asked()
         shared = record_of(self.context.state, SHARED, ConfigRecord) or ConfigRecord()
         members = {member.site: member for member in questions.read_members(str(shared.get(questions.MEMBERS, "[]")))}
         missing = sorted(set(sites) - set(members))

@@ -78,6 +78,8 @@ class Setting:
     """Arrays that the server sends once in a run, among them those of the preparation."""
     rules: Rules = field(default_factory=lambda: Rules("", active=False))
     """The policy of the site; inactive if no answer leaves the process."""
+    summands: int = 1
+    """Number of sites in the total that hides an answer; 1 without masks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Violations of a policy.
 
-Every rule of a site's policy, violated under a method of each kind: three sites in order, and one for every rule. *Left*:
-bytes of arrays and numbers that left the site in the whole run, by message, the refusal itself not counted: none,
-except where a rule is about messages and lets others leave. Every run went on with the three sites that were in order.
+Every rule of a site's policy, violated under a method of each kind: three sites in order, and one for every rule.
+*Left*: bytes of arrays and numbers that left the site in the whole run, by message, the refusal itself not counted:
+none, except where a rule is about messages and lets others leave. Every run went on with the three sites in order.
 """
 
 from __future__ import annotations

@@ -231,11 +231,11 @@ class PrivateSGPRClient(SparseClient):
 
         A repeated request gets the same release, which discloses nothing more, if the site adds the full noise. A part
         of the noise is never sent twice, because the sites in the total may have changed. Raise ProtocolError if the
-        budget is spent, or if a server that sees these sums asks for a part of the noise.
+        budget is spent, or if fewer sites than share the noise are in the total that the server sees.
         """
-        if request.sharing < 1 or (request.sharing > 1 and not self.setting.rules.masked):
+        if not 1 <= request.sharing <= self.setting.summands:
             raise ProtocolError(
-                f"`sharing` = {request.sharing}: a site adds all of the noise, unless its sums leave under masks"
+                f"`sharing` = {request.sharing}: the server sees a sum of {self.setting.summands} site(s)"
             )
         budget, asked = Budget.of(self.config), np.frombuffer(bytes.fromhex(content_digest("", encode(request))), "u1")
         kept = dict(self.state.arrays)
