@@ -342,6 +342,13 @@ def test_a_policy_that_is_none_is_refused(tmp_path, text, words):
         policies.read(tmp_path / "site.toml")
 
 
+def test_a_refusal_names_a_file_without_its_folder(tmp_path):
+    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("abc")})
+    nodes[0]["policy"] = str(tmp_path / "gone.toml")
+    failures = run(FaultyGrid(configured(num_server_rounds=1), nodes)).network.failures
+    assert {failure.reason for failure in failures} == {"gone.toml cannot be read (No such file or directory)"}
+
+
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):
     entry = rules(Policy(keys=("model.num-inducing",)))
     entry.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, "")

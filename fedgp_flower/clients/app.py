@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("fedgp")
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
 
-@lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def _parsed(parse: Callable[[dict[str, Value]], RunConfig], text: str) -> RunConfig:
     """The configuration from JSON, cached for all sites of a process. Ray pickles the app, so the cache is global."""
     return parse(json.loads(text))
@@ -81,7 +81,7 @@ class SiteApp(ClientApp):
             metrics = MetricRecord({**outgoing.numbers})
             reply = _reply(guard, outgoing.texts, arrays=record(outgoing.arrays), metrics=metrics)
         except FedGPError as error:
-            reply = _reply(guard, {"error": str(error)})
+            reply = _reply(guard, {"error": _without_folders(error, context)})
         except Exception as error:
             logger.exception("site %s could not answer %s", site_id(context.node_config), guard.kind)
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -91,7 +91,7 @@ class SiteApp(ClientApp):
         try:
             guard.record(reply)
         except FedGPError as error:
-            return _reply(guard, {"error": str(error)})
+            return _reply(guard, {"error": _without_folders(error, context)})
         return reply
 
     def _answered(self, guard: Guard) -> Outgoing:
@@ -173,6 +173,12 @@ def _reply(guard: Guard, texts: Mapping[str, str | bool], **parts: ArrayRecord |
     site = site_id(guard.context.node_config)
     config = ConfigRecord({"schema-version": records.SCHEMA_VERSION, "site": site, **echoed, **texts})
     return Message(RecordDict({**parts, "config": config}), reply_to=guard.message)
+
+
+def _without_folders(error: FedGPError, context: Context) -> str:
+    """The words of an error without the folders of this site's files, which are not for the coordinator."""
+    folders = {f"{Path(str(value)).parent}/" for value in context.node_config.values()} - {"./", "//"}
+    return functools.reduce(lambda text, folder: text.replace(folder, ""), sorted(folders, key=len)[::-1], str(error))
 
 
 def _shared(guard: Guard) -> ConfigRecord | None:
