@@ -187,14 +187,14 @@ def check_tables(
 ) -> None:
     """Check tables without training: inputs, levels, missing cells, sites that differ, problems.
 
-    Without a file, the rows of `dataset` are dealt to sites as a run would. The exit status is 2 if a table cannot be
-    used.
+    Rows of `dataset`, or of one file with `partitioner`, are dealt to sites as a run would. The exit status is 2 if a
+    table cannot be used.
     """
     files, keys = _files_and_keys(words)
-    if files:
+    if len(files) > 1 or (files and "partitioner" not in keys):
         _show_checked(*check.check(_site_files(files), registry.parse_config(keys)))
     else:
-        _show_checked(*check.plan(registry.parse_config(user.complete_config(keys)), 0))
+        _show_checked(*check.plan(registry.parse_config(_run_config(words, None, {})), 0))
 
 
 def _show_checked(data: Json, suspected: Sequence[str], problems: Sequence[str]) -> None:

@@ -94,8 +94,9 @@ def test_what_leaves_takes_the_words_of_check(fedgp, tmp_path):
     code, out, err = fedgp("check", f"dataset={tmp_path / 'one.csv'}", "target=gone")
     assert (code, "missing column `gone`" in out + err) == (2, True)
     natural = ("partitioner=natural", "partition.column=a", "partition.min-rows=2")
-    code, out, _ = fedgp("check", f"dataset={tmp_path / 'one.csv'}", *natural)
-    assert (code, "training rows at 7 sites" in out) == (0, True)
+    for table in (f"dataset={tmp_path / 'one.csv'}", tmp_path / "one.csv"):
+        code, out, _ = fedgp("check", table, *natural)
+        assert (code, "training rows at 7 sites" in out) == (0, True)
     assert "fedgp-flower " in fedgp("--version")[1]
 
 
