@@ -23,7 +23,7 @@ from flwr.supercore.fab import Fab
 from fedgp_flower.deploy import doctor, machines
 from fedgp_flower.deploy.credentials import certify, create_authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
-from fedgp_flower.deploy.wrapped import approving, for_sites, reason_of, replying
+from fedgp_flower.deploy.wrapped import approving, for_sites, reason_of
 from fedgp_flower.errors import ConfigError, RunError
 
 APP = "ab" * 32
@@ -191,26 +191,3 @@ def test_an_address_of_ipv6_is_certified_and_reached_without_its_brackets(tmp_pa
 def test_a_supernode_that_is_not_admitted_says_what_to_do() -> None:
     assert "fedgp deploy register" in reason_of("no connection\n[code: 2004] Failed to activate SuperNode.")
     assert reason_of("no connection\nConnection refused") == "Connection refused"
-
-
-def test_a_supernode_sends_the_reply_to_its_last_message_though_that_of_an_ended_run_comes_first() -> None:
-    """A SuperLink that was killed leaves a reply behind. One batch for each message would stay one reply behind."""
-    said = lambda name, asked="": SimpleNamespace(  # noqa: E731
-        metadata=SimpleNamespace(message_id=name, reply_to_message_id=asked)
-    )
-    batches = [[said("late", "old")], [said("reply", "new")], [said("next", "newer")]]
-    delivered: list[str] = []
-
-    def pull(receive: Any) -> int | None:
-        return 1 if receive() else None
-
-    def push(send: Any) -> None:
-        for message in batches.pop(0):
-            send(message, "tree", 0.5)
-
-    pulled, pushed = replying(pull, push)
-    for name, expected in (("new", ["late", "reply"]), ("newer", ["late", "reply", "next"])):
-        assert pulled(receive=lambda: None) is None
-        assert pulled(receive=lambda name=name: (said(name), "tree")) == 1
-        pushed(send=lambda message, tree, seconds: delivered.append(message.metadata.message_id))
-        assert delivered == expected

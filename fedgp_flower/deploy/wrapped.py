@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flwr.app import Message
     from flwr.supercore.fab import Fab
     from flwr.supercore.run import Run
 
@@ -87,11 +86,8 @@ def supernode() -> None:
     start_superexec = forked(superexec)
     for module in (heartbeat, fleet_http_connection):
         vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
-    functions = vars(start_client_internal)
-    pull, push = replying(functions["_pull_and_store_message"], functions["_push_messages"])
-    functions.update(
-        _pull_and_store_message=approving(pull, os.environ[PIN]),
-        _push_messages=push,
+    vars(start_client_internal).update(
+        _pull_and_store_message=approving(vars(start_client_internal)["_pull_and_store_message"], os.environ[PIN]),
         _verify_fab=lambda fab, trusted: True,  # approving() verifies it
         subprocess=SimpleNamespace(Popen=start_superexec),
         time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL))),
@@ -112,37 +108,6 @@ def supernode() -> None:
 def reason_of(message: str) -> str:
     """Return the reason and the remedy for a SuperNode's missing connection, from Flower's message."""
     return next((words for shown, words in REASONS.items() if shown in message), message.splitlines()[-1])
-
-
-def replying(
-    pull: Callable[..., int | None], push: Callable[..., None]
-) -> tuple[Callable[..., int | None], Callable[..., None]]:
-    """Wrap Flower's ``pull`` and ``push`` so that a push sends the reply to the message that was pulled last.
-
-    Flower sends one batch of replies for each message. A reply of a run that ended with its SuperLink would be sent in
-    place of the next one, and the SuperLink would wait for that one until the next message.
-    """
-    pulled, sent = [""], set[str]()
-
-    def pull_one(*, receive: Callable[[], tuple[Message, object] | None], **rest: object) -> int | None:
-        def received() -> tuple[Message, object] | None:
-            found = receive()
-            if found is not None:
-                pulled[0] = found[0].metadata.message_id
-            return found
-
-        return pull(receive=received, **rest)
-
-    def push_all(*, send: Callable[..., object], **rest: object) -> None:
-        def sending(message: Message, *parts: object) -> object:
-            sent.add(message.metadata.reply_to_message_id)
-            return send(message, *parts)
-
-        sent.clear()
-        while pulled[0] not in sent:
-            push(send=sending, **rest)
-
-    return pull_one, push_all
 
 
 def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | None]:
