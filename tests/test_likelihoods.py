@@ -250,6 +250,16 @@ def test_expectations_are_integrals(mean, sd):
     np.testing.assert_allclose([float(part) for part in found], wanted, rtol=0, atol=2e-8)
 
 
+@pytest.mark.parametrize("variance", [1e-6, 0.1, 1.0, 10.0])
+def test_no_probability_is_above_one_by_rounding(variance):
+    """A site with such a row was left out: its probabilities were refused."""
+    mean = torch.linspace(-60, 60, 4001, dtype=torch.float64)
+    probability, _ = Logit().moments(mean, torch.full_like(mean, variance), HYPER)
+    assert (probability <= 1).all()
+    assert (probability.diff() >= -1e-15).all()
+    assert bernoulli_scores(probability.numpy(), np.ones(4001)).sums["correct"] == 2001
+
+
 def test_the_predictive_probability_is_that_of_both_labels():
     mean, variance = (torch.tensor(v, dtype=torch.float64) for v in ([-30.0, 0.4], [2.0, 9.0]))
     log_one = Logit().log_predictive(torch.ones(2), mean, variance, HYPER)

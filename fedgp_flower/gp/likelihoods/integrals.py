@@ -101,7 +101,8 @@ def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, T
     squares, normal = width.square()[:, None], torch.stack([weight, weight * width.square()]) / math.sqrt(2 * math.pi)
     scale = (v + squares).rsqrt()  # 1 / tᵢ
     z = scale * m
-    probability = weight @ torch.special.ndtr(z)
+    tail = weight @ torch.special.ndtr(torch.where(m > 0, -z, z))  # at most ½: no probability is above 1 by rounding
+    probability = torch.where(m > 0, 1 - tail, tail)
     slope, rest = normal @ ((-0.5 * z.square()).exp() * scale)  # of φ(z) / tᵢ, and tᵢ² = v + wᵢ²
     value = m * probability + v * slope + rest
     return value.view_as(mean), probability.view_as(mean), slope.view_as(mean)
