@@ -627,7 +627,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path, fedgp: Any) -> None:
     assert (status, "`ward` has" in out) == (2, True)
     assert "like an identifier" in out
     assert "142 training rows at 2 sites, 2 rows left out for a missing cell; 5 inputs of 3 columns" in out
-    out = " ".join(fedgp("check", north, "partitioner=kmeans")[1].split())
+    out = " ".join(fedgp("check", north, south, "partitioner=kmeans")[1].split())
     assert "train with `missing` = 'drop', 'impute' or 'indicator'" in out
     assert "every file is a site, and `partitioner` = 'kmeans' deals the rows of one table" in out
 
