@@ -186,7 +186,7 @@ def test_a_prediction_is_the_mixture_over_shapes():
     for offset in offsets:
         root, size, stretch = model.log_width.detach().exp() * offset
         theta = {name: own.detach().clone() for name, own in model.theta().items() if name != WIDTHS}
-        theta["theta.log_noise"] += 2 * root
+        theta["theta.log_noise"] = (model.noise.detach() * (2 * root).exp() - LEAST_NOISE).log()
         theta["theta.deviation.log_outputscale"] += 2 * size
         theta["theta.deviation.log_lengthscale"] += stretch
         plain.load_theta({**theta, WIDTHS: plain.log_width.detach()})
@@ -245,7 +245,7 @@ def dense_bound(model, sites, offsets):
         n = len(site.targets)
         slopes = model.log_site_slope.exp()[:, None] * linear_terms(site.features)
         root, size, stretch = (model.log_width.exp() * offset).exp() if len(offset) else torch.ones(3).double()
-        noise = LEAST_NOISE + model.log_noise.exp() * root**2
+        noise = (LEAST_NOISE + model.log_noise.exp()) * root**2
         deviation = model.deviation(site.features / stretch).to_dense()
         own.append(size**2 * deviation + slopes.mT @ slopes + noise * torch.eye(n).double())
         prior = model.trend(site.features, diag=True) - nystrom.diagonal()[start : start + n]
@@ -303,6 +303,7 @@ def test_a_target_without_noise_has_a_bound_with_derivatives(problem, dense):
         found.append(bound(site.sums(torch.zeros(3, dtype=torch.float64))))
         assert all(torch.isfinite(slope).all() for slope in torch.autograd.grad(found[-1], [*model.theta().values()]))
     torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+    assert float(model.likelihood.noise) > LEAST_NOISE  # at a new site too
 
 
 def settled(sites):

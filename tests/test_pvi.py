@@ -18,7 +18,7 @@ from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi import panels as pvi_figures
 from fedgp_flower.methods.pvi.messages import NaturalParameters, PseudoPoints
 from fedgp_flower.run import forget
-from fedgp_flower.run.artefacts import read_run, site_id
+from fedgp_flower.run.artefacts import read_run, site_named
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.scores import TargetUnits
 from strategies.pvi import forget_site, state_of
@@ -175,7 +175,7 @@ def test_a_site_whose_name_is_the_id_of_another_is_forgotten_by_its_name(tmp_pat
     run = executed(tmp_path, partition__min_rows=2, **dealt)
     assert read_run(run).metrics.labels == {"0": "1", "1": "2", "2": "3"}
     labels = read_run(run).metrics.labels
-    assert [site_id(labels, name) for name in ("1", "2", "3", "0", "9")] == ["0", "1", "2", "0", None]
+    assert [site_named(labels, name) for name in ("1", "2", "3", "0", "9")] == ["0", "1", "2", "0", None]
     left, record = forgotten(run, "2", rounds=0)
     assert (record["site"], record["label"]) == ("1", "2")
     assert {row["label"] for row in read_run(left).metrics.per_site} == {"1", "3"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("fedgp")
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
 
-@functools.lru_cache(maxsize=8)
+@lru_cache(maxsize=8)
 def _parsed(parse: Callable[[dict[str, Value]], RunConfig], text: str) -> RunConfig:
     """The configuration from JSON, cached for all sites of a process. Ray pickles the app, so the cache is global."""
     return parse(json.loads(text))
@@ -177,8 +177,10 @@ def _reply(guard: Guard, texts: Mapping[str, str | bool], **parts: ArrayRecord |
 
 def _without_folders(error: FedGPError, context: Context) -> str:
     """The words of an error without the folders of this site's files, which are not for the coordinator."""
-    folders = {f"{Path(str(value)).parent}/" for value in context.node_config.values()} - {"./", "//"}
-    return functools.reduce(lambda text, folder: text.replace(folder, ""), sorted(folders, key=len)[::-1], str(error))
+    text, folders = str(error), {f"{Path(str(value)).parent}/" for value in context.node_config.values()} - {"./", "//"}
+    for folder in sorted(folders, key=len, reverse=True):
+        text = text.replace(folder, "")
+    return text
 
 
 def _shared(guard: Guard) -> ConfigRecord | None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
@@ -128,8 +129,9 @@ class Guard:
     @property
     def summands(self) -> int:
         """Number of sites in the total that hides the answer; 1 without masks."""
-        return len(self._asked()[0]) if self.masked else 1
+        return len(self._asked[0]) if self.masked else 1
 
+    @cached_property
     def _asked(self) -> tuple[list[str], int, Layout | None]:
         """Sites, number and layout of the masked question of the message; ProtocolError if it is malformed."""
         try:
@@ -142,7 +144,7 @@ class Guard:
 
     def _question(self, content: str) -> questions.MaskedQuestion:
         """The masked question of the message; ProtocolError if it is malformed or its roster lacks keys."""
-        sites, number, layout = self._asked()
+        sites, number, layout = self._asked
         shared = record_of(self.context.state, SHARED, ConfigRecord) or ConfigRecord()
         members = {member.site: member for member in questions.read_members(str(shared.get(questions.MEMBERS, "[]")))}
         missing = sorted(set(sites) - set(members))

@@ -203,13 +203,14 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         raise DataError(f"site {partition.labels[site]} of {table.file}: 0 training rows; at least 1 is needed")
     site_rows = np.concatenate([rows, held_out])
     codes = {name: mask for name, mask in table.codes.items() if mask[site_rows].any()}
+    about_groups = [] if site else _left_out(table, config, partition) + _split_up(table, config, partition)
     return RawSite(
         *(str(site), partition.labels[site], partitions),
         *(table.frame.iloc[rows].reset_index(drop=True), table.frame.iloc[held_out].reset_index(drop=True)),
         features=table.features,
         target=table.target,
         dropped=table.dropped if site == 0 else 0,
-        left_out="\n".join(_about_groups(table, config, partition)) if site == 0 else "",
+        left_out="\n".join(about_groups),
         suspected=_suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
         shared_table=True,
         second_target=config.second_target,
@@ -241,11 +242,6 @@ def _test_rows_of(
         return test[(partitioning.row_labels(table.column).iloc[test] == partition.labels[site]).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(test.size)
     return np.sort(test[np.array_split(order, len(partition.rows))[site]])
-
-
-def _about_groups(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:
-    """Return lines about natural groups that are left out and groups of random terms that are dealt apart."""
-    return [*_left_out(table, config, partition), *_split_up(table, config, partition)]
 
 
 def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:

@@ -116,7 +116,7 @@ class RunMetrics:
         return {**{str(row["site"]): str(row.get("label") or row["site"]) for row in self.per_site}, **self.names}
 
 
-def site_id(labels: Mapping[str, str], name: str) -> str | None:
+def site_named(labels: Mapping[str, str], name: str) -> str | None:
     """Return the id of the site with a label, or else with an id; None if there is none.
 
     Labels come first: ids of simulated sites count from 0, and labels may be numbers of units.

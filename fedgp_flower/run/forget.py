@@ -12,7 +12,7 @@ import pandas as pd
 from fedgp_flower.errors import RunError
 from fedgp_flower.files import write_json
 from fedgp_flower.outcome import Progress, Snapshot, silent
-from fedgp_flower.run.artefacts import Run, RunFolder, read_run, site_id
+from fedgp_flower.run.artefacts import Run, RunFolder, read_run, site_named
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import load, methods, parse_config
 from fedgp_flower.run.report import write_report
@@ -32,7 +32,7 @@ def forget(run: Path, site: str, *, rounds: int, name: str, progress: Progress =
     if not saved.facts["preparation"]["simulated"]:
         raise RunError("the sites of this run are real machines: start a run over those that remain")
     labels: Mapping[str, str] = saved.facts["preparation"]["labels"]
-    chosen = site_id(labels, site) or site
+    chosen = site_named(labels, site) or site
     left: Snapshot = load(data.method.forget)(saved, chosen)
     remaining = sorted(left.facts["preparation"]["rows"], key=int)
     took_part = [one for one in left.facts.get("took_part", ()) if one != chosen]

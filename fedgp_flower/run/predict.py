@@ -37,7 +37,7 @@ from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, WITH_NOISE, Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run import notebook
-from fedgp_flower.run.artefacts import Run, read_run, site_id
+from fedgp_flower.run.artefacts import Run, read_run, site_named
 from fedgp_flower.run.registry import load, methods, parse_config
 from fedgp_flower.scores import TargetUnits
 from fedgp_flower.typing import Array, NamedArrays, Rows
@@ -401,7 +401,7 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, u
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
     """Return the configuration of the node of a site."""
-    chosen = site_id(run.metrics.labels, site)
+    chosen = site_named(run.metrics.labels, site)
     if data is not None:
         return {"data-path": str(data), "site": chosen or site}
     if chosen is None or not chosen.isdecimal():

@@ -27,7 +27,6 @@ from torch import Tensor
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.likelihoods.integrals import hermite_rule
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
-from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
@@ -57,8 +56,9 @@ VARIANCES = ("outputscale", "variance", "noise")
 EQUATION = (
     "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
     "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a new site "
-    "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise is a log-normal mixture; "
-    "theta.log_width has log w of noise, amplitude and lengthscale. x and y are standardised."
+    "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise has variance "
+    "(10⁻⁶ + e^theta.log_noise) e^(2 w₁ z), z ~ N(0, 1). theta.log_width has log w of noise, amplitude and "
+    "lengthscale. x and y are standardised."
 )
 
 
@@ -128,7 +128,7 @@ class SmoothDeviation:
         """R_k, the noise s_k², and the variance of f given the inducing values, summed over rows, at a z_k."""
         with settings.trace_mode():  # GPyTorch's faster kernels have no second derivative
             shape, unexplained = self.shape(offset), known[1].sum()
-            noise = LEAST_NOISE + self.model.log_noise.exp() * shape[NOISE].square()
+            noise = self.model.noise * shape[NOISE].square()
             if self.dense:
                 return Dense(noise, self._covariance(self.features, self.features, shape)), noise, unexplained
             weights, conditional = self._weights(self.features, shape)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.models import whitened
+from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import Draws, IndexVector, ModelInputs, SiteRows, StructuredModel
@@ -72,6 +73,7 @@ class HierarchicalModel(StructuredModel, GP):
         if self.gaussian:
             self.log_noise = nn.Parameter(torch.tensor(math.log(section.noise), dtype=torch.float64))
         self.shaped = len(widths) > 0
+        self.least_noise = LEAST_NOISE if widths else 0.0  # the closed form factorises the covariance of rows
         if widths:
             self.log_width = nn.Parameter(inputs.new_tensor(widths).log())
 
@@ -95,6 +97,11 @@ class HierarchicalModel(StructuredModel, GP):
     def width(self, which: int) -> float:
         """The w of a property, 0 if sites do not differ."""
         return float(self.log_width.detach()[which].exp()) if self.shaped else 0.0
+
+    @property
+    def noise(self) -> Scalar:
+        """σ², the variance of noise where ζ_k = 0."""
+        return self.least_noise + self.log_noise.exp()
 
     @property
     def noise_spread(self) -> float:
@@ -160,7 +167,7 @@ class HierarchicalModel(StructuredModel, GP):
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
         """The noise with offset ζ = s_ζ Z, given moments of Z."""
-        log_noise = self.log_noise if self.gaussian else mean.new_zeros(())
+        log_noise = self.noise.log() if self.gaussian else mean.new_zeros(())
         spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
@@ -211,7 +218,7 @@ class HierarchicalModel(StructuredModel, GP):
         """The likelihood at a new site; Gaussian noise has variance E σ² e^{2ζ}."""
         if not self.gaussian:
             return self.observed.to_gpytorch(NONE).eval()
-        noise = float((self.log_noise + 2 * self.noise_spread**2).exp())
+        noise = float(self.noise.detach()) * math.exp(2 * self.noise_spread**2)
         return gaussian_likelihood(noise).requires_grad_(False).eval()
 
 
