@@ -22,7 +22,7 @@ from fedgp_flower.typing import Array
 ABSENT = 2.0**40
 """Stands for the other inputs of a step."""
 STEPS_PRIOR = 1.5
-"""Standard deviation of the prior of log a_d, whose mean is −log P_d for P_d cuts."""
+"""Standard deviation of the prior of log a_d, whose mean is −log(P_d G) for P_d cuts and G inputs with steps."""
 RANGE = 6.0
 """Common values are counted in bins between −RANGE and RANGE, standardised; the outer bins are unbounded."""
 BINS, ENTRIES = 4096, 2**18
@@ -54,14 +54,15 @@ def common_values(inputs: Array, least: int) -> tuple[Array, Array]:
 def step_points(rows: Array, sums: Array, count: float) -> Array:
     """Return the inducing points [P, D] of the steps, from totals of :func:`common_values` over ``count`` rows.
 
-    An input has steps if nearly all of its rows have a common value. There are none unless an input has more than two,
-    and none for a single input, whose steps could not be told from its points.
+    An input has steps if nearly all of its rows have a common value and there are more than two. A single input has
+    none, since its steps could not be told from its points.
     """
     num_inputs = len(rows)
-    known = {d: np.flatnonzero(of) for d, of in enumerate(rows) if of.sum() >= NEARLY_ALL * count}
-    gaps = np.array([len(filled) - 1 for filled in known.values()])
-    if num_inputs == 1 or gaps.max(initial=0) < 2:
+    stepped = (rows.sum(1) >= NEARLY_ALL * count) & ((rows > 0).sum(1) > 2)
+    if num_inputs == 1 or not stepped.any():
         return np.empty((0, num_inputs))
+    known = {d: np.flatnonzero(rows[d]) for d in np.flatnonzero(stepped)}
+    gaps = np.array([len(filled) - 1 for filled in known.values()])
     limit = next(n for n in range(gaps.max(), 0, -1) if np.minimum(gaps, n).sum() <= MOST_STEPS or n == 1)
     points = []
     for d, filled in known.items():
@@ -93,12 +94,12 @@ class WithSteps(Kernel):
         self.register_buffer("cut", steps.gather(1, self.input[:, None])[:, 0])
         _, group, count = torch.unique(self.input, return_inverse=True, return_counts=True)
         self.register_buffer("group", group)
-        self.register_buffer("count", count.double())
-        self.register_parameter("raw_step", torch.nn.Parameter(-self.count.log()))
+        self.register_buffer("log_mean", -(count.double() * len(count)).log())
+        self.register_parameter("raw_step", torch.nn.Parameter(self.log_mean.clone()))
 
     def log_prior(self) -> Tensor:
-        """Return the log prior of log a_d up to a constant, under which each walk has a variance near 1."""
-        return -0.5 * ((self.raw_step + self.count.log()) / STEPS_PRIOR).square().sum()
+        """Return the log prior of log a_d up to a constant, under which the sum of all walks has a variance near 1."""
+        return -0.5 * ((self.raw_step - self.log_mean) / STEPS_PRIOR).square().sum()
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """Covariances [..., N, M], or the diagonal [..., N], of rows and steps."""
