@@ -326,6 +326,12 @@ def test_a_local_mode_is_stationary_with_its_own_curvature():
 KEYS = {"method": "sgpr", "sgpr__exchanges": 0, "model__num_inducing": 12}
 
 
+def test_single_precision_comes_near():
+    double, single = (run(FaultyGrid(configured(**KEYS, precision=own), 3)) for own in ("float64", "float32"))
+    assert not single.network.failures
+    assert single.outcome.metrics["test"]["nll"] == pytest.approx(double.outcome.metrics["test"]["nll"], abs=2e-2)
+
+
 def test_a_target_that_is_constant_at_every_site_is_refused(tmp_path):
     frames = {name: waves(40, seed).assign(y=2.0) for seed, name in enumerate("ab")}
     with pytest.raises(DataError, match="`y` is the same number at every site"):

@@ -271,7 +271,7 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
     combines the modes as (Σ H)⁻¹ Σ Hθ.
     """
     chosen = np.sort(rng.permutation(len(inputs))[:MODE_ROWS])
-    x, y = (part[chosen].cpu() for part in (inputs, targets))
+    x, y = (part[chosen].cpu().double() for part in (inputs, targets))
     model = ExactGP(section, x, y)
     named, priors = dict(sorted(model.wire_parameters().items())), hyperpriors(model.kernel, inputs.shape[1])
     parameters = list(named.values())
