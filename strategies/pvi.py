@@ -259,7 +259,8 @@ class PVI(FederatedStrategy[PVIState]):
         if not self.agreement or not all(record.visits.get(site) for site in sites):
             return False
         exact = self.agreement.exact
-        return (exact and plan.damping == 1) or max(record.sizes.values()) < (SETTLED_EXACT if exact else SETTLED)
+        once = exact and plan.deletion and plan.damping == 1
+        return once or max(record.sizes.values()) < (SETTLED_EXACT if exact else SETTLED)
 
     def converged(self, state: PVIState) -> bool:
         """Whether visits have converged, and the agreement on Z and β before them."""

@@ -149,6 +149,16 @@ def test_the_default_is_the_posterior_of_sgpr_one_exchange_earlier():
     assert end.outcome.metrics["test"]["nll"] == pytest.approx(same.outcome.metrics["test"]["nll"], abs=1e-9)
 
 
+def test_without_deletion_rows_count_again_at_every_visit():
+    """Factors are exact, but no visit is the last one: the run does not end as converged after one of each."""
+    keys = {"pvi__exchanges": 3, "pvi__schedule": "synchronous", "pvi__damping": 1.0}
+    once, again = (run(FaultyGrid(configured(**KEYS, **keys, pvi__deletion=own), 3)) for own in (True, False))
+    assert set(once.details()["visits"].values()) == {1}
+    assert again.round == again.config.num_server_rounds
+    assert min(again.details()["visits"].values()) > 2
+    assert not again.converged(again.current)
+
+
 def test_few_rounds_leave_a_visit_for_everyone():
     end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}, pvi__exchanges=50), 3))
     assert (end.round, end.details()["visits"]) == (4, {"0": 1, "1": 1, "2": 1})
