@@ -25,7 +25,7 @@ from fedgp_flower.outcome import Observer
 from fedgp_flower.run.artefacts import Run, RunMetrics, saved_posterior
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import client_class, parse_config, strategy_class
+from fedgp_flower.run.registry import client_class, methods, parse_config, strategy_class
 from fedgp_flower.typing import Array
 
 TARGET = "y"
@@ -37,6 +37,8 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")}
     flat = {**quiet, **flat, "sites": len(tables)}
     config = parse_config(flat)
+    if not methods()[config.method].posterior:
+        raise RunError(f"method {config.method!r} saves no posterior for new rows; take one that does")
     raw = {
         site: replace(site_of(config, {"site": site}, (table, target)), partitions=len(tables), shared_table=True)
         for site, table in tables.items()
@@ -47,8 +49,6 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     strategy = strategy_class(config).from_config(config, Observer())
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     posterior = saved_posterior(config, strategy.outcome)
-    if posterior is None:
-        raise RunError(f"method {config.method!r} saves no posterior for new rows; take one that does")
     metrics = RunMetrics(**strategy.outcome.metrics)
     return Predictor.of(Run(Path("(fitted in memory)"), dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
 

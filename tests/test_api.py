@@ -338,6 +338,13 @@ def test_a_wrong_key_is_a_value_error_with_the_projects_own_as_its_cause():
     assert isinstance(error.value.__cause__, ConfigError)
 
 
+@pytest.mark.parametrize("method", ["pooled", "fgpr"])
+def test_a_method_without_a_posterior_is_named_before_training(method, monkeypatch):
+    monkeypatch.delattr("fedgp_flower.estimators.strategy_class")
+    with pytest.raises(ValueError, match=f"method '{method}' saves no posterior for new rows; take one that does"):
+        fg.FederatedGPRegressor(method).fit(*rows())
+
+
 @pytest.mark.filterwarnings("ignore")  # BoTorch's own, at import
 def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
     acquisition = pytest.importorskip("botorch.acquisition")
