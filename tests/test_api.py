@@ -3,12 +3,14 @@
 import builtins
 import re
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import test_predict
 import torch
+from gpytorch.likelihoods import StudentTLikelihood
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib import pyplot
@@ -365,6 +367,10 @@ def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
         assert value >= bound(grid[:, None]).max() - 0.2  # of a spread of 20
     assert best[0, 1] > 1  # the target rises with the second input
     assert model.subset_output([0]) is model
+    heavy = type(model)(replace(model.exported, likelihood=StudentTLikelihood()))
+    torch.testing.assert_close(heavy.posterior(points).mean, found.mean)
+    with pytest.raises(NotImplementedError, match="StudentTLikelihood are not normal: leave `observation_noise` out"):
+        heavy.posterior(points, observation_noise=True)
     for look in (
         lambda: acquisition.qKnowledgeGradient(model, num_fantasies=2)(points[None].repeat(1, 2, 1)),
         lambda: acquisition.qNegIntegratedPosteriorVariance(model, mc_points=points)(points[None]),

@@ -61,7 +61,10 @@ class FederatedModel(Model):
     ) -> Any:
         """Return the differentiable posterior of f at Q points; with ``observation_noise``, of observations."""
         found = self.gp(self.exported.transforms.inputs(X.double()))
-        if observation_noise is not False and isinstance(self.exported.likelihood, GaussianLikelihood):
+        if observation_noise is not False:
+            if not isinstance(self.exported.likelihood, GaussianLikelihood):
+                kind = type(self.exported.likelihood).__name__
+                raise NotImplementedError(f"observations of {kind} are not normal: leave `observation_noise` out")
             found = self.exported.likelihood(found)
         posterior = GPyTorchPosterior(self.exported.transforms.original(found))
         return posterior if posterior_transform is None else posterior_transform(posterior)
