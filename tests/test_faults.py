@@ -90,7 +90,7 @@ def times(**factors):
 
 LIES = {
     "crash": (crashed, "MemoryError"),
-    "bytes": (kit.arrays(lambda own: own | {"more": np.zeros(100_000)}), "bytes; the requested answer has"),
+    "bytes": (kit.arrays(lambda own: own | {"more": np.zeros(100_000)}), "has at most 65904 with D = 1, P = 2, M = 5"),
     "rows": (times(count=2.0), "the site described"),
     "no-targets": (times(target_squares=-1.0), "rows that the site described"),
     "huge": (times(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),

@@ -102,7 +102,8 @@ class Contract:
         declared = layout(self.question.answer, self.sizes, self.requests[site])
         found = bytes_of(RecordDict({"arrays": reply.content["arrays"]}))
         if declared is not None and found > (most := SPARE_BYTES + 16 * length(declared)):
-            return f"its arrays hold {found} bytes; the requested answer has at most {most}"
+            lengths = ", ".join(f"{letter} = {length}" for letter, length in self.sizes.items())
+            return f"its arrays hold {found} bytes; the requested answer has at most {most} with {lengths}"
         try:
             answer = self.read(reply)
         except ProtocolError as error:
