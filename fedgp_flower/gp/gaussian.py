@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import cholesky
 
-_HINT = "Lower the damping factor, or give the site a proper cavity"
+_HINT = "Lower `pvi.learning-rate` or `pvi.damping`"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
