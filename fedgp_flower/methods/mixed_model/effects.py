@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import grad_and_value, jacfwd, vmap
+from torch.func import grad_and_value, hessian, jacfwd, vmap
 
 from fedgp_flower.errors import DataError, NumericsError
 from fedgp_flower.gp.likelihoods.integrals import hermite_rule
@@ -300,43 +300,63 @@ def derivatives(
     displacements, then their negatives. Finite differences give the last result: first, then second derivatives of the
     lower triangle of the Hessian by v along each displacement, per step :data:`STRIDE`.
     """
-    size = sum(smooth.widths)
-    sizes = [size, rows.fixed.shape[1], rows.terms.count, sum(smooth.lengths), len(smooth.terms)]
-    sizes.append(points.shape[1] - sum(sizes))
-
-    def parts(point: Float[Tensor, " P"]) -> tuple[Marginal, Tensor, Tensor, Tensor]:
-        v, beta, theta, lengths, amplitudes, shape = point.split(sizes)
-        fixed, features = rows.offset + rows.fixed @ beta, smooth.features(inputs, lengths)
-        for phi, a, weights in zip(features, amplitudes, v.split(smooth.widths), strict=True):
-            fixed = fixed + a * (phi @ weights)
-        return Marginal(rows, family(shape)), fixed, theta, smooth.unexplained(features, amplitudes, len(fixed))
-
-    centres = [parts(point)[:3] for point in points]
-    modes = [torch.stack(part) for part in zip(*(one.mode(fixed, theta) for one, fixed, theta in centres), strict=True)]
-    turns = points[:0] if turns is None else turns
-    near = points[:, None] + torch.cat([turns.new_zeros(1, points.shape[1]), turns])
+    parts = partial(split, rows, family, smooth, inputs)
 
     def at(point: Float[Tensor, " P"], *mode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def value(near: Float[Tensor, " P"]) -> Scalar:
-            marginal, fixed, theta, unexplained = parts(near)
+            marginal, fixed, theta, unexplained, _ = parts(near)
             return marginal.log_evidence(fixed, theta, (mode[0], mode[1]), unexplained)
 
         def slope(near: Float[Tensor, " P"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             gradient, evidence = grad_and_value(value)(near)
             return gradient, (evidence, gradient)
 
-        hessian, (evidence, gradient) = jacfwd(slope, has_aux=True)(point)
-        return evidence, gradient, hessian
+        curvature, (evidence, gradient) = jacfwd(slope, has_aux=True)(point)
+        return evidence, gradient, curvature
 
+    def by_weights(point: Float[Tensor, " P"], *mode: Tensor) -> Float[Tensor, "V V"]:
+        marginal, fixed, theta, unexplained, weighted = parts(point)
+
+        def value(change: Float[Tensor, " V"]) -> Scalar:
+            return marginal.log_evidence(fixed + weighted @ change, theta, (mode[0], mode[1]), unexplained)
+
+        return hessian(value)(point.new_zeros(weighted.shape[1]))
+
+    centres = [parts(point)[:3] for point in points]
+    modes = [torch.stack(part) for part in zip(*(one.mode(fixed, theta) for one, fixed, theta in centres), strict=True)]
     width = rows.inner.effects.shape[1]
     entries = len(rows.y) * NODES.get(width, 1) ** width * points.shape[1]
-    batched = vmap(at, chunk_size=min(TOGETHER, 1 + MOST // entries))
-    results = batched(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
-    values, gradients, hessians = (part.unflatten(0, near.shape[:2]) for part in results)
-    lower = torch.tril_indices(size, size)
-    middle, up, down = hessians[:, :, lower[0], lower[1]].split([1, len(turns) // 2, len(turns) // 2], dim=1)
+    batched = partial(vmap, chunk_size=min(TOGETHER, 1 + MOST // entries))
+    values, gradients, hessians = batched(at)(points, *modes)
+    lower = torch.tril_indices(sum(smooth.widths), sum(smooth.widths))
+    if turns is None or not len(turns):
+        return values, gradients, hessians, points.new_zeros(len(points), 0, lower.shape[1])
+    near = points[:, None] + torch.cat([turns.new_zeros(1, points.shape[1]), turns])
+    found = batched(by_weights)(near.flatten(0, 1), *(mode.repeat_interleave(1 + len(turns), dim=0) for mode in modes))
+    triangles = found[:, lower[0], lower[1]].unflatten(0, near.shape[:2])
+    middle, up, down = triangles.split([1, len(turns) // 2, len(turns) // 2], dim=1)
     bends = torch.cat([(up - down) / (2 * STRIDE), (up + down - 2 * middle) / STRIDE**2], dim=1)
-    return values[:, 0], gradients[:, 0], hessians[:, 0], bends
+    return values, gradients, hessians, bends
+
+
+def split(
+    rows: Crossed,
+    family: Callable[[Tensor], Family],
+    smooth: Smooths,
+    inputs: Sequence[Tensor],
+    point: Float[Tensor, " P"],
+) -> tuple[Marginal, Tensor, Tensor, Tensor, Float[Tensor, "N V"]]:
+    """The parts of the log likelihood at ψ, the last of which are the features a φ of all smooth terms.
+
+    The others are the arguments of :meth:`Marginal.log_evidence` except the mode.
+    """
+    sizes = [sum(smooth.widths), rows.fixed.shape[1], rows.terms.count, sum(smooth.lengths), len(smooth.terms)]
+    v, beta, theta, lengths, amplitudes, shape = point.split([*sizes, len(point) - sum(sizes)])
+    features = smooth.features(inputs, lengths)
+    weighted = [a * phi for a, phi in zip(amplitudes, features, strict=True)]
+    matrix = torch.cat([rows.fixed[:, :0], *weighted], dim=1)
+    fixed = rows.offset + rows.fixed @ beta + matrix @ v
+    return Marginal(rows, family(shape)), fixed, theta, smooth.unexplained(features, amplitudes, len(fixed)), matrix
 
 
 class Marginal:
