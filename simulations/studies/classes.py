@@ -5,7 +5,8 @@ and all training rows, starts at rows drawn at random and takes Adam: full batch
 than 10 000 rows, batches of 1000 at a rate that is halved after 3 epochs in which the mean bound has not risen by
 1e-4 of itself, until it is below .001. *Before* is its NLL at 80 % of the steps or at the last halving but one, and
 shows how far it has settled. *Within from* is the exchange from which on the NLL stays within .005 nats of SVGP's or
-better (.01 for the generated sets). Larger sets are cut to so many rows (0: all).
+better (.01 for the generated sets). Larger sets are cut to so many rows (0: all). Student-t noise has more than 2
+degrees of freedom in SVGP and at least 2.5 here; fewer than 2 describe `outliers` best.
 """
 
 from __future__ import annotations
