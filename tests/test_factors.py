@@ -218,7 +218,7 @@ def test_an_improper_factor_is_allowed_until_moments_are_asked(make):
     assert not factor.is_proper()
     assert (factor * make(1) ** 2.0).is_proper()
     for ask in (factor.moments, factor.described, factor.mean):
-        with pytest.raises(NumericsError, match=r"a .*Gaussian.* Lower `pvi.learning-rate` or `pvi.damping`"):
+        with pytest.raises(NumericsError, match=r"a .*Gaussian.* Lower the learning rate or the damping factor"):
             ask()
     assert not (make(1) ** 0.0).is_proper()
     assert not type(factor)(make(1).eta1 * float("nan"), make(1).eta2).is_proper()

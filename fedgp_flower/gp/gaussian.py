@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import cholesky
 
-_HINT = "Lower `pvi.learning-rate` or `pvi.damping`"
+_HINT = "Lower the learning rate or the damping factor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
