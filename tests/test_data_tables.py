@@ -115,13 +115,21 @@ def test_a_faulty_file_is_refused_with_its_name_and_without_its_cells(case, tmp_
     assert "high" not in message
 
 
-@pytest.mark.parametrize("words", [("yes", "no"), ("True", "False")])
-def test_an_event_in_words_is_answered_with_what_its_column_holds(words: tuple[str, str], tmp_path: Path) -> None:
+def fleet(path: Path, words: tuple[str, str]) -> RawSite:
     rows = "".join(f"{k},{k + 1},{words[k % 2]}\n" for k in range(20))
-    (tmp_path / "fleet.csv").write_text(f"load,hours,failed\n{rows}")
+    path.write_text(f"load,hours,failed\n{rows}")
     keys = {"target": "hours,failed", "model": {"likelihood": "time-to-event"}}
+    return load_site(CoreConfig.model_validate(keys), {"data-path": str(path)})
+
+
+def test_an_event_may_be_true_or_false(tmp_path: Path) -> None:
+    named, numbered = (fleet(tmp_path / "fleet.csv", words) for words in (("True", "False"), ("1", "0")))
+    pd.testing.assert_frame_equal(named.train, numbered.train)
+
+
+def test_an_event_in_words_is_answered_with_what_its_column_holds(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        load_site(CoreConfig.model_validate(keys), {"data-path": str(tmp_path / "fleet.csv")})
+        fleet(tmp_path / "fleet.csv", ("yes", "no"))
     expected = "column `failed`: text in a numeric cell in row 1 and 19 more rows. `failed` holds 1 where the event was"
     assert f"fleet.csv: {expected} seen and 0 where the time is censored" in str(caught.value)
 

@@ -105,7 +105,7 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
         return column, ["complex numbers; expected real numbers or text"]
     if pd.api.types.is_datetime64_any_dtype(column.dtype) or pd.api.types.is_timedelta64_dtype(column.dtype):
         return column, ["dates or durations; expected numbers or text, for example days since a fixed day"]
-    if pd.api.types.is_numeric_dtype(column.dtype) and not is_bool:
+    if pd.api.types.is_numeric_dtype(column.dtype) and (kind == "numeric" or not is_bool):
         numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
         found = number_labels(numbers) if kind == "categorical" else numbers
         return found, _problems(found)
