@@ -105,7 +105,8 @@ class Rules:
         limit: object = getattr(self.policy, rule.replace("-", "_"))
         self.decisions.append(Decision(rule, limit, "passed" if passes else "refused", found))
         if not passes:
-            raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
+            remedy = "; its owner may set another in a file, `policy`" if self.file == DEFAULT else ""
+            raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site{remedy}")
 
     def _require_shown(self, columns: set[str]) -> None:
         hidden = sorted(columns & {*self.policy.hidden_columns})
