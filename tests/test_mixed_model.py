@@ -28,7 +28,7 @@ from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expand
 from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run import summary
+from fedgp_flower.run import check, summary
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
 from strategies.mixed_model import Fitting, MixedState, around, one_round
@@ -542,3 +542,26 @@ def test_a_formula_that_would_be_read_as_another_is_refused(terms, words):
 def test_an_intercept_that_is_taken_out_is_no_random_effect(effects):
     assert [term.effects for term in parse(f"y ~ x + ({effects} || g)").random] == ["0 + x"]
     assert [term.called for term in parse("y ~ x + (1 | `a b`/c) + (1 | a:b)").random] == ["a b", "a b:c", "a:b"]
+
+
+def checked(folder, formula, time=1.0):
+    """Problems of three tables of counts with exposure; one of them has a row with another time."""
+    draw, paths = np.random.default_rng(8), [folder / f"{name}.csv" for name in ("east", "north", "west")]
+    for path in paths:
+        table = pd.DataFrame({"time": draw.uniform(1, 3, 40), "arm": draw.choice(["drug", "none"], 40)})
+        table = table.assign(child=draw.integers(0, 9, 40), y=draw.poisson(table["time"]))
+        table.loc[0, "time"] = time if path == paths[0] else 1.0
+        table.to_csv(path, index=False)
+    keys = {"formula": formula, "model.likelihood": "poisson", "test-fraction": 0.0}
+    return check.check(paths, parse_config(keys))[2]
+
+
+def test_a_check_evaluates_the_formula_at_all_rows(tmp_path):
+    """One site would be left out in the first exchange, and its rows would be missing from every estimate."""
+    formula = "y ~ arm + offset(log(time)) + (1 | child)"
+    assert checked(tmp_path, formula) == []
+    [problem] = checked(tmp_path, formula, time=0.0)
+    assert problem.startswith("east.csv: `formula`: I(log(time)) is not finite in 1 of 40 rows")
+    problems = checked(tmp_path, formula.replace("arm", "C(arm, Treatment('Drug'))"))
+    assert [problem[:4] for problem in problems] == ["east", "nort", "west"]
+    assert all(problem.endswith("the levels of `arm` are drug, none") for problem in problems)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
-from fedgp_flower.formula import Formula
+from fedgp_flower.formula import Formula, columns_of
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -61,11 +61,15 @@ def _matrix(part: str, table: pd.DataFrame, finite: bool) -> tuple[Array, tuple[
         with np.errstate(invalid="ignore", divide="ignore"):
             matrix = formulaic.model_matrix(part, table, na_action="ignore")
     except Exception as error:
-        raise DataError(f"`formula`: {part!r} cannot be read ({type(error).__name__}: {error})") from None
+        texts = [name for name in columns_of(part) if name in table and table[name].dtype == "category"]
+        levels = [f"the levels of `{name}` are {', '.join(table[name].cat.categories)}" for name in texts]
+        raise DataError(f"`formula`: {'; '.join([f'{part!r} cannot be read ({error})', *levels])}") from None
     values = matrix.to_numpy(dtype=np.float64)
     if finite and not np.isfinite(values).all():
-        infinite = map(str, matrix.columns[~np.isfinite(values).all(axis=0)])
-        raise DataError(f"`formula`: {', '.join(infinite)} is not finite in some rows")
+        infinite = ~np.isfinite(values)
+        names, count = map(str, matrix.columns[infinite.any(axis=0)]), int(infinite.any(axis=1).sum())
+        found = f"`formula`: {', '.join(names)} is not finite in {count} of {len(values)} rows"
+        raise DataError(f"{found}, like log(…) of a number that is not above zero; correct or omit these rows")
     return values, tuple(str(name).replace("Intercept", "intercept") for name in matrix.columns)
 
 
