@@ -317,11 +317,11 @@ def test_shares_of_one_table_have_no_policy_unless_one_is_named():
     frame = hospital(0).iloc[:5]
     assert Rules("train").site(site_of(frame, shared_table=True)).train is frame
     real = Rules("train")
-    with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy") as caught:
+    with pytest.raises(PolicyError, match="in the default policy of this site; its owner may set another") as caught:
         real.site(site_of(frame))
     assert "5" not in str(caught.value)  # the words that leave hold no count of rows
     assert real.decisions[-1] == Decision("least-rows", 10, "refused", "5 rows")
-    with pytest.raises(PolicyError, match=r"in site\.toml"):
+    with pytest.raises(PolicyError, match=r"in site\.toml of this site$"):
         rules(Policy()).site(site_of(frame, shared_table=True))
 
 

@@ -71,9 +71,10 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
     except DataError as error:
         return {}, [], [*problems, *([str(error)] if described else [])]
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
+    preparation = Preparation.from_wire(agreement.arrays, agreement.schema)
     for name in (name for name in rows if config.design and name not in agreement.refused):
         try:
-            design.columns(config.design, rows[name], Preparation.from_wire(agreement.arrays, agreement.schema))
+            design.columns(config.design, rows[name], preparation)
         except DataError as error:
             problems.append(f"{files[name]}: {error}")
     suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
