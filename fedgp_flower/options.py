@@ -119,6 +119,8 @@ SECOND_COLUMN = {
     **dict.fromkeys(("time-to-event", "log-logistic", "log-normal"), "event"),
 }
 """Content of the second target column, by likelihood."""
+FIRST = {"event": "time", "exposure": "count", "trials": "successes"}
+"""Content of the target column beside a second one."""
 MULTICLASS = frozenset({"categorical", "ordinal"})
 """Likelihoods of classes 0, 1, 2, …"""
 CLASSIFICATION = MULTICLASS | {"bernoulli"}
@@ -244,6 +246,8 @@ class MethodOptions(BaseModel):
     """Whether ``model.kernel`` may be ``steps(…)``."""
     reads_formula: ClassVar[bool] = False
     """Whether the method reads ``formula``."""
+    fewer_parameters: ClassVar[str] = "fewer `model.num-inducing`"
+    """What makes messages of the method smaller, for a warning."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise for ``privacy.epsilon``."""
     default_kernel: ClassVar[str] = DEFAULT_KERNEL

@@ -274,8 +274,11 @@ def test_impossible_requests_are_refused_with_the_key_to_change():
         by("exponential", 20)
     with pytest.raises(DataError, match=r"raise `partition.alpha`, lower `partition.min-rows` \(now 50\)"):
         by("dirichlet", 5, **{"alpha": 0.05, "min-rows": 50})
-    with pytest.raises(DataError, match="cannot assign every class to a site; the partition column has 10 classes"):
+    with pytest.raises(
+        DataError, match="cannot assign every class to a site; the partition column has 10 classes: take 9 sites"
+    ):
         by("pathological", 5)
+    assert len(by("pathological", 9).rows) == 9
     few = pd.DataFrame({"x": [0.0, 0.0, 1.0, 1.0, 1.0]})
     with pytest.raises(DataError, match="'kmeans' with 3 sites leaves a site without rows"):
         partition_rows(few, few["x"], 3, config(partitioner="kmeans"))

@@ -256,7 +256,7 @@ def test_the_server_waits_for_a_second_usable_site(tmp_path):
 @pytest.mark.parametrize(
     ("count", "faults", "words"),
     [
-        (1, [], "1 usable"),
+        (1, [], "No site failed; no other site was connected: connect more, or lower `min-sites`."),
         (2, [Fault("1", lost)], "node 2: no reply within 5 s"),
         (3, [Fault(site, crashed, rounds=range(2, 9)) for site in "12"], "MemoryError"),
         (2, [Fault("1", texts(schema="{"), ("query.describe",))], "schema is not JSON"),

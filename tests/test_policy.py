@@ -3,6 +3,7 @@
 import hashlib
 import json
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -55,8 +56,10 @@ def test_every_sum_but_scores_says_how_many_parameters_it_holds():
     assert {answer for answer in sums if not hasattr(answer, "num_parameters")} == set()
 
 
-def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path):
+def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path, caplog):
     nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("abc")}, "")
+    nodes[0]["label"] = "ward"
+    caplog.set_level("INFO", "fedgp")
     keys = {"method": "fsgp", "num_server_rounds": 1, "sites": 3}
 
     def warned(points, **more):
@@ -66,8 +69,24 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
 
     assert warned(3) == []
     [said] = [said for said in warned(9) if said.startswith(FEW_ROWS)]
-    assert said.endswith("(from a, b, c)")
+    assert said.endswith("(from b, c, ward)")
+    assert f"site ward: {FEW_ROWS}" in caplog.text
     assert warned(9, privacy__secure_aggregation=True) == []
+
+
+@pytest.mark.parametrize(
+    ("flat", "words"),
+    [
+        ({"method": "sgpr"}, "fewer `model.num-inducing`, or `privacy.secure-aggregation` = true, hide them"),
+        ({"formula": "y ~ x + (1 | g)"}, "fewer terms in `formula`, or `privacy"),
+        ({"method": "pvi-bnn"}, "fewer `bnn.hidden`, or `privacy"),
+    ],
+)
+def test_the_warning_names_what_the_method_could_have_fewer_of(flat, words):
+    found = Rules("query.trials")
+    found.admit(parse_config(flat), "run", 0, "")
+    found.answer(SimpleNamespace(num_parameters=lambda: 100), 9)
+    assert found.warning.startswith(f"{FEW_ROWS}; {words}")
 
 
 SECRETS = ("person-no-", "2021-03-", "11 March 2021", "kuru-kuru")

@@ -104,7 +104,9 @@ def _flower(column: pd.Series, order: Indices, sites: int, config: CoreConfig, c
             each = CLASSES_PER_SITE
             advice = f"the partition column has {count} classes"
             if not each <= count < sites + each:
-                raise DataError(f"{called}, {each} classes per site, cannot assign every class to a site; {advice}")
+                remedy = f"take {count - each + 1} sites or more" if count > each else "name another `partition.column`"
+                what = f"{called}, {each} classes per site, cannot assign every class to a site"
+                raise DataError(f"{what}; {advice}: {remedy}")
             advice += "; take fewer sites or fewer classes per site"
             mode = "first-deterministic" if sites >= count else "deterministic"  # the paper's mode, if it fits
             chosen = flower.PathologicalPartitioner(sites, "class", each, mode, shuffle=False, seed=seed)

@@ -19,7 +19,7 @@ from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.tables import OTHER
 from fedgp_flower.errors import ConfigError, DamagedError, PolicyError
 from fedgp_flower.files import exclusive, read_json, read_toml, write_bytes
-from fedgp_flower.options import Count, Positive, Section, Value
+from fedgp_flower.options import Count, MethodOptions, Positive, Section, Value
 from fedgp_flower.privacy.disclosure import is_identifier, kept_levels
 
 A = TypeVar("A")
@@ -33,11 +33,8 @@ UNRESTRICTED = frozenset(
     | {"sites", "baselines.pooled"}  # `fedgp deploy run` sets them
 )
 """Keys that `keys` does not restrict: a real site does not read them, and `methods` restricts the method."""
-FEW_ROWS = (
-    "sums of a site with so few rows nearly show its rows to the server; fewer `model.num-inducing`, or"
-    " `privacy.secure-aggregation` = true, hide them (`parameters-per-row` of docs/privacy.md)"
-)
-"""Warning to the server; the site's log names the message."""
+FEW_ROWS = "sums of a site with so few rows nearly show its rows to the server"
+"""Start of the warning to the server; the site's log names the message."""
 
 
 class Policy(Section):
@@ -93,6 +90,8 @@ class Rules:
     """False for simulated sites with parts of one table and no policy file: one machine has all the rows."""
     warning: str = ""
     """Warning that is sent to the server."""
+    fewer: str = MethodOptions.fewer_parameters
+    """What the method of the run could have fewer of, so that a message holds fewer parameters."""
 
     def read(self, node_config: Mapping[str, Value]) -> Rules:
         """Read the file ``policy`` of the node configuration, if there is one, and return these rules."""
@@ -114,7 +113,7 @@ class Rules:
 
     def admit(self, config: RunConfig, run: str, number: int, state_dir: str, content: str = "") -> None:
         """Raise PolicyError for a kind, round or configuration that is not allowed; ``content`` hashes the question."""
-        limits, method = self.policy, config.method
+        limits, method, self.fewer = self.policy, config.method, config.options.fewer_parameters
         self._require("methods", not limits.methods or method in limits.methods, f"method `{method}` may not run")
         forbidden: list[str] = []
         if limits.keys:
@@ -199,7 +198,10 @@ class Rules:
             self._require("parameters-per-row", passes, words, found)
             return
         self.decisions.append(Decision("parameters-per-row", limit, "warned", found))
-        self.warning = FEW_ROWS
+        self.warning = (
+            f"{FEW_ROWS}; {self.fewer}, or `privacy.secure-aggregation` = true, hide them (`parameters-per-row` of"
+            " docs/privacy.md)"
+        )
 
 
 def read(path: Path) -> Policy:

@@ -337,7 +337,11 @@ class Network:
         for failure in self.failures[-5:]:
             sites.setdefault(failure.reason, []).append(failure.site)
         latest = "; ".join(f"{', '.join(dict.fromkeys(each))}: {reason}" for reason, each in sites.items())
-        return f"Latest failures: {latest}" if latest else "No site failed; no other site was connected."
+        return (
+            f"Latest failures: {latest}"
+            if latest
+            else "No site failed; no other site was connected: connect more, or lower `min-sites`."
+        )
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -376,7 +380,8 @@ class Network:
         for warning in str(config_of(reply).get("warning", "")).splitlines()[:5]:
             if site not in self.warned.setdefault(warning[:300], set()):
                 self.warned[warning[:300]].add(site)
-                logger.info("site %s: %s", site, warning[:300])  # the run's notes repeat it
+                label = config_of(reply).get("label") or self.labels.get(site, site)
+                logger.info("site %s: %s", label, warning[:300])  # the run's notes repeat it
 
 
 def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:

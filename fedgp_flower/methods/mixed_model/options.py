@@ -13,6 +13,7 @@ class MixedOptions(MethodOptions):
     """Checks of the core configuration; mixed models have no table of keys."""
 
     reads_formula: ClassVar[bool] = True
+    fewer_parameters: ClassVar[str] = "fewer terms in `formula`"
     likelihoods: ClassVar[frozenset[str]] = frozenset({"gaussian", "bernoulli", "poisson", "negative-binomial"})
 
     def check(self, core: CoreConfig) -> None:

@@ -41,6 +41,7 @@ class GLMOptions(WeightsOptions):
     """The table ``glm.*``."""
 
     table: ClassVar[str] = "glm"
+    fewer_parameters: ClassVar[str] = "fewer `features`"
 
     covariance: Literal["full", "diagonal"] = "full"
     """Covariance of q(θ); ``diagonal`` is the paper's mean-field form."""
@@ -67,6 +68,7 @@ class BNNOptions(WeightsOptions):
     """The table ``bnn.*``."""
 
     table: ClassVar[str] = "bnn"
+    fewer_parameters: ClassVar[str] = "fewer `bnn.hidden`"
 
     hidden: PositiveInt = 50
     """Rectified units of the hidden layer."""
