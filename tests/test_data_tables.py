@@ -92,7 +92,14 @@ CASES = {
         {},
         ["`job` has 9 levels", "`features`", "`dose` holds dates", "`dates`", "`y`: empty or NaN cell in row 1 and 2"],
     ),
-    "two targets": (lines(), {"target": "y,dose"}, ["missing column `y,dose`", "a run has one `target`, or two"]),
+    "two targets": (
+        lines(),
+        {"target": "y,dose"},
+        [
+            *("missing column `y,dose`", "a run has one `target`, or two columns if `model.likelihood` is"),
+            *("'time-to-event' or 'log-logistic' or 'log-normal' (time, event)", "'binomial' (successes, trials)"),
+        ],
+    ),
     "left out by a wrong name": (lines(), {"features": "-jobs"}, ["leaves out `jobs`", "`job`"]),
     "header only": (HEADER + "\n", {}, ["no data rows"]),
     "empty file": ("", {}, ["the file is empty"]),
@@ -115,23 +122,24 @@ def test_a_faulty_file_is_refused_with_its_name_and_without_its_cells(case, tmp_
     assert "high" not in message
 
 
-def fleet(path: Path, words: tuple[str, str]) -> RawSite:
+@pytest.mark.parametrize("words", [("yes", "no"), ("dead", "alive")])
+def test_an_event_in_words_is_answered_with_what_its_column_holds(words: tuple[str, str], tmp_path: Path) -> None:
     rows = "".join(f"{k},{k + 1},{words[k % 2]}\n" for k in range(20))
-    path.write_text(f"load,hours,failed\n{rows}")
+    (tmp_path / "fleet.csv").write_text(f"load,hours,failed\n{rows}")
     keys = {"target": "hours,failed", "model": {"likelihood": "time-to-event"}}
-    return load_site(CoreConfig.model_validate(keys), {"data-path": str(path)})
-
-
-def test_an_event_may_be_true_or_false(tmp_path: Path) -> None:
-    named, numbered = (fleet(tmp_path / "fleet.csv", words) for words in (("True", "False"), ("1", "0")))
-    pd.testing.assert_frame_equal(named.train, numbered.train)
-
-
-def test_an_event_in_words_is_answered_with_what_its_column_holds(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        fleet(tmp_path / "fleet.csv", ("yes", "no"))
+        load_site(CoreConfig.model_validate(keys), {"data-path": str(tmp_path / "fleet.csv")})
     expected = "column `failed`: text in a numeric cell in row 1 and 19 more rows. `failed` holds 1 where the event was"
     assert f"fleet.csv: {expected} seen and 0 where the time is censored" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fleet.parquet", "fleet.csv"])
+def test_an_event_may_be_a_truth_value_of_pandas(name: str, tmp_path: Path) -> None:
+    rows = pd.DataFrame({"load": np.arange(20.0), "hours": np.arange(1.0, 21.0), "failed": [True, False] * 10})
+    rows.to_csv(tmp_path / name, index=False) if name.endswith("csv") else rows.to_parquet(tmp_path / name)
+    keys = {"target": "hours,failed", "model": {"likelihood": "time-to-event"}, "test-fraction": 0.0}
+    site = load_site(CoreConfig.model_validate(keys), {"data-path": str(tmp_path / name)})
+    assert site.train["failed"].tolist() == [1.0, 0.0] * 10
 
 
 UNREADABLE = {
@@ -224,6 +232,7 @@ def test_parquet_types(tmp_path):
 
 def test_targets_of_each_likelihood():
     raw = pd.DataFrame({"y": [0.0, 1.0, 2.5, -1.0], "two": [0, 1, 1, 0], "n": [0, 3, 1, 7], "t": ["no", "yes"] * 2})
+    raw["b"] = [True, False] * 2
 
     def target(name: str, likelihood: str) -> list:
         config = CoreConfig.model_validate({"model": {"likelihood": likelihood}})
@@ -233,6 +242,8 @@ def test_targets_of_each_likelihood():
     assert target("t", "bernoulli") == ["no", "yes", "no", "yes"]
     assert target("n", "poisson") == [0, 3, 1, 7]
     assert target("y", "student-t") == [0.0, 1.0, 2.5, -1.0]
+    with pytest.raises(DataError, match=r"`b` holds truth values; .* set `model.likelihood` to 'bernoulli'"):
+        target("b", "gaussian")
     with pytest.raises(DataError, match="`y` has 4 levels"):
         target("y", "bernoulli")
     with pytest.raises(DataError, match="`y`: expected counts 0, 1, 2, …; another number in row 3 and 1 more row"):

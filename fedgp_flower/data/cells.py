@@ -291,9 +291,8 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
     if likelihood in CLASSIFICATION:
         return
     if kind_of(target) == "categorical":
-        raise DataError(
-            f"{name} holds text, {levels} levels; `model.likelihood` = '{likelihood}' needs numbers: {advice}"
-        )
+        held = "truth values" if {*target.unique()} <= {"True", "False"} else f"text, {levels} levels"
+        raise DataError(f"{name} holds {held}; `model.likelihood` = '{likelihood}' needs numbers: {advice}")
     values = target.to_numpy(dtype=np.float64)
     wrong = (values < 0) | (values != np.round(values))
     if likelihood in COUNTS and wrong.any():

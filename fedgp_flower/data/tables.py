@@ -14,6 +14,7 @@ from typing import cast
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.options import FIRST, SECOND_COLUMN
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
@@ -170,8 +171,9 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
         alone = len(present) == 1 and ".csv" in file
         hint = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if alone else ""
         if any("," in name and {part.strip() for part in name.split(",")} <= {*present} for name in missing):
-            hint = (
-                "; a run has one `target`, or two columns if `model.likelihood` is 'time-to-event' (time, event),"
-                " 'poisson' (count, exposure) or 'binomial' (successes, trials)"
-            )
+            taking = {
+                second: [repr(name) for name in SECOND_COLUMN if SECOND_COLUMN[name] == second] for second in FIRST
+            }
+            kinds = [f"{' or '.join(names)} ({FIRST[second]}, {second})" for second, names in taking.items()]
+            hint = f"; a run has one `target`, or two columns if `model.likelihood` is {', '.join(kinds)}"
         raise DataError(f"{file}: missing column {names_missing}; the file has {listed(present)}{hint}")
