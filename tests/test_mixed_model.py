@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,7 @@ from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run import check, summary
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
 from strategies.mixed_model import Fitting, MixedState, around, one_round
@@ -306,6 +308,14 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     assert (run.path / "effects.csv").read_text(encoding="utf-8").startswith("group,kind,effect,estimate,se")
     page = run.report_path.read_text(encoding="utf-8")
     assert "REML estimates in units of the table" in page
+    assert "groups of <code>subject</code> (a group" in page
+    details = {**run.metrics.method_details, "log_likelihood": -3.5}
+    assert "log likelihood (REML) −3.50, AIC" in posterior.caption(details)
+    saved = read_run(run.path)
+    lost = replace(saved.metrics, sites=saved.metrics.sites - 1, method_details={**details, "rows": 100})
+    assert summary.comparison_warnings([saved, saved]) == []
+    [doubt] = summary.comparison_warnings([saved, replace(saved, metrics=lost)])
+    assert doubt.endswith(f"rows {details['rows']}, 100; lost sites 0, 1")
     assert "Figures by REML compare models with the same fixed effects only." in page
     assert "a group with rows at several sites counts as another group at each" in page
     new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))

@@ -48,7 +48,7 @@ class Panel:
     def render(self, plots: Path) -> Markup:
         """Return the HTML, with a figure as SVG, and save the figure as PNG in ``plots``."""
         if isinstance(self.body, str):
-            return Markup(self.body) + Markup('<p class="note">{}</p>').format(self.caption)  # noqa: S704
+            return Markup(self.body) + Markup('<p class="note">{}</p>').format(_with_code(self.caption))  # noqa: S704
         name = self.name or "-".join(re.findall(r"[a-z0-9]+", self.title.lower())) or "panel"
         bitmap, drawing = io.BytesIO(), io.BytesIO()
         self.body.savefig(bitmap, format="png", metadata={"Software": None})
@@ -59,7 +59,7 @@ class Panel:
         width = math.ceil(self.body.get_figwidth() * 100)
         broad = Markup(' class="broad"' * (width > 500))  # noqa: S704
         image = Markup('<img src="{}" width="{}" alt="{}">').format(source, width, self.title)
-        caption = Markup("<figcaption>{}</figcaption>").format(self.caption)
+        caption = Markup("<figcaption>{}</figcaption>").format(_with_code(self.caption))
         return Markup("<figure{}>\n{}\n{}</figure>").format(broad, image, caption)
 
 
@@ -175,8 +175,13 @@ def _with_contents(page: str) -> str:
 
 def _sentence_html(sentence: str) -> Markup:
     """Return a sentence as HTML with its keys as code."""
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(sentence[:1].upper() + sentence[1:])))
+    text = _with_code(sentence[:1].upper() + sentence[1:])
     return Markup(re.sub(r"(?<=\d) %", "\u00a0%", text))  # noqa: S704
+
+
+def _with_code(words: str) -> Markup:
+    """Return words as HTML with what stands in backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(words))))  # noqa: S704
 
 
 def _facts(run: Run) -> str:

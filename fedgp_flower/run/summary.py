@@ -343,7 +343,8 @@ def _training_summary(run: Run) -> dict[str, tuple[float, float]]:
     """Return known figures of a run's training rows, each with the unit of its rounding."""
     target, data = run.metrics.training_target, run.metrics.data
     facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
-    rows = {"rows": (data["rows"], 1.0)} if data else {}
+    fitted = run.metrics.method_details.get("rows", data.get("rows"))
+    rows = {"rows": (fitted, 1.0), "lost sites": (data["sites"] - run.metrics.sites, 1.0)} if data else {}
     columns = (column for column in data.get("columns", ()) if "mean" in column)
     means = {f"mean of `{column['name']}`": (column["mean"], column["sd"] or 1.0) for column in columns}
     return {**rows, **facts, **means}
@@ -391,7 +392,11 @@ def quoted(metrics: RunMetrics) -> dict[str, str]:
             found[f"{name} (ratio)"] = f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"
     titles = {"log_likelihood": "log likelihood", "aic": "AIC", "bic": "BIC"}
     by = restricted(facts)
-    return found | {f"{title}{by}": f"{facts[name]:.2f}" for name, title in titles.items() if found and name in facts}
+    return found | {
+        f"{title}{by}": f"{facts[name]:.2f}".replace("-", "−")
+        for name, title in titles.items()
+        if found and name in facts
+    }
 
 
 def restricted(facts: Facts) -> str:

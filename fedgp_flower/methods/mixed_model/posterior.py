@@ -181,6 +181,7 @@ def caption(facts: Facts) -> str:
     words += " (a group with rows at several sites counts as another group at each)" if groups else ""
     by = restricted(facts)
     fit = f"log likelihood{by} {facts['log_likelihood']:.2f}, AIC{by} {facts['aic']:.2f}, BIC{by} {facts['bic']:.2f}"
+    fit = fit.replace(" -", " −")
     same = " Figures by REML compare models with the same fixed effects only." if by else ""
     kind = "Profile likelihood intervals and Wald" if _profiled(facts) else "Wald intervals and"
     return f"{words}; {fit}.{same} {kind} p-values."
