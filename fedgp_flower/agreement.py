@@ -230,6 +230,11 @@ class Agreement:
         return Column.from_json(json.loads(self.schema)["target"]).levels
 
     @property
+    def levels(self) -> dict[str, tuple[str, ...]]:
+        """Levels of each feature column; empty for a number."""
+        return {c.name: c.levels for c in map(Column.from_json, json.loads(self.schema)["features"])}
+
+    @property
     def num_inputs(self) -> int:
         """D, the number of encoded inputs."""
         return len(self.arrays["input.mean"])

@@ -6,7 +6,7 @@ A server sends the formula to sites, so it may call only :data:`FUNCTIONS`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +19,8 @@ ALLOWED = re.compile(rf"(?:{QUOTED}|(?<![\w.`])\d+\.\d*(?![\w.])|[\w\s+\-*/:^|~(
 """Characters of a formula. Points are allowed only in numbers, so attributes cannot be accessed."""
 WORD = re.compile(rf"({QUOTED}|[^\W\d]\w*|\d[\d.]*(?:[eE]-?\d+)?)(\s*\()?")
 GROUP = re.compile(r"(?:`[^`]+`|[^\W\d]\w*)(?:\s*:\s*(?:`[^`]+`|[^\W\d]\w*))*")
+MOST_SHOWN = 10
+"""Most levels of a column in an error."""
 EXAMPLE = "such as 'wheeze ~ smoke * age + (1 + age | child)'"
 
 
@@ -63,6 +65,15 @@ class Formula:
         """Columns that ``C(…)`` declares as categorical."""
         named = re.findall(rf"\bC\(\s*({QUOTED}|\w+)", self.text)
         return tuple(dict.fromkeys(name.strip("`") for name in named))
+
+    def unknown_reference(self, levels: Mapping[str, Sequence[str]]) -> str:
+        """Say which reference level no site has; empty if there is none. ``levels`` are those of each text column."""
+        for name, reference in re.findall(rf"\bC\(\s*({QUOTED}|\w+)\s*,\s*Treatment\(\s*({QUOTED}|\w+)", self.text):
+            known = levels.get(name.strip("`"), ())
+            if known and reference[1:-1] not in known:  # without quotes it is no level either
+                shown = ", ".join(f"'{level}'" for level in known[:MOST_SHOWN]) + ", …" * (len(known) > MOST_SHOWN)
+                return f"`formula`: Treatment({reference}) is no level of {name}; its levels are {shown}"
+        return ""
 
 
 @cache

@@ -92,6 +92,16 @@ CASES = {
         {},
         ["`job` has 9 levels", "`features`", "`dose` holds dates", "`dates`", "`y`: empty or NaN cell in row 1 and 2"],
     ),
+    "function of a number without one": (
+        lines(header="age,job,exposure,y"),
+        {"formula": "y ~ job + age + offset(log(exposure))"},
+        ["offset(log(exposure)) is not finite in row 1; correct the cells, leave out the rows, or change the term"],
+    ),
+    "function of a number in a random term": (
+        lines((5, f"24,bx,-{SECRET},16"), (8, f"27,bx,-{SECRET},16"), (2, "21,bx,,4")),
+        {"formula": "y ~ C(job, Treatment('cx')) * log1p(age) + (1 + sqrt(dose) | job)", "missing": "drop"},
+        ["`formula`: sqrt(dose) is not finite in row 5 and 1 more row"],
+    ),
     "two targets": (
         lines(),
         {"target": "y,dose"},
@@ -649,6 +659,15 @@ def test_every_problem_is_told_at_once(tmp_path: Path, fedgp: Any) -> None:
     out = " ".join(fedgp("check", north, south, "partitioner=kmeans")[1].split())
     assert "train with `missing` = 'drop', 'impute' or 'indicator'" in out
     assert "every file is a site, and `partitioner` = 'kmeans' deals the rows of one table" in out
+
+
+def test_a_reference_level_that_no_site_has_is_told_with_the_levels(tmp_path: Path, fedgp: Any) -> None:
+    files = hospitals(tmp_path)
+    formula = "formula=y ~ age + C(ward, Treatment('{}'))"
+    status, out, _ = fedgp("check", *files, formula.format("B"), "missing=drop")
+    assert status == 2
+    assert "Treatment('B') is no level of ward; its levels are 'a', 'b', 'c'" in " ".join(out.split())
+    assert fedgp("check", *files, formula.format("b"), "missing=drop")[0] == 0
 
 
 def test_a_run_says_it_before_training_and_in_its_report(tmp_path: Path, caplog: Any) -> None:

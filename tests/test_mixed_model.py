@@ -17,7 +17,7 @@ from scipy.stats import multivariate_normal, nbinom, norm, poisson
 from torch.func import grad, hessian
 
 import fedgp_flower as fg
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import ConfigError, DataError, FedGPError
 from fedgp_flower.formula import parse
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
@@ -29,7 +29,7 @@ from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expand
 from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run import check, summary
+from fedgp_flower.run import summary
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
@@ -524,6 +524,30 @@ def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
         posterior.predict(table[:3].assign(arm=["a", "c", "b"]))
 
 
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        (
+            "arm + offset(log(beds))",
+            r"b.parquet: `formula`: offset\(log\(beds\)\) is not finite in row 4; correct the cells",
+        ),
+        ("beds * C(arm, Treatment(0))", r"Treatment\(0\) is no level of arm; its levels are 'a', 'b'"),
+        ("C(arm, Treatment('A'))", r"Treatment\('A'\) is no level of arm; its levels are 'a', 'b'"),
+    ],
+)
+def test_a_run_says_what_a_formula_cannot_be_computed_from(tmp_path, terms, words):
+    """One bad cell stops a simulated run before it trains, so that no site is lost unseen."""
+    draw = np.random.default_rng(1)
+    tables = {
+        site: pd.DataFrame({"arm": ["a", "b"] * 15, "beds": draw.uniform(1, 9, 30), "falls": draw.poisson(2, 30)})
+        for site in ("a", "b", "c")
+    }
+    tables["b"].loc[3, "beds"] = 0.0
+    keys = {"model.likelihood": "poisson", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
+    with pytest.raises(FedGPError, match=words):
+        fg.run(tables, options={"formula": f"falls ~ {terms}", **keys})
+
+
 @pytest.mark.parametrize("left", ["log(fev1)", "1 - fev1", "-fev1", "(fev1)"])
 def test_a_formula_takes_its_target_as_it_is(left):
     with pytest.raises(ValueError, match="takes a column as it is"):
@@ -553,25 +577,3 @@ def test_an_intercept_that_is_taken_out_is_no_random_effect(effects):
     assert [term.effects for term in parse(f"y ~ x + ({effects} || g)").random] == ["0 + x"]
     assert [term.called for term in parse("y ~ x + (1 | `a b`/c) + (1 | a:b)").random] == ["a b", "a b:c", "a:b"]
 
-
-def checked(folder, formula, time=1.0):
-    """Problems of three tables of counts with exposure; one of them has a row with another time."""
-    draw, paths = np.random.default_rng(8), [folder / f"{name}.csv" for name in ("east", "north", "west")]
-    for path in paths:
-        table = pd.DataFrame({"time": draw.uniform(1, 3, 40), "arm": draw.choice(["drug", "none"], 40)})
-        table = table.assign(child=draw.integers(0, 9, 40), y=draw.poisson(table["time"]))
-        table.loc[0, "time"] = time if path == paths[0] else 1.0
-        table.to_csv(path, index=False)
-    keys = {"formula": formula, "model.likelihood": "poisson", "test-fraction": 0.0}
-    return check.check(paths, parse_config(keys))[2]
-
-
-def test_a_check_evaluates_the_formula_at_all_rows(tmp_path):
-    """One site would be left out in the first exchange, and its rows would be missing from every estimate."""
-    formula = "y ~ arm + offset(log(time)) + (1 | child)"
-    assert checked(tmp_path, formula) == []
-    [problem] = checked(tmp_path, formula, time=0.0)
-    assert problem.startswith("east.csv: `formula`: I(log(time)) is not finite in 1 of 40 rows")
-    problems = checked(tmp_path, formula.replace("arm", "C(arm, Treatment('Drug'))"))
-    assert [problem[:4] for problem in problems] == ["east", "nort", "west"]
-    assert all(problem.endswith("the levels of `arm` are drug, none") for problem in problems)

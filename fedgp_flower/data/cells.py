@@ -6,7 +6,8 @@ column is categorical, and its cells are levels. A decimal comma is read as a po
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -16,10 +17,14 @@ from fedgp_flower.agreement import Kind
 from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
-from fedgp_flower.lazy import pd
+from fedgp_flower.formula import Formula, columns_of
+from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import CLASSIFICATION, MAX_LEVELS, MOST_CLASSES, SECOND_COLUMN
 from fedgp_flower.transforms import TRANSFORMS, Transform
 
+formulaic = Lazy("formulaic")
+NUMPY = {"sqrt": np.sqrt, "log1p": np.log1p}
+"""Functions of a formula that formulaic does not have."""
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
 THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
 """A number with a decimal comma, and one whose comma may also separate thousands."""
@@ -304,6 +309,49 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
             " Set it to 'yeo-johnson', which allows any number"
         )
+
+
+def check_formula(frame: pd.DataFrame, formula: Formula, file: str) -> None:
+    """Raise DataError if a function in a formula is not finite in a row; labels of the rows count them from 0."""
+    parts = (formula.fixed, *(term.effects for term in formula.random))
+    called = {factor: factor for part in parts for factor in factors(part) if factor not in frame}
+    called |= {f"offset{formula.offset}": f"I({formula.offset})"} if formula.offset else {}
+    for name, factor in called.items():
+        names = columns_of(factor)
+        if not all(name in frame and kind_of(frame[name]) == "numeric" for name in names):
+            continue
+        inputs = frame[names]
+        finite = np.isfinite(design_matrix(f"0 + {factor}", inputs).to_numpy(dtype=np.float64)).all(axis=1)
+        wrong = frame.index[~finite & inputs.notna().all(axis=1).to_numpy()]
+        if len(wrong):
+            rows = _at(np.isin(np.arange(wrong[-1] + 1), wrong))
+            raise DataError(
+                f"{file}: `formula`: {name} is not finite {rows}; correct the cells, leave out the rows, or change the"
+                " term"
+            )
+
+
+def design_matrix(part: str, table: pd.DataFrame) -> pd.DataFrame:
+    """The design matrix of a part of a formula. Raise DataError if the part cannot be read."""
+    with _reading(part), np.errstate(all="ignore"):
+        matrix: pd.DataFrame = formulaic.model_matrix(part, table, na_action="ignore", context=NUMPY)
+    return matrix
+
+
+def factors(part: str) -> Iterator[str]:
+    """Yield the factors of the terms in a part of a formula, such as ``log(age)``."""
+    with _reading(part):
+        terms = list(formulaic.Formula(part))
+    yield from (factor.expr for term in terms for factor in term.factors)
+
+
+@contextmanager
+def _reading(part: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        words = str(error).partition("\n")[0]
+        raise DataError(f"`formula`: {part!r} cannot be read ({type(error).__name__}: {words})") from None
 
 
 def check_grades(target: pd.Series, order: Sequence[str], name: str) -> None:

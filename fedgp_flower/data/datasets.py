@@ -147,6 +147,8 @@ def checked(
     cells.check_target(frame[target], config.model.likelihood, config.transform.target, file, config.order)
     if second:
         cells.check_second_target(frame[target], frame[config.second_target], config.model.likelihood, file)
+    if config.design is not None:
+        cells.check_formula(frame[names], config.design, file)
     if kinds is None and (problems := cells.identifier_problems(frame, names)):
         raise DataError(f"{file}: {'. '.join(problems)}")
     labels: dict[str, Kind] = dict.fromkeys(config.group_columns, "categorical")

@@ -10,14 +10,11 @@ from typing import TypeAlias
 from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.sites import check_partition, count_sites, load_site, simulated_nodes
-from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.data.tables import table_stem, tables_in
 from fedgp_flower.errors import DataError, PolicyError
-from fedgp_flower.lazy import Lazy
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.typing import Json, Node
 
-design = Lazy("fedgp_flower.methods.mixed_model.design")
 Checked: TypeAlias = tuple[Json, list[str], list[str]]
 """Summary as in ``metrics.json``, empty if no table can be used; warnings; problems."""
 
@@ -53,7 +50,7 @@ def require_usable(config: CoreConfig, sites: int) -> None:
 def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, str]) -> Checked:
     """Check sites and their agreement; ``names`` are the names of their files for messages."""
     files = {name: name for name in nodes} | dict(names)
-    rows, described, problems, suspected = {}, {}, [], []
+    described, problems, suspected = {}, [], []
     for name, node in nodes.items():
         try:
             site = Rules("query.describe").site(load_site(config, node))
@@ -63,7 +60,7 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
         except DataError as error:
             problems.append(str(error))
             continue
-        rows[name], described[name] = site.train, replace(site.describe(), label=name, dropped=site.dropped)
+        described[name] = replace(site.describe(), label=name, dropped=site.dropped)
         suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
         suspected += site.left_out.splitlines()
     try:
@@ -71,11 +68,7 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
     except DataError as error:
         return {}, [], [*problems, *([str(error)] if described else [])]
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
-    preparation = Preparation.from_wire(agreement.arrays, agreement.schema)
-    for name in (name for name in rows if config.design and name not in agreement.refused):
-        try:
-            design.columns(config.design, rows[name], preparation)
-        except DataError as error:
-            problems.append(f"{files[name]}: {error}")
+    if config.design is not None:
+        problems += filter(None, [config.design.unknown_reference(agreement.levels)])
     suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
     return dict(agreement.data), suspected, problems

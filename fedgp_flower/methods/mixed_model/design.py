@@ -16,13 +16,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedgp_flower.data.cells import design_matrix
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
-from fedgp_flower.formula import Formula, columns_of
-from fedgp_flower.lazy import Lazy, pd
+from fedgp_flower.formula import Formula
+from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Array, NamedArrays
 
-formulaic = Lazy("formulaic")
 FIXED, TERM = "mixed.fixed", "mixed.term."
 """Name of the array R D of the fixed effects, and prefix of those of the random terms."""
 REACH = 2.0
@@ -47,6 +47,8 @@ def columns(formula: Formula, frame: pd.DataFrame, agreed: Preparation, *, finit
     not finite and ``finite`` is True.
     """
     levels = {c.name: list(c.levels) for c in agreed.columns if c.levels}
+    if problem := formula.unknown_reference(levels):
+        raise DataError(problem)
     coded = {c: pd.Categorical(frame[c].where(frame[c].isin(names), names[0]), names) for c, names in levels.items()}
     table = frame.assign(**coded)
     fixed, names = _matrix(formula.fixed, table, finite)
@@ -57,13 +59,7 @@ def columns(formula: Formula, frame: pd.DataFrame, agreed: Preparation, *, finit
 
 def _matrix(part: str, table: pd.DataFrame, finite: bool) -> tuple[Array, tuple[str, ...]]:
     """The design matrix [N, q] of one part of the formula, and the names of its columns."""
-    try:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            matrix = formulaic.model_matrix(part, table, na_action="ignore")
-    except Exception as error:
-        texts = [name for name in columns_of(part) if name in table and table[name].dtype == "category"]
-        levels = [f"the levels of `{name}` are {', '.join(table[name].cat.categories)}" for name in texts]
-        raise DataError(f"`formula`: {'; '.join([f'{part!r} cannot be read ({error})', *levels])}") from None
+    matrix = design_matrix(part, table)
     values = matrix.to_numpy(dtype=np.float64)
     if finite and not np.isfinite(values).all():
         infinite = ~np.isfinite(values)
