@@ -100,18 +100,15 @@ RUNS = (
     Run("pvi-free-adam", 4, f"{LOCAL}=5 {ADAM} pvi.factor=free {FIXED} optimizer.batch-size=32"),
     Run("pvi-cpo-average", 4, f"{LOCAL}=3 {ADAM} pvi.factor=cpo pvi.inducing=average pvi.schedule=synchronous"),
     Run("pvi-asynchronous", 4, f"{LOCAL}=6 {ADAM} pvi.schedule=asynchronous pvi.concurrency=3"),
-    Run("pvi-natural-gradient", 4, f"{LOCAL}=4 pvi.local-update=natural-gradient {FIXED} model.likelihood=student-t "
-        "pvi.learning-rate=0.5"),
     Run("pvi-bcm-same", 4, f"{LOCAL}=1 pvi.preset=bcm-same {ADAM}"),
-    Run("pvi-bcm-split", 4, f"{LOCAL}=1 pvi.preset=bcm-split pvi.local-update=analytic {FIXED}"),
+    Run("pvi-bcm-split", 4, f"{LOCAL}=4 pvi.preset=bcm-split"),
     Run("pvi-vcl", 4, f"{LOCAL}=4 pvi.preset=vcl {ADAM} pvi.factor=cpo"),
-    Run("pvi-global-vi", 4, f"{LOCAL}=5 pvi.preset=global-vi pvi.local-update=gradient {FIXED} "
-        "pvi.learning-rate=0.001"),
+    Run("pvi-global-vi", 4, f"{LOCAL}=5 pvi.preset=global-vi model.likelihood=student-t"),
     Run("pvi-labels", 4, f"method=pvi {LABELS} model.num-inducing=10 num-server-rounds=4"),
     Run("pvi-labels-adam", 4, f"method=pvi {LABELS} model.ard=false model.lengthscale=5 model.num-inducing=10 "
         f"num-server-rounds=3 {ADAM}"),
-    Run("pvi-counts-lbfgs", 0, f"method=pvi {CLINICS} target=visits model.likelihood=poisson model.num-inducing=10 "
-        "num-server-rounds=3 evaluate-every=0 pvi.local-update=lbfgs pvi.factor=cpo pvi.steps=15"),
+    Run("pvi-counts", 0, f"method=pvi {CLINICS} target=visits model.likelihood=poisson model.num-inducing=10 "
+        f"num-server-rounds=3 evaluate-every=0 {ADAM} pvi.factor=cpo"),
     Run("pvi-glm", 4, f"method=pvi-glm {LABELS} num-server-rounds=8"),
     Run("pvi-bnn", 3, f"method=pvi-bnn {LABELS} bnn.hidden=5 pvi.steps=20 "
         "num-server-rounds=3"),

@@ -221,22 +221,21 @@ class PVI(FederatedStrategy[PVIState]):
         )
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
-        """Return Z from pooled histograms, N(0, I) for each block in the product, and points for the others."""
+        """Return the start of the agreement, or Z from pooled histograms, with N(0, I) for what is in the product."""
         if self.agreement:
             return (yield from self.agreement.start(roster))
         shape, options = (yield from shape_of_inputs(roster)), self.options
         locations = initial_locations(shape, self.config.model, self.config.seed)
         hyper = SparseModel(self.config.model, locations.shape[1]).initial_hyper().numpy()
         first = {"inducing": locations, "hyper": hyper}
-        sizes = {"inducing": locations.size, "hyper": first["hyper"].size, "whitened": len(locations)}
-        priors = {n: NaturalParameters.of(Gaussian.standard(sizes[n], full=n == "whitened")) for n in options.product}
+        priors = {n: NaturalParameters.of(Gaussian.standard(first[n].size)) for n in options.product}
         points = {name: LatentFactor(value=first[name].ravel()) for name in LATENTS if name not in options.product}
         return PVIState(priors, shared=points, first=first, rows=roster.rows)
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """Agree on Z and β while enough rounds remain for one visit to each site; otherwise visit sites."""
         if not self.agreement:
-            averaged = ("inducing",) if self.options.averages else ()
+            averaged = ("inducing",) if self.options.inducing == "average" else ()
             update = pvi_updates.local_optimum(self.options.function, averaged, tied=self.options.factor == "tied")
             return (yield from one_round(state, roster, self.plan, update))
         if not state.values:

@@ -36,7 +36,7 @@ MOST_HALVINGS = 40
 """An update with damping below 2⁻⁴⁰ has no effect in float64 and is refused."""
 EQUATION = (
     "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
-    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
+    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
     "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
     "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
 )
@@ -122,13 +122,12 @@ def cavities(state: PVIState) -> Iterator[Blocks]:
 
 
 def of_function(contributions: Iterable[Contribution]) -> Factors:
-    """Return the product of sites' factors of u or v, with all pseudo-observations in one set."""
+    """Return the product of sites' factors of u, with all pseudo-observations in one set."""
     sites = list(contributions)
     points = [site.points for site in sites if site.points is not None]
     joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
-    blocks = _product({}, sites)
-    gaussians = {name: NaturalParameters.of(blocks[name]) for name in ("values", "whitened") if name in blocks}
-    return Factors(PseudoPoints(*joined) if points else None, **gaussians)
+    values = _product({}, sites).get("values")
+    return Factors(PseudoPoints(*joined) if points else None, NaturalParameters.of(values) if values else None)
 
 
 def _product(prior: Mapping[str, NaturalParameters], sites: Iterable[Contribution]) -> Blocks:

@@ -98,7 +98,7 @@ def proposed(asked: set[str], tied: bool, state: PVIState, site: str, answer: Re
     latents = {"inducing": answer.inducing, "hyper": answer.hyper}
     shared = {name: part for name, part in latents.items() if part and part.value is not None}
     factors = {name: part.natural() for name, part in latents.items() if part and part.value is None}
-    gaussians = {"values": answer.values, "whitened": answer.whitened, "weights": answer.weights}
+    gaussians = {"values": answer.values, "weights": answer.weights}
     factors |= {name: part for name, part in gaussians.items() if part}
     if wrong := shared.keys() & state.prior.keys() or factors.keys() & state.shared.keys():
         raise ProtocolError(f"`{wrong.pop()}`: a value instead of a distribution, or the reverse")

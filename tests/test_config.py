@@ -83,9 +83,7 @@ TOGETHER: dict[str, list[tuple[dict[str, object], str]]] = {
     "pvi": [
         ({"pvi.local-update": "adam", "pvi.deletion": False}, "deletion"),
         ({"pvi.local-update": "adam", "pvi.preset": "bcm-split", "pvi.factor": "cpo"}, "pvi.preset"),
-        ({"pvi.preset": "global-vi", "pvi.local-update": "analytic"}, "pvi.preset"),
-        ({"pvi.local-update": "analytic", "model.likelihood": "student-t"}, "natural-gradient"),
-        ({"pvi.local-update": "lbfgs", "optimizer.batch-size": 8}, "batch-size"),
+        ({"pvi.local-update": "adam", "pvi.preset": "global-vi"}, "pvi.preset"),
         ({"pvi.local-update": "adam", "precision": "float32"}, "precision"),
         ({"pvi.local-update": "adam", "pvi.damping": 0.5, "pvi.inducing": "fixed"}, "has no effect"),
         ({"pvi.local-update": "adam", "optimizer.steps": 20}, "pvi.steps"),

@@ -576,4 +576,3 @@ def test_a_formula_that_would_be_read_as_another_is_refused(terms, words):
 def test_an_intercept_that_is_taken_out_is_no_random_effect(effects):
     assert [term.effects for term in parse(f"y ~ x + ({effects} || g)").random] == ["0 + x"]
     assert [term.called for term in parse("y ~ x + (1 | `a b`/c) + (1 | a:b)").random] == ["a b", "a b:c", "a:b"]
-

@@ -19,8 +19,8 @@ from fedgp_flower.methods.pvi import updates
 from fedgp_flower.methods.pvi.messages import LatentFactor, Marginals, NaturalParameters, PseudoPoints, Refined
 from fedgp_flower.methods.pvi.model import Data, Draws, PseudoObservations, SparseModel, local_free_energy
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.updates import LinearRows, LocalProblem, adam_update, first_factor, lbfgs_update
-from fedgp_flower.methods.pvi_weights.model import optimum
+from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, first_factor
+from fedgp_flower.methods.pvi_weights.model import LinearRows, optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, in_turn, next_visits, one_round
 from strategies.pvi_state import Contribution, PVIState, cavities, cavity, forget, merge, posterior
@@ -66,12 +66,11 @@ class Problem:
         return self.linear(self.rows[site], likelihood)
 
     def linear(self, rows, likelihood):
-        """Some rows, with the variance that the inducing values do not explain."""
+        """Some rows as linear functions of v."""
         a = self.draws.project(self.x[rows])[0].mT.detach()
-        extra = self.draws.prior_variance(self.x[rows])[0].detach() - a.square().sum(1)
         point = canonical_likelihood(likelihood, NOISE)
         targets = self.y[rows] if likelihood == "gaussian" else (self.y[rows] > 0).double()
-        return LinearRows(a, targets, point, point.initial, extra)
+        return LinearRows(a, targets, point, point.initial)
 
     def unwhitened(self, q):
         L = torch.linalg.cholesky(self.k(self.z, self.z))
@@ -83,20 +82,17 @@ def blocks(**gaussians):
     return {name: NaturalParameters.of(gaussian) for name, gaussian in gaussians.items()}
 
 
-def test_a_fixed_point_is_stationary_for_global_vi():
+def test_local_optima_are_together_stationary_for_global_vi():
     """Property 2.2 with Bernoulli rows: dF/dη = 0 of all rows."""
     problem, state = Problem(3), first()
     for visit in range(3 * 10):
         name, around = str(visit % 3), cavity(state, str(visit % 3))["weights"]
-        start = state.sites[name].factors["weights"].gaussian if name in state.sites else around**0.0
-        factor, _ = updates.fixed_point(problem.site(visit % 3, "bernoulli"), around, start)
+        factor = optimum(problem.site(visit % 3, "bernoulli"), around, around)[0].factor
         state, _ = merge(state, {name: Contribution(blocks(weights=factor))}, damping=1.0)
     q, prior = q_of(state), state.prior["weights"].gaussian
     pooled = problem.linear(torch.cat(problem.rows), "bernoulli")
     at_q = pooled.expansion(q)[1] * prior
     torch.testing.assert_close((at_q.eta1, at_q.eta2), (q.eta1, q.eta2), **EXACT)
-    step = updates.gradient_step(pooled, q, prior, prior**0.0, step=1.0)
-    assert float(torch.cat([step.eta1, step.eta2.flatten()]).abs().max()) < 1e-8
 
 
 def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
@@ -380,11 +376,8 @@ def start_near(data, least=3):
     return PseudoObservations(own.inputs + 0.2, 0.5 * own.targets, own.root)
 
 
-@pytest.mark.parametrize(
-    ("form", "update", "steps", "short"),
-    [(form, adam_update, 100, 3.0) for form in ("tied", "free", "cpo")] + [("tied", lbfgs_update, 400, 0.05)],
-)
-def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form, update, steps, short):
+@pytest.mark.parametrize("form", ["tied", "free", "cpo"])
+def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form):
     """With as many pseudo-points as inducing points the local optimum is the closed form."""
     data, latents, others = sine(), grid(), [exact(sine(20, 5))]
     problem, before = LocalProblem(model(), data, others, {}, num_samples=1), start_near(data)
@@ -392,13 +385,10 @@ def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form,
         before = PseudoObservations(before.inputs, before.targets, 3 * before.root, tied=False)
     if form == "cpo":
         before = first_factor(model(), sine(30), latents, "cpo")
-    found, draws = update(problem, before, latents, steps, generator()), model().at_means(latents)
+    found, draws = adam_update(problem, before, latents, 100, generator()), model().at_means(latents)
     best = collapsed_local_bound(draws, others, data).item()
-    assert best - short < found.free_energy <= best + 1e-9
+    assert best - 3.0 < found.free_energy <= best + 1e-9
     assert all(latent.answer() is None for latent in found.latents.values())
-    if update is lbfgs_update:
-        again = local_free_energy(draws, others, found.factor, data).item()
-        assert found.free_energy == pytest.approx(again, rel=1e-12)
 
 
 def test_the_new_posterior_is_always_more_precise_than_the_cavity():

@@ -14,7 +14,7 @@ from fedgp_flower.count_scores import log_rate_of
 from fedgp_flower.gp.likelihoods.counts import Counts
 from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi import updates
-from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Predictive, Refined, Visit
+from fedgp_flower.methods.pvi.messages import LogLikelihood, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -70,8 +70,6 @@ class PVIClient(SiteClient):
 
     def train(self, request: Visit) -> Refined:
         """One local update (Ashman et al. 2022, Algorithm 1, step 2); Adam takes twice as many steps in the first."""
-        if self.options.linear:
-            return self._train_whitened(request)
         assert request.q is not None
         options, data, tied = self.options, self.data, self.options.factor == "tied"
         if request.before is None:
@@ -84,34 +82,14 @@ class PVIClient(SiteClient):
             factors_of(request.others, tied=tied),
             {name: block.gaussian for name, block in request.context.items()},
             batch_size=self.config.optimizer.batch_size,
-            learn_inducing=options.averages,
+            learn_inducing=options.inducing == "average",
         )
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        if options.local_update == "lbfgs":
-            done = updates.lbfgs_update(problem, before, request.q, options.steps or updates.LBFGS_EVALUATIONS, source)
-        else:
-            steps = (options.steps or updates.ADAM_STEPS) * (2 if request.before is None else 1)
-            rate = options.learning_rate or updates.ADAM_RATE
-            done = updates.adam_update(problem, before, request.q, steps, source, rate)
+        steps = (options.steps or updates.ADAM_STEPS) * (2 if request.before is None else 1)
+        rate = options.learning_rate or updates.ADAM_RATE
+        done = updates.adam_update(problem, before, request.q, steps, source, rate)
         parts = vars(done.factor.message()) | {name: latent.answer() for name, latent in done.latents.items()}
         return Refined(done.free_energy / len(data), len(done.values), **parts)
-
-    def _train_whitened(self, request: Visit) -> Refined:
-        """Update the factor of v = L⁻¹u at fixed Z and β: exactly, to a fixed point, or by one gradient step."""
-        assert request.q is not None
-        assert request.posterior is not None
-        rows = updates.whitened_rows(self.model, self.data, request.q)
-        context, step, evaluations = request.context["whitened"].gaussian, self.options.learning_rate or 1.0, 1
-        before = request.before.whitened if request.before else None
-        start = before.gaussian if before else context**0.0
-        if self.options.local_update == "analytic":
-            factor = rows.expansion(context)[1]  # does not depend on q, as noise is Gaussian
-        elif self.options.local_update == "gradient":
-            factor = updates.gradient_step(rows, request.posterior.gaussian, context, start, step=step)
-        else:
-            factor, evaluations = updates.fixed_point(rows, context, start, step=step)
-        objective = float(rows.free_energy(context * factor, context)) / len(self.data)
-        return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 
     sketch, trials = shared_handler(SGPRClient, SGPRClient.sketch), shared_handler(SGPRClient, SGPRClient.trials)
     gradients, pairs = shared_handler(SGPRClient, SGPRClient.gradients), shared_handler(SGPRClient, SGPRClient.pairs)

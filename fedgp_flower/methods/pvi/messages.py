@@ -59,8 +59,6 @@ class NaturalParameters:
             return f"`{name}`: numbers above {LIMIT**2:g}, which no standardised rows give"
         if self.eta2.ndim == 2 and np.abs(self.eta2 - self.eta2.T).max() > 1e-8 * size:
             return f"`{name}.eta2` is not symmetric"
-        if name == "whitened":
-            return None
         largest = np.linalg.eigvalsh(self.eta2)[-1] if self.eta2.ndim == 2 else self.eta2.max()
         return f"`{name}.eta2`: its precision has a negative eigenvalue" if largest > 1e-8 * size else None
 
@@ -143,7 +141,6 @@ class Factors:
 
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("product of Gaussian factors of u", default=None)
-    whitened: NaturalParameters | None = leaves("product of Gaussian factors of v = L⁻¹u", default=None)
 
 
 # ---- Requests -------------------------------------------------------------------------------------------------------
@@ -154,7 +151,7 @@ class Visit:
     """Request to update a site's factors given those of all others."""
 
     context: Mapping[str, NaturalParameters] = leaves("cavity or prior of every block of the product")
-    posterior: NaturalParameters | None = leaves("q of the weights, or of v = L⁻¹u at fixed Z and β", default=None)
+    posterior: NaturalParameters | None = leaves("q of the weights", default=None)
     q: Marginals | None = leaves("q(Z) and q(β); none for models of weights", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())
     before: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
@@ -183,7 +180,6 @@ class Refined:
     weights: NaturalParameters | None = leaves("Gaussian factor of the weights", default=None)
     inducing: LatentFactor | None = leaves("of Z: factor or point", default=None)
     hyper: LatentFactor | None = leaves("of β: factor", default=None)
-    whitened: NaturalParameters | None = leaves("Gaussian factor of v = L⁻¹u", default=None)
 
     @property
     def parts(self) -> dict[str, PseudoPoints | NaturalParameters | LatentFactor]:

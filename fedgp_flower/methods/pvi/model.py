@@ -171,17 +171,13 @@ class PseudoObservations:
 
 @dataclass(frozen=True, eq=False)
 class GaussianFactor:
-    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with Λ [M, M] and η [M] independent of Z and β; or a factor of v."""
+    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with Λ [M, M] and η [M] independent of Z and β."""
 
     natural: Gaussian
-    of_v: bool = False
-    """Whether it is a factor of v, as at fixed Z and β."""
 
     def whitened(self, draws: Draws) -> Gaussian:
-        """LᵀΛL and Lᵀη; for a factor of v Λ and η."""
+        """LᵀΛL and Lᵀη."""
         precision, shift = self.natural.precision, self.natural.eta1
-        if self.of_v:
-            return Gaussian(shift[None], -0.5 * precision[None])
         return Gaussian((draws.chol.mT @ shift[:, None])[..., 0], -0.5 * draws.chol.mT @ precision @ draws.chol)
 
     def free(self) -> list[Tensor]:
@@ -197,8 +193,7 @@ class GaussianFactor:
 
     def message(self) -> Factors:
         """The factor as a message."""
-        natural = NaturalParameters.of(self.natural)
-        return Factors(whitened=natural) if self.of_v else Factors(values=natural)
+        return Factors(values=NaturalParameters.of(self.natural))
 
 
 Factor: TypeAlias = PseudoObservations | GaussianFactor
@@ -213,8 +208,6 @@ def factors_of(message: Factors, *, tied: bool) -> list[Factor]:
         found.append(PseudoObservations(inputs, targets, root, tied))
     if message.values is not None:
         found.append(GaussianFactor(message.values.gaussian))
-    if message.whitened is not None:
-        found.append(GaussianFactor(message.whitened.gaussian, of_v=True))
     return found
 
 

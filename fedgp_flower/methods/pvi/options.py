@@ -15,8 +15,6 @@ from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import Count, MethodOptions, NonNegative
 
 Form = Literal["tied", "free", "cpo"]
-LINEAR = ("analytic", "natural-gradient", "gradient")
-"""Local updates of q(v) at fixed Z and β."""
 LOCAL_KEYS = ("inducing", "factor", "steps", "learning_rate")
 """Fields that the update ``sums`` does not read."""
 
@@ -62,7 +60,7 @@ class PVIOptions(MethodOptions):
 
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
     """A special case, which sets schedule, damping and deletion. ``global-vi``: every update is a natural gradient step
-    of length ``pvi.damping``, or a plain one with ``pvi.local-update`` = ``gradient``."""
+    of length ``pvi.damping``."""
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
     """Visit sites one after another, all at once, or each as soon as it has answered."""
     order: Literal["fixed", "random"] = "fixed"
@@ -74,21 +72,19 @@ class PVIOptions(MethodOptions):
     not damped."""
     deletion: bool = True
     """Remove a site's factor before it is updated; otherwise rows count again at every visit."""
-    local_update: Literal["sums", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "sums"
+    local_update: Literal["sums", "adam"] = "sums"
     """``sums``: Z and β from sums of all rows, as in ``sgpr`` or ``svgp``, then each site's factor of u, exact with
-    Gaussian noise. ``adam``, ``lbfgs``: a local bound over factor, Z and β. The others: q(u) alone, at fixed Z and β.
-    """
+    Gaussian noise. ``adam``: sites maximise a local bound over factor, Z and β."""
     factor: Form = "tied"
-    """``adam``, ``lbfgs``: pseudo-observations with noise tied to σ², or free; ``cpo``: a Gaussian factor of u."""
+    """``adam``: pseudo-observations with noise tied to σ², or free; ``cpo``: a Gaussian factor of u."""
     inducing: Literal["distribution", "average", "fixed"] = "distribution"
-    """``adam``, ``lbfgs``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
+    """``adam``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
     exchanges: Count = 0
     """``sums``: most exchanges with every site; 0: while a step promises .001 nats a row, up to 60."""
     steps: Count = 0
-    """Steps of ``adam`` in a visit, twice as many in the first; 0: 150. Evaluations of ``lbfgs``; 0: 400. Most steps of
-    ``pvi-bnn``; 0: 300."""
+    """Steps of ``adam`` in a visit, twice as many in the first; 0: 150. Most steps of ``pvi-bnn``; 0: 300."""
     learning_rate: NonNegative = 0.0
-    """Learning rate of ``adam``; 0: 0.03, ``pvi-bnn`` 0.01. Step of ``natural-gradient`` and ``gradient``; 0: 1."""
+    """Learning rate of ``adam``; 0: 0.03, ``pvi-bnn`` 0.01."""
 
     def plan(self, seed: int = 0) -> Plan:
         """Schedule, damping and deletion; a preset overrides their keys."""
@@ -118,26 +114,14 @@ class PVIOptions(MethodOptions):
         return "weak" if self.agrees else "log-normal"
 
     @property
-    def linear(self) -> bool:
-        """Whether Z and β are fixed, or agreed on, and sites share factors of v = L⁻¹u."""
-        return self.agrees or self.local_update in LINEAR
-
-    @property
-    def averages(self) -> bool:
-        """Whether Z is a point that the server averages."""
-        return not self.linear and self.inducing == "average"
-
-    @property
     def product(self) -> tuple[str, ...]:
-        """Blocks with a prior: v, or those of Z and β that are in the product."""
-        if self.linear:
-            return ("whitened",)
+        """Those of Z and β that have a prior, if sites refine them."""
         return {"distribution": ("inducing", "hyper"), "average": ("hyper",), "fixed": ()}[self.inducing]
 
     @property
     def function(self) -> str:
-        """The part of an answer that is a site's factor of u or v."""
-        return "whitened" if self.linear else "values" if self.factor == "cpo" else "points"
+        """The part of an answer that is a site's factor of u, if sites refine Z and β."""
+        return "values" if self.factor == "cpo" else "points"
 
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError for an unsupported combination of keys."""
@@ -151,13 +135,8 @@ class PVIOptions(MethodOptions):
                 "`pvi.damping`: it has no effect at fixed Z and β, because pseudo-observations are replaced as a whole;"
                 " set it to 0 or 1, or `pvi.factor` to 'cpo'"
             )
-        if (plan.gradient and self.local_update != "gradient") or (plan.split_prior and not self.linear):
-            fitting = "gradient" if plan.gradient else "analytic"
-            raise ConfigError(f"`pvi.preset` = {self.preset!r} is not for {update}; set that to 'sums' or {fitting!r}")
-        if self.local_update == "analytic" and core.model.likelihood != "gaussian":
-            raise ConfigError(f"{update} needs `model.likelihood` = 'gaussian'; try 'natural-gradient'")
-        if core.optimizer.batch_size and self.local_update != "adam":
-            raise ConfigError(f"`optimizer.batch-size`: {update} uses all rows of a site; set it to 0")
+        if plan.gradient or plan.split_prior:
+            raise ConfigError(f"`pvi.preset` = {self.preset!r} is not for {update}; set that to 'sums'")
         if not plan.deletion and points:
             raise ConfigError("without deletion factors multiply: set `pvi.factor` = 'cpo', or fix Z and β")
         if unread := core.optimizer.unread("batch_size"):

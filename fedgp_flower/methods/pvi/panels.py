@@ -16,7 +16,7 @@ from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.methods.pvi.messages import SAVED_LATENTS
 from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.posterior import read_factors, read_marginal
+from fedgp_flower.methods.pvi.posterior import read_marginal
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
@@ -145,8 +145,6 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
     if "inducing.covariance" in arrays:
         moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
         densities["whitened"] = Gaussian.from_moments(*moments)
-    elif (whitened := read_factors(arrays)[0].whitened) is not None:
-        densities["whitened"] = whitened.gaussian * Gaussian.standard(whitened.size, full=True)
     return densities
 
 
@@ -158,7 +156,7 @@ def _remains(before: Run) -> list[str]:
         remains.append("the inducing inputs, an average over sites that included it")
     if options.agrees:
         remains.append("inducing inputs and hyperparameters, which all sites agreed on")
-    if not (options.linear and config.model.likelihood == "gaussian"):
+    if not (options.agrees and config.model.likelihood == "gaussian"):
         remains.append("factors of other sites, which were fitted given the site's; further visits update them")
     return remains
 

@@ -16,7 +16,7 @@ from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.updates import LinearRows, late_mean
+from fedgp_flower.methods.pvi.updates import late_mean
 from fedgp_flower.methods.pvi_weights import model
 from fedgp_flower.methods.pvi_weights.model import NewtonStep, WeightSpaceNetwork
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
@@ -30,7 +30,7 @@ class GLMClient(SiteClient):
     options: GLMOptions
 
     @cached_property
-    def linear(self) -> LinearRows:
+    def linear(self) -> model.LinearRows:
         """The site's rows with an intercept."""
         return model.glm_rows(self.config.model, self.rows.x, self.rows.y)
 

@@ -1,12 +1,14 @@
 """Models whose weights PVI infers: generalised linear models, and networks with one hidden layer.
 
-For a generalised linear model Newton's method maximises the local free energy, without draws. With f = Φθ,
-q(θ) Gaussian, and α, β and the factor of the rows as in :mod:`fedgp_flower.methods.pvi.updates`,
+For a generalised linear model Newton's method maximises the local free energy, without draws. With f = Φθ, q(θ)
+Gaussian, and α = ∂/∂m and β = −2 ∂/∂v of E log p(y_n | f_n), f_n ~ N(m_n, v_n),
 
     ∇_m F = Φᵀα + η₁ᶜ − Λᶜ m,   −∇²_m F = H = Φᵀ diag(β) Φ + Λᶜ,   Λ = H, or its diagonal, at the optimum,
 
-where (η₁ᶜ, Λᶜ) are the natural parameters of the context. If log p is concave in f, F is concave in the mean and a root
-of the covariance, and the optimum is unique (Challis & Barber 2013).
+where (η₁ᶜ, Λᶜ) are the natural parameters of the *context* (cavity, or prior). The factor of the rows at a stationary
+q is ∇_μ E_q log p(y | θ), μ the mean parameters of q: precision Φᵀ diag(β) Φ, and η = Φᵀα plus precision times E θ
+(Khan & Lin 2017; Ashman et al. 2022, Properties 2.2, 3.1-3.3, Eq. 4). If log p is concave in f, F is
+concave in the mean and a root of the covariance, and the optimum is unique (Challis & Barber 2013).
 
 A network is a classifier with one rectified hidden layer and a mean-field Gaussian over all its weights.
 θ = (W₁ [H, D + 1], W₂ [C, H + 1]) row by row, the last column of each a bias, and
@@ -19,7 +21,7 @@ weights (Kingma, Salimans & Welling 2015). This is exact for one row, and its gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,12 +31,12 @@ from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.gp.likelihoods import canonical_likelihood
+from fedgp_flower.gp.likelihoods import PointLikelihood, canonical_likelihood
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.gp.optimisers import adam
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.model import Data
-from fedgp_flower.methods.pvi.updates import LinearRows, TrainableLatent
+from fedgp_flower.methods.pvi.updates import TrainableLatent
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
@@ -58,6 +60,35 @@ START_SCALE = 0.05
 PREDICTION_DRAWS = 30
 PREDICTION_SEED = 22
 """Draws are fixed, so that a prediction is a function of the posterior."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRows:
+    """A site's rows with f = Φθ."""
+
+    design: Float[Tensor, "N M"]
+    """Φ, one row per observation."""
+    targets: Float[Tensor, " N"]
+    likelihood: PointLikelihood
+    hyper: Float[Tensor, " R"]
+    """Parameters of the likelihood."""
+
+    def marginals(self, q: Gaussian) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """Means and variances of f."""
+        mean, covariance = q.moments()
+        phi = self.design
+        return phi @ mean, (phi @ covariance * phi).sum(-1) if q.full else phi.square() @ covariance
+
+    def fit(self, q: Gaussian) -> Tensor:
+        """E_q log p(y | f), in nats."""
+        return self.likelihood.expected(self.targets, *self.marginals(q), self.hyper).sum()
+
+    def expansion(self, q: Gaussian) -> tuple[Tensor, Gaussian, Float[Tensor, "M M"]]:
+        """E_q log p(y | f); ∇_μ of it, the factor at a fixed point (Eq. 4); and Φᵀ diag(β) Φ."""
+        fit, alpha, beta, _ = self.likelihood.slopes(self.targets, *self.marginals(q), self.hyper)
+        curvature, mean = self.design.mT @ (beta[:, None] * self.design), q.mean()
+        factor = Gaussian.around(mean, curvature if q.full else curvature.diagonal())
+        return fit, replace(factor, eta1=self.design.mT @ alpha + factor.eta1), curvature
 
 
 @dataclass(frozen=True, slots=True)
