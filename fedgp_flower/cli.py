@@ -351,10 +351,10 @@ def keys_of_a_run(
     """List the keys of a run: default, allowed values, meaning."""
     found = {name: key for name, key in user.reference().items() if word in name}
     rows = [
-        [f"{name}={key['default']}", *(key[part].replace("`", "") for part in ("allowed", "meaning"))]
+        [f"{name}={key['default']}", f"{key['meaning']}\nAllowed: {key['allowed']}".replace("`", "")]
         for name, key in found.items()
     ]
-    terminal.show(terminal.table(["key=default", "allowed", "meaning"], rows))
+    terminal.show(terminal.table(["key=default", "meaning"], rows))
 
 
 @app.command()
