@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from faults import waves
 from flwr.common.config import parse_config_args
 
 from fedgp_flower import cli
-from fedgp_flower.deploy import doctor, machines
+from fedgp_flower.deploy import doctor, machines, processes
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.submission import Flower
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.privacy import audit
 
 HOST, APP = "superlink.example.org", "ab" * 32
@@ -77,6 +78,17 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     for again in (["deploy", "init", "--host", HOST], ["site", "join", "north.toml", "--data", "north.csv"]):
         with pytest.raises(ConfigError, match="exists; choose another folder"):
             cli.app(again, standalone_mode=False)
+
+
+@pytest.mark.parametrize("taken", ["port", "control"])
+def test_a_port_that_is_taken_is_named_before_the_superlink_starts(taken: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = dict(zip(("port", "control"), processes.free_ports(2), strict=True)) | {taken: other.getsockname()[1]}
+        Coordinator.create(tmp_path / "coordinator", HOST, **ports)
+        with pytest.raises(
+            RunError, match=f"port {ports[taken]} cannot be opened .Address already in use.; if another SuperLink"
+        ):
+            cli.app(["deploy", "serve", "--folder", str(tmp_path / "coordinator")], standalone_mode=False)
 
 
 @pytest.mark.parametrize("words", [["flower-superexec", "--a b"], []])

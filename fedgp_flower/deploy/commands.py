@@ -54,7 +54,10 @@ def init(
 @deploy.command()
 def serve(folder: Folder = HERE) -> None:
     """Run the SuperLink in the foreground until a signal."""
-    machines.become(machines.Coordinator.read(folder).command())
+    coordinator = machines.Coordinator.read(folder)
+    for host, port in ((machines.BIND, coordinator.port), ("127.0.0.1", coordinator.control)):
+        processes.require_free(host, port)
+    machines.become(coordinator.command())
 
 
 @deploy.command(name="invite")

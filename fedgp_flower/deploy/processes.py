@@ -53,6 +53,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def require_free(host: str, port: int) -> None:
+    """Raise RunError if a port of this machine cannot be opened."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise RunError(f"port {port} cannot be opened ({reason}); if another SuperLink has it, end that") from None
+
+
 class Processes:
     """A context that stops every process started in it and their descendants, after ``grace`` seconds by force."""
 
