@@ -271,6 +271,8 @@ class PVI(FederatedStrategy[PVIState]):
         if self.agreement:
             pooled = pvi_updates.product(state) if state.values else (yield from self.agreement.pooled(state, roster))
             facts |= {"num_inducing": len(pooled.mean)} | self.agreement.progress(state)
+            if state.values and not self.finished(state):  # more visits would move q, by how much is not known
+                facts |= {"latest_gain_per_row": None, "forecast_rise": None}
             return Predicted(Predictive(agreed=pooled), saved(pooled, self.config.model), facts)
         section, (q, factors), num_inputs = self.config.model, parts_of(state), state.first["inducing"].shape[1]
         names = SparseModel(section, num_inputs).names

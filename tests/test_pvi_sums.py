@@ -157,6 +157,8 @@ def test_without_deletion_rows_count_again_at_every_visit():
     assert again.round == again.config.num_server_rounds
     assert min(again.details()["visits"].values()) > 2
     assert not again.converged(again.current)
+    facts = again.details()
+    assert facts["forecast_rise"] is facts["latest_gain_per_row"] is None  # the report says that visits had not ended
 
 
 def test_few_rounds_leave_a_visit_for_everyone():
