@@ -3,8 +3,9 @@
 Ten units of 40 rows, noise variance .01. Some units observe another process, a shifted signal or pure noise, or send
 what they compute flipped or a hundredfold. Mean squared error over the honest units; *over clean* is its ratio to that
 of the same rule without bad units, on the same rows of the same units. `natural`: 30 rounds of 20 local steps,
-pseudo-gradients in natural parameters; rules are told to withstand three bad units. `exact`: 20 exact rounds. With a
-reach below 1 every message to a unit is lost with the rest of the probability, and there are 60 rounds.
+pseudo-gradients in natural parameters; rules are told to withstand three bad units. `heavy tails`: the same with the
+Student-t likelihood, whose pseudo-gradients no check bounds. `exact`: 20 exact rounds. With a reach below 1 every
+message to a unit is lost with the rest of the probability, and there are 60 rounds.
 
 What a rule can and cannot see. A flipped or hundredfold answer of an exact round contradicts itself and is refused
 under every rule. A unit of pure noise says next to nothing about g. `agreement` leaves out units whose rows and those
@@ -38,11 +39,11 @@ SPOILT: Mapping[str, Callable[[Array, Array, np.random.Generator], Array]] = {
 """What a bad unit observes instead of its signal."""
 LIES: Mapping[str, tuple[float, float]] = {"update flipped": (-1.0, 1.0), "update × 100": (100.0, 100.0)}
 """Factors of a pseudo-gradient or of b, and of everything else in exact statistics."""
+LOCAL_STEPS = NATURAL | {"num-server-rounds": 30, "fedmgp.malicious": 3, "fedmgp.select": UNITS - 3, "fedmgp.trim": 0.3}
+RULES = ("mean", "norm-clipped", "median", "trimmed-mean", "krum")
 MODES: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "natural": (
-        NATURAL | {"num-server-rounds": 30, "fedmgp.malicious": 3, "fedmgp.select": UNITS - 3, "fedmgp.trim": 0.3},
-        ("mean", "norm-clipped", "median", "trimmed-mean", "krum", "agreement"),
-    ),
+    "natural": (LOCAL_STEPS, (*RULES, "agreement")),
+    "heavy tails": (LOCAL_STEPS | {"model.likelihood": "student-t"}, RULES),
     "exact": (EXACT, ("mean", "agreement")),
 }
 
