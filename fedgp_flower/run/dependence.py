@@ -55,7 +55,7 @@ def relevances(run: Run) -> dict[str, pd.DataFrame]:
     if run.saved is None or len(run.saved.inputs) < 2:
         return {}
     parts = run.metrics.method_details.get("relevance") or {
-        name.removesuffix(".lengthscale"): {"value": np.ravel(array).tolist()}
+        name.removesuffix(".lengthscale").replace("kernels.", ""): {"value": np.ravel(array).tolist()}
         for name, array in run.saved.arrays.items()
         if name.startswith("kernel.") and name.endswith(".lengthscale")
     }

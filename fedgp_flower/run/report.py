@@ -53,6 +53,7 @@ class Panel:
         bitmap, drawing = io.BytesIO(), io.BytesIO()
         self.body.savefig(bitmap, format="png", metadata={"Software": None})
         write_bytes(plots / f"{name}.png", bitmap.getvalue())
+        self.body.set_layout_engine("none")  # the places are known now
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedgp"}):  # text as text, reproducible ids
             self.body.savefig(drawing, format="svg", metadata={"Date": None})
         source = f"data:image/svg+xml;base64,{base64.b64encode(drawing.getvalue()).decode()}"
