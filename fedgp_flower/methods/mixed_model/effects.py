@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import grad_and_value, hessian, jacfwd, vmap
+from torch.func import grad, grad_and_value, jacfwd, jacrev, vmap
 
 from fedgp_flower.errors import DataError, NumericsError
 from fedgp_flower.gp.likelihoods.integrals import hermite_rule
@@ -311,7 +311,7 @@ def derivatives(
             gradient, evidence = grad_and_value(value)(near)
             return gradient, (evidence, gradient)
 
-        curvature, (evidence, gradient) = jacfwd(slope, has_aux=True)(point)
+        curvature, (evidence, gradient) = jacrev(slope, has_aux=True)(point)  # forward mode is slow on small arrays
         return evidence, gradient, curvature
 
     def by_weights(point: Float[Tensor, " P"], *mode: Tensor) -> Float[Tensor, "V V"]:
@@ -320,7 +320,7 @@ def derivatives(
         def value(change: Float[Tensor, " V"]) -> Scalar:
             return marginal.log_evidence(fixed + weighted @ change, theta, (mode[0], mode[1]), unexplained)
 
-        return hessian(value)(point.new_zeros(weighted.shape[1]))
+        return jacrev(grad(value))(point.new_zeros(weighted.shape[1]))
 
     centres = [parts(point)[:3] for point in points]
     modes = [torch.stack(part) for part in zip(*(one.mode(fixed, theta) for one, fixed, theta in centres), strict=True)]
