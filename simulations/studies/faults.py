@@ -3,12 +3,12 @@
 Tiny runs of 4 rounds, four sites, test NLL (original units). First one site of four spoils the real numbers of every
 reply from round 1 on; *drop*: its replies are lost instead; a dash behind a figure: the site was refused by name;
 `ends`: the run ended with words, and no result. Projections (slopes of `svgp`) that are false alone, in eight rounds of
-three sites, pass every check of one site. In the clear the run names who contradicts the others, and misses × 0.5;
-under masks it counts the sites that predict much better alone. Then schedules of faults that are drawn from a seed:
-every reply is hit with probability .3 by one of drop, delay, duplicate, out of order, replay, scale, flip, shift, one
-entry, NaN, wrong shape, wrong schema, garbage, state lost; factors from 0 to 1e300; of one site, or every other time of
-all. A run *fails* where it raises anything but its own words, where its posterior holds a number that is not finite, or
-where one site was spoilt and another is blamed.
+three sites, pass every check of one site. In the clear the run names who contradicts the others, but misses × 0.5, and
+× 0 of `svgp`; under masks it counts the sites that predict much better alone. Then schedules of faults that are drawn
+from a seed: every reply is hit with probability .3 by one of drop, delay, duplicate, out of order, replay, scale, flip,
+shift, one entry, NaN, wrong shape, wrong schema, garbage, state lost; factors from 0 to 1e300; of one site, or every
+other time of all. A run *fails* where it raises anything but its own words, where its posterior holds a number that is
+not finite, or where one site was spoilt and another is blamed.
 """
 
 from __future__ import annotations
