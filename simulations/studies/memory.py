@@ -43,10 +43,10 @@ def saved_run(folder: str) -> Path:
 
     draw = np.random.default_rng(0)
     frame = pd.DataFrame(draw.standard_normal((200, INPUTS + 1)), columns=[*(f"x{n}" for n in range(INPUTS)), "y"])
-    options = {"method": "sgpr", "model.num-inducing": 8, "output-dir": folder, **ALONE}
+    options = {"method": "sgpr", "model.kernel": "rbf", "model.num-inducing": 8, "output-dir": folder, **ALONE}
     path = fg.run(frame, target="y", sites=2, num_rounds=1, options=options).path
     x = torch.from_numpy(draw.standard_normal((2 * POINTS, INPUTS)))
-    section = ModelSection(lengthscale=2.0)
+    section = ModelSection(kernel="rbf", lengthscale=2.0)
     model = SparseGP(section, x[:POINTS])
     sums = pooled_sums(model, x, torch.sin(2 * x[:, 0]) * x[:, 1])
     found, before = saved(posterior_at(model.to_arrays(), sums), section), read_run(path).saved
