@@ -294,6 +294,15 @@ def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):
     assert exact["squared-error"] / 200 < 0.05**2
 
 
+def test_a_site_of_many_rows_alone_has_a_sparse_fit_without_a_warning(monkeypatch):
+    monkeypatch.setattr(baselines, "EXACT_ROWS", 50)
+    draw = np.random.default_rng(0)
+    x, x_test = draw.uniform(-2, 2, (70, 1)), draw.uniform(-2, 2, (200, 1))
+    rows = SiteData(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(70), x_test, np.sin(3 * x_test[:, 0]))
+    config = parse_config({"dataset": "sine", "method": "sgpr", "model.num-inducing": 20})
+    assert baselines.scores(rows, config, UNITS, 0).sums["squared-error"] / 200 < 0.05**2
+
+
 def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path):
     x, y, _ = steps("gaussian", rows=300)
     frame = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})

@@ -174,7 +174,7 @@ def _sparse(
         model = place.module(SparseGP.from_arrays(config.model, arrays))
         q = fitc.weighted_sums(model, inputs, targets).posterior()
     else:
-        q = pooled_sums(model, inputs, targets).posterior(float(model.noise))
+        q = pooled_sums(model, inputs, targets).posterior(float(model.noise.detach()))
     with torch.no_grad():
         mean, variance = model.predict(place.tensor(rows.x_test), q)
     return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
