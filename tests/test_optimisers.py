@@ -69,7 +69,7 @@ RUNS, ROUNDS = 100, 1200
 def test_the_limit_is_that_of_the_regression_on_the_batch_before() -> None:
     """b_{i+1} = c + φ b_i by least squares; μ and its standard error at φ + (1 + 3φ)/(n − 1)."""
     batches = np.random.default_rng(0).standard_normal((15, 2)).cumsum(0) * 0.1
-    limit, error = limits(batches)
+    limit, error, _ = limits(batches)
     for k, series in enumerate(batches.T):
         (slope, start), residual, *_ = np.polyfit(series[:-1], series[1:], 1, full=True)
         raised = min(max(slope + (1 + 3 * slope) / 14, 0.0), MAX_PHI)
@@ -100,6 +100,16 @@ def test_a_trend_is_no_limit(rate: float, far: bool) -> None:
     value, place = course.distances(np.ones(1))
     assert (place > NEAR) == far
     assert value < NEAR
+
+
+@pytest.mark.parametrize(("decay", "resolved"), [(0.7, True), (0.98, False)])
+def test_a_forecast_is_told_only_where_the_limit_is_known(decay: float, resolved: bool) -> None:
+    """The bound −decay^round: its limit is reached, or 100 rounds show a trend, to gain .13 that looks like 1.7."""
+    course = Course.begin(0)
+    for number in range(100):
+        course = course.after(-(decay**number), np.zeros(0))
+    assert (course.forecast is not None) == resolved
+    assert course.forecast == (pytest.approx(0.0, abs=1e-3) if resolved else None)
 
 
 def drawn(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -42,8 +42,8 @@ def log_units(logarithms: Mapping[str, ndarray]) -> NamedArrays:
     return {name: np.full_like(array, LOG_UNIT) for name, array in logarithms.items()}
 
 
-def limits(batches: Float[ndarray, "n P"]) -> tuple[Array, Array]:
-    """Return μ [P] and its standard error [P]."""
+def limits(batches: Float[ndarray, "n P"]) -> tuple[Array, Array, Array]:
+    """Return μ [P], its standard error [P] and φ [P]."""
     before, after = batches[:-1], batches[1:]
     count, start, end = len(before), before.mean(0), after.mean(0)
     spread = np.square(before - start).sum(0)
@@ -51,7 +51,7 @@ def limits(batches: Float[ndarray, "n P"]) -> tuple[Array, Array]:
     phi = np.divide(along, spread, out=np.zeros_like(along), where=spread > 0)
     noise = np.sqrt(np.square(after - end - phi * (before - start)).sum(0) / (count - 2))
     phi = np.clip(phi + (1 + 3 * phi) / count, 0.0, MAX_PHI)
-    return end + phi / (1 - phi) * (end - start), noise / ((1 - phi) * math.sqrt(count))
+    return end + phi / (1 - phi) * (end - start), noise / ((1 - phi) * math.sqrt(count)), phi
 
 
 @message()
@@ -102,13 +102,17 @@ class Course:
         if len(self.batches) < MIN_BATCHES:
             return None
         window = self.window / np.r_[BOUND_TOLERANCE / NEAR, units]
-        limit, error = limits(window)
+        limit, error, _ = limits(window)
         return np.asarray(np.abs(limit - window.mean(0)) + STANDARD_ERRORS * error)
 
     @property
     def forecast(self) -> float | None:
-        """The expected further gain of the bound, in nats a row; None before :data:`MIN_BATCHES` batches."""
+        """The expected further gain of the bound, in nats a row; None before :data:`MIN_BATCHES` batches.
+
+        None also where a trend continues, because its limit at :data:`MAX_PHI` is only that of a hundred more batches.
+        """
         if len(self.batches) < MIN_BATCHES:
             return None
-        limit, _ = limits(self.window[:, :1])
-        return float(limit[0] - self.window[-1, 0])
+        [limit], _, [phi] = limits(self.window[:, :1])
+        gain = float(limit - self.window[-1, 0])
+        return None if phi == MAX_PHI and gain > BOUND_TOLERANCE else gain
