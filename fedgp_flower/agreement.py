@@ -504,7 +504,8 @@ OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd
 def overview_lines(data: Facts) -> list[str]:
     """Return a line on the whole data, one on a target that differs, and one for every column to look at."""
     columns: Sequence[Facts] = data["columns"]
-    left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
+    dropped = f"{data['dropped']:,} row{'s' * (data['dropped'] != 1)}"
+    left_out = f", {dropped} left out for a missing cell" if data["dropped"] else ""
     inputs, of = data["inputs"], len(columns)
     target = f"target `{data['target']}`: " if "target" in data else ""
     lines = [
@@ -514,7 +515,7 @@ def overview_lines(data: Facts) -> list[str]:
     if differing := data.get("target_differs", ()):
         lines += [f"{target}{_differing(differing)}; are its units the same everywhere?"]
     for column in columns:
-        notes = [f"{column['missing']:,} missing cells"] if column["missing"] else []
+        notes = [f"{column['missing']:,} missing cell{'s' * (column['missing'] != 1)}"] if column["missing"] else []
         if column.get("differs"):
             notes += [_differing(column["differs"])]
         lines += [f"`{column['name']}`: {'; '.join(notes)}"] if notes else []

@@ -15,7 +15,7 @@ import pytest
 from faults import FaultyGrid, configured, csv_nodes, no_waiting, waves
 
 from fedgp_flower import server_app
-from fedgp_flower.agreement import SiteDescription, agree
+from fedgp_flower.agreement import SiteDescription, agree, overview_lines
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, far_in, identifier_problems, repeated, suspicions, typed
 from fedgp_flower.data.datasets import checked, load_table
@@ -637,6 +637,11 @@ def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
     assert (age["differs"], weight["differs"]) == ([], ["grams"])
     assert (ward["kind"], ward["levels"], ward["inputs"]) == ("text", 3, 3)
     assert "target_differs" not in data
+    ones = overview_lines({**data, "dropped": 1, "columns": [{**age, "missing": 1}]})
+    assert [line.split("; ")[0] for line in ones] == [
+        "target `y`: 267 training rows at 3 sites, 1 row left out for a missing cell",
+        "`age`: 1 missing cell",
+    ]
 
 
 def test_a_site_with_other_units_of_the_target_is_named(tmp_path: Path, fedgp: Any) -> None:
