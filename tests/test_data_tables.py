@@ -301,6 +301,7 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
     assert suspicions(numbered, "days", {}, gaussian=False) == (
         "`id` numbers the rows; unless it is a time, leave it out (`features` = '-id')"
     )
+    assert suspicions(numbered.rename(columns={"id": "days(id)"}), "days", {}, gaussian=False) == ""  # made of dates
     assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.agreement import Kind
-from fedgp_flower.data.dates import dates_in
+from fedgp_flower.data.dates import dates_in, source
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.formula import Formula, columns_of
@@ -220,7 +220,7 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
     warnings += [
         f"`{name}` numbers the rows; unless it is a time, {LEFT_OUT.format(name)}"
         for name, column in inputs.items()
-        if numbers_rows(column)
+        if source(str(name), ()) == name and numbers_rows(column)  # days made of dates are a time
     ]
     events = [str(name) for name, column in inputs.items() if {*column.dropna().unique()} == {0, 1}]
     if gaussian and is_skewed(frame[target]):
