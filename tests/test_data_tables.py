@@ -333,6 +333,13 @@ def test_which_columns_are_refused(levels: int, rows: int, reason: str) -> None:
     assert reason in ". ".join(found)
 
 
+@pytest.mark.parametrize("form", ["%Y-%m", "%Y-%m-%d 24:00", "%d.%m.%Y 12:00 CET", "%d %m %Y"])
+def test_dates_in_another_form_are_no_mere_identifier(form: str) -> None:
+    days = pd.date_range("2020-01-31", periods=40, freq="ME").strftime(form)
+    [problem] = identifier_problems(pd.DataFrame({"time": days.astype(str)}), ["time"])
+    assert problem.endswith("if they are dates, write them as 2024-12-31, with a time as 2024-12-31 18:00+01:00")
+
+
 def described(levels: range) -> SiteDescription:
     draw = np.random.default_rng(0)
     word = [f"w{levels[i % len(levels)]}" for i in range(120)]

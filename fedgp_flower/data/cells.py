@@ -30,6 +30,8 @@ THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
 """A number with a decimal comma, and one whose comma may also separate thousands."""
 AMOUNT = r"\W?\s*[+-]?\d[\d.,]*\s*\D{0,10}"
 """A number with a sign or a unit, such as ``€ 3.50`` or ``7 mg``."""
+DATED = r"(?:19|20)\d\d\W.*|.*\W(?:19|20)\d\d(?:\W.*)?"
+"""Text that begins with a year, or has one later, such as ``2024-05`` or ``31.12.2024 24:00``."""
 LARGEST = 1e100
 """Largest number allowed: its square does not overflow."""
 OTHERS = 5
@@ -420,8 +422,10 @@ def identifier_problems(frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
         counted = f"`{name}` has {levels} levels in {len(frame)} rows"
         if levels > 2 and levels * ROWS_PER_LEVEL > len(frame):
             amounts = frame[name].str.fullmatch(AMOUNT, na=True).all()
-            units = "; if they are numbers with a unit, write only the numbers" if amounts else ""
-            problems.append(f"{counted}, like an identifier; {LEFT_OUT.format(name)}{units}")
+            more = "; if they are numbers with a unit, write only the numbers" if amounts else ""
+            if frame[name].str.fullmatch(DATED, na=True).all():
+                more = "; if they are dates, write them as 2024-12-31, with a time as 2024-12-31 18:00+01:00"
+            problems.append(f"{counted}, like an identifier; {LEFT_OUT.format(name)}{more}")
         elif levels > MAX_LEVELS:
             problems.append(f"{counted}; at most {MAX_LEVELS} are allowed: {LEFT_OUT.format(name)}")
     return problems
