@@ -306,7 +306,8 @@ def profiled(
         near = [around(problem, summed.total, k, point) for k, point in enumerate(points)]
         ends = [replace(end, centre=point) for end, point in zip(ends, points, strict=True)]
     values = [
-        np.nan if end.lost or end.parameter is None else float(end.parameter(torch.tensor(end.point))) for end in ends
+        float(f(torch.tensor(end.point))) if (f := end.parameter) and profile.reached(f, old, end) else np.nan
+        for old, end in zip(started, ends, strict=True)
     ]
     return [*zip(values[1::2], values[2::2], strict=True)]
 

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -22,10 +23,10 @@ from fedgp_flower.formula import parse
 from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
-from fedgp_flower.methods.mixed_model import effects, posterior
+from fedgp_flower.methods.mixed_model import effects, posterior, profile
 from fedgp_flower.methods.mixed_model.design import Columns
 from fedgp_flower.methods.mixed_model.effects import FAMILIES, Crossed, Factor, Terms, derivatives
-from fedgp_flower.methods.mixed_model.estimates import Expansion, Totals, expanded, of_restricted
+from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals, expanded, of_restricted
 from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
@@ -33,8 +34,8 @@ from fedgp_flower.run import summary
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
-from strategies.mixed_model import Fitting, MixedState, around, one_round
-from strategies.server.questions import Roster, Summed
+from strategies.mixed_model import Fitting, MixedState, around, one_round, profiled
+from strategies.server.questions import Roster, Summed, answered_by
 
 DRAW = np.random.default_rng(5)
 
@@ -381,6 +382,19 @@ def test_parameters_that_rows_cannot_tell_apart_have_no_interval_and_a_note(tmp_
         assert shown.loc[known, "profile_low"] < shown.loc[known, "estimate"] < shown.loc[known, "profile_high"]
     (words,) = run.metrics.method_details["notes"]
     assert "random effects of `child` apart" in words
+
+
+def test_an_end_of_an_interval_at_which_the_equations_are_not_solved_is_unknown(monkeypatch):
+    """The deviance stays below 3 along the first parameter, as along a correlation whose slopes may be zero."""
+    bounded = Mock(Expansion)
+    bounded.deviance.return_value = lambda at: 3 * at[0] ** 2 / (1 + at[0] ** 2) + at[1] ** 2
+    monkeypatch.setattr("strategies.mixed_model.around", lambda *_: bounded)
+    problem = Mock(Fitting, around_best=lambda state: bounded, gaussian=False)
+    state, answer = Mock(MixedState, point=np.zeros(2), sites=()), Mock(Summed, total=0, silent=(), sites=())
+    asking = profiled(problem, state, Mock(Estimates, log_noise=0.0), [(profile.entry(k), None) for k in range(2)])
+    first, second = answered_by(asking, lambda _: answer)
+    assert np.isnan(first).all()
+    assert second == pytest.approx((-math.sqrt(profile.LEVEL), math.sqrt(profile.LEVEL)), abs=1e-9)
 
 
 def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path):

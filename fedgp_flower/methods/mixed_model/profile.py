@@ -34,6 +34,8 @@ REACH = 0.7
 """Largest Newton step of log σ, of θ, and of a fixed effect in standard errors."""
 NEAR, SETTLED = 1e-8, 1e-6
 """Largest final Newton step, and largest final move of an endpoint between two exchanges."""
+AT_LEVEL, CLOSE = 1e-4, 0.01
+"""Largest error of the deviance at a reported endpoint, and largest final change of the parameter."""
 
 Spread: TypeAlias = Callable[[Tensor], Tensor]
 """Several parameters as a function of (θ, log σ)."""
@@ -57,6 +59,8 @@ class End:
     """The Lagrange multiplier μ."""
     lost: bool = False
     """Whether Newton's method failed."""
+    solved: bool = False
+    """Whether the deviance at this endpoint was that wanted, with the last sums."""
 
     @property
     def theta(self) -> Array:
@@ -102,6 +106,7 @@ def first_step(best: End, around: Around, parameter: Function, row: Array | None
 def newton(end: End, around: Around, level: float) -> End:
     """The endpoint after Newton's method with the sums at its centre; ``level`` is the deviance at the endpoint."""
     function, point, multiplier = around.deviance(end.centre, end.row), end.point, end.multiplier
+    solved = False
     for _ in range(INNER * (not end.lost)):
         try:
             here = expanded(function, torch.tensor(point))
@@ -116,13 +121,20 @@ def newton(end: End, around: Around, level: float) -> End:
             return replace(end, lost=True)
         share = REACH / max(REACH, float(np.abs(step).max()))
         point, multiplier = point + share * step, multiplier + share * change
+        solved = abs(here.value - level) < AT_LEVEL
         if np.abs(step).max() < NEAR:
             break
     valid = multiplier * end.multiplier >= 0 and np.isfinite(point).all()
-    return replace(end, point=point, multiplier=multiplier, lost=end.lost or not valid)
+    return replace(end, point=point, multiplier=multiplier, lost=end.lost or not valid, solved=solved)
 
 
 def settled(before: Sequence[End], after: Sequence[End]) -> bool:
     """Whether no endpoint moved by :data:`SETTLED` or more; lost endpoints do not count."""
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if not b.lost]
     return all(np.abs(a.point - b.point).max() < SETTLED for a, b in pairs)
+
+
+def reached(parameter: Function, before: End, after: End) -> bool:
+    """Whether an endpoint can be reported: it has the wanted deviance, and its parameter changed by little."""
+    change = parameter(torch.tensor(after.point)) - parameter(torch.tensor(before.point))
+    return after.solved and not after.lost and abs(float(change)) < CLOSE
