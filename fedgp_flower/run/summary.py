@@ -40,7 +40,7 @@ WITHOUT_INPUTS = {"mean of the target", "class shares", "Kaplan–Meier curve"}
 """Baselines that use no input."""
 CENTRALISED = ("pooled", "gradient boosting")
 """Baselines that see all rows."""
-HIGHER, LOWER = "with a higher NLL than", "with a lower NLL than"
+HIGHER, LOWER = "has a higher NLL than", "has a lower NLL than"
 NEGLIGIBLE = 0.003
 """Difference of two NLLs, in nats per row, that counts as none."""
 LARGE = 0.05
@@ -164,17 +164,17 @@ def verdict(metrics: RunMetrics) -> str:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
     weaker = sorted((name for name in CENTRALISED if name in compared), key=lambda name: compared[name].mean)[:-1]
     clauses = []
-    for comparison in ("worse than", HIGHER, "better than", "about as good as", LOWER):
+    for comparison in ("is worse than", HIGHER, "is better than", "is about as good as", LOWER):
         names = [name for name, d in compared.items() if _comparison(d) == comparison and name not in weaker]
         described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
         clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
     sites = max(difference.sites for difference in differences.values())
-    few = ("no interval because masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
+    few = ("masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
     how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = held_out_rows(metrics)
-    where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
-    text = f"{'; '.join(clauses)}: {metrics.method}{where}, by NLL{how}."
-    return text[0].upper() + text[1:]
+    held_out = f"{rows:,} held-out rows" if rows else "held-out rows"
+    where = f"{held_out} of {sites} site{'s' * (sites > 1)}" if sites else held_out
+    return f"On {where}, {metrics.method} {'; it '.join(clauses)}. Comparisons are by NLL{how}."
 
 
 def _comparison(found: Difference) -> str:
@@ -182,10 +182,10 @@ def _comparison(found: Difference) -> str:
     uncertain = found.low <= 0 <= found.high
     same_sign = found.lower_at in {0, found.sites} and abs(found.mean) > LARGE
     if abs(found.mean) <= NEGLIGIBLE or (uncertain and not same_sign):
-        return "about as good as"
+        return "is about as good as"
     if uncertain or math.isnan(found.low):
         return HIGHER if found.mean > 0 else LOWER
-    return "worse than" if found.mean > 0 else "better than"
+    return "is worse than" if found.mean > 0 else "is better than"
 
 
 def _describe_baseline(name: str, metrics: RunMetrics, difference: float) -> str:
