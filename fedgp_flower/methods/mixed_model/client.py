@@ -40,7 +40,7 @@ class MixedClient(SiteClient):
 
     def outline(self, request: Nothing) -> Outline:
         """Cross-products of the design matrices, and of the fixed effects with initial linear predictors."""
-        raw, at_reference = columns(self.formula, self.site.train, self.preparation), self.reference
+        raw, at_reference = self.columns, reference(self.formula, self.preparation)
         x = raw.fixed / sizes(at_reference.fixed)
         family = FAMILIES[self.likelihood](torch.tensor(SHAPES.get(self.likelihood, ())))
         initial = family.initial(self.targets, torch.from_numpy(raw.offset / self.scale)).numpy()
@@ -71,7 +71,7 @@ class MixedClient(SiteClient):
     def site_effect(self, request: MixedView) -> SiteEffect:
         """The conditional random intercept of this site: η of a row with all other effects zero."""
         effects = []
-        for k, (term, names) in enumerate(zip(self.formula.random, self.reference.effect_names, strict=True)):
+        for k, (term, names) in enumerate(zip(self.formula.random, self.columns.effect_names, strict=True)):
             row = np.zeros((1, len(names)))
             if not self.columns_of(term.group) and "intercept" in names:
                 row[0, names.index("intercept")] = 1.0
@@ -113,9 +113,9 @@ class MixedClient(SiteClient):
         return self.preparation.target_scale
 
     @cached_property
-    def reference(self) -> Columns:
-        """The design matrices at the reference rows."""
-        return reference(self.formula, self.preparation)
+    def columns(self) -> Columns:
+        """The design matrices of the training rows."""
+        return columns(self.formula, self.site.train, self.preparation)
 
     @cached_property
     def targets(self) -> Tensor:
@@ -125,12 +125,12 @@ class MixedClient(SiteClient):
     @property
     def shift(self) -> float:
         """The mean that :attr:`targets` add to standardised targets."""
-        return 0.0 if "intercept" in self.reference.names else self.preparation.target_mean / self.scale
+        return 0.0 if "intercept" in self.columns.names else self.preparation.target_mean / self.scale
 
     @cached_property
     def crossed(self) -> Crossed:
         """The training rows and their grouping factors."""
-        fixed, offset, effects = design(self.formula, self.site.train, self.preparation, self.setting.constants)
+        fixed, offset, effects = design(self.columns, self.setting.constants)
         factors = [self.factor(group, effects, self.site.train, known_groups=True) for group in self.factor_terms]
         terms = Terms(tuple(z.shape[1] for z in effects))
         return Crossed(terms, fixed, offset / self.scale, self.targets, factors)
@@ -160,7 +160,8 @@ class MixedClient(SiteClient):
 
     def predictor(self, request: MixedView, frame: pd.DataFrame, *, known_groups: bool) -> tuple[Array, Array]:
         """Mean and variance of η [N] at rows of a table, standardised; their groups are new unless ``known_groups``."""
-        fixed, offset, effects = design(self.formula, frame, self.preparation, self.setting.constants)
+        at = columns(self.formula, frame, self.preparation)
+        fixed, offset, effects = design(at, self.setting.constants)
         _, lengths, amplitudes = self.split(request)
         features = self.smooths.features(self.smooths.at(frame), lengths)
         mean, variance = self.conditional(request, torch.cat([*features, fixed], dim=1), effects, frame, known_groups)

@@ -107,11 +107,8 @@ def whitened(matrix: Array, factor: Array) -> Tensor:
     return torch.from_numpy(np.linalg.solve(factor.T, matrix.T).T.copy())
 
 
-def design(
-    formula: Formula, frame: pd.DataFrame, agreed: Preparation, arrays: NamedArrays
-) -> tuple[Float[Tensor, "N E"], Float[Tensor, " N"], list[Tensor]]:
+def design(raw: Columns, arrays: NamedArrays) -> tuple[Float[Tensor, "N E"], Float[Tensor, " N"], list[Tensor]]:
     """Whitened X, the offset in units of the table, and the whitened Z [N, q] of each random term."""
-    raw = columns(formula, frame, agreed)
     effects = [whitened(z, arrays[f"{TERM}{k}"]) for k, z in enumerate(raw.effects)]
     return whitened(raw.fixed, arrays[FIXED]), torch.tensor(raw.offset), effects
 

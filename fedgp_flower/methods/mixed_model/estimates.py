@@ -147,9 +147,12 @@ def expanded(function: Callable[[Tensor], Scalar], point: Tensor) -> Expansion:
     """Value, gradient and Hessian of a function at a point."""
     point = point.clone().requires_grad_()
     value = function(point)
-    gradient = torch.autograd.grad(value, point)[0] if len(point) else point.detach()
-    hessian = torch.autograd.functional.hessian(function, point.detach()) if len(point) else point.new_zeros(0, 0)
-    return Expansion(float(value.detach()), gradient.numpy(), np.asarray(hessian.detach()))
+    gradient = torch.autograd.grad(value, point, create_graph=True)[0] if len(point) else point.detach()
+    hessian = torch.zeros(len(point), len(point), dtype=torch.float64)
+    if gradient.requires_grad:  # it is constant if the function is linear
+        directions = torch.eye(len(point), dtype=torch.float64)
+        hessian = torch.autograd.grad(gradient, point, directions, is_grads_batched=True, materialize_grads=True)[0]
+    return Expansion(float(value.detach()), gradient.detach().numpy(), hessian.detach().numpy())
 
 
 @dataclass(frozen=True, slots=True)
