@@ -22,7 +22,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import interval, restricted, show
+from fedgp_flower.run.summary import ends, interval, restricted, show
 from fedgp_flower.typing import Array, Facts
 
 
@@ -106,7 +106,7 @@ def panels(run: Run) -> list[Panel]:
             str(row["effect"]),
             *(show(row[name]) for name in ("estimate", "se")),
             interval(row),
-            *([f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"] if ratio else []),
+            *([f"{show(row['ratio'])} ({ends(row['ratio_low'], row['ratio_high'])})"] if ratio else []),
             probability(row["p"]),
         ]
         for row in facts["effects"]
