@@ -311,6 +311,13 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     page = run.report_path.read_text(encoding="utf-8")
     assert "REML estimates in units of the table" in page
     assert "groups of <code>subject</code> (a group" in page
+    share = run.metrics.method_details["icc"]["subject"]
+    assert f"Intraclass correlation where every column with a random slope is 0: {share:.3f} for" in page
+    only = {
+        **run.metrics.method_details,
+        "random": [row for row in shown.to_dict("records") if row["effect"] != "days"],
+    }
+    assert posterior._random_caption(only).startswith("Intraclass correlation: ")
     details = {**run.metrics.method_details, "log_likelihood": -3.5}
     assert "log likelihood (REML) −3.50, AIC" in posterior.caption(details)
     saved = read_run(run.path)

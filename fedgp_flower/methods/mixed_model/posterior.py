@@ -195,7 +195,9 @@ def _profiled(facts: Facts) -> bool:
 def _random_caption(facts: Facts) -> str:
     """The caption of the random effects."""
     parts = [f"{share:.3f} for `{group}`" for group, share in facts["icc"].items()]
-    icc = [f"Intraclass correlation {', '.join(parts)}."] if parts else []
+    slopes = any(row["kind"] == "sd" and row["effect"] not in ("intercept", "") for row in facts["random"])
+    where = " where every column with a random slope is 0" if slopes else ""
+    icc = [f"Intraclass correlation{where}: {', '.join(parts)}."] if parts else []
     known = any(interval(row) != "–" for row in facts["random"])
     how = ["Intervals by the delta method."] if known and not _profiled(facts) else []
     singular = ["A combination of random effects has no variance: the fit is singular."] if facts["singular"] else []
