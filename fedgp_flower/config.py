@@ -294,6 +294,15 @@ class CoreConfig(Section):
         return {site, self.holdout.partition(":")[2], self.second_target} - {""}
 
     @property
+    def excluded(self) -> list[str]:
+        """A note on the column of times of ``holdout``, if it would be an input otherwise."""
+        way, _, column = self.holdout.partition(":")
+        given = [name.strip() for name in self.features.split(",") if name.strip()]
+        chosen = self.design is not None or f"-{column}" in given or any(not name.startswith("-") for name in given)
+        words = f"`{column}` orders the rows of `holdout` and is no input, nor are numbers of its dates"
+        return [f"{words}; to use it, name all inputs in `features`"] if way == "time" and not chosen else []
+
+    @property
     def agreement_options(self) -> Json:
         """Keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
