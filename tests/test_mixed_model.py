@@ -592,7 +592,7 @@ def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
     [
         (
             "arm + offset(log(beds))",
-            r"b.parquet: `formula`: offset\(log\(beds\)\) is not finite in row 4; correct the cells",
+            r"b: `formula`: offset\(log\(beds\)\) is not finite in row 4; correct the cells",
         ),
         ("beds * C(arm, Treatment(0))", r"Treatment\(0\) is no level of arm; its levels are 'a', 'b'"),
         ("C(arm, Treatment('A'))", r"Treatment\('A'\) is no level of arm; its levels are 'a', 'b'"),
