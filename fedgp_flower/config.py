@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, similar
 from fedgp_flower.formula import SITE, Formula
 from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.options import (
@@ -541,8 +540,7 @@ def _merge_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
 
 def unknown(key: str, known: Collection[str]) -> str:
     """Return the error of an unknown key, with the known keys that are most similar."""
-    close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+    hint = similar(key, known) or f"known keys: {', '.join(sorted(known))}"
     return f"unknown configuration key `{key}`; {hint}"
 
 

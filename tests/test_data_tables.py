@@ -110,7 +110,18 @@ CASES = {
             *("'time-to-event' or 'log-logistic' or 'log-normal' (time, event)", "'binomial' (successes, trials)"),
         ],
     ),
-    "left out by a wrong name": (lines(), {"features": "-jobs"}, ["leaves out `jobs`", "`job`"]),
+    "left out by a wrong name": (
+        lines(),
+        {"features": "-jobs"},
+        ["leaves out `jobs` (did you mean `job` or `dose`?); the file has `age`"],
+    ),
+    "misspelt columns": (
+        lines(),
+        {"features": "jobs,does", "target": "y"},
+        ["missing column `jobs` (did you mean `job` or `dose`?), `does` (did you mean `dose`?); the file"],
+    ),
+    "misspelt target": (lines(header="age,job,dose,days"), {"target": "day"}, ["`day` (did you mean `days`?)"]),
+    "misspelt formula": (lines(), {"formula": "y ~ ages + job"}, ["`ages` (did you mean `age`?)"]),
     "header only": (HEADER + "\n", {}, ["no data rows"]),
     "empty file": ("", {}, ["the file is empty"]),
 }
