@@ -385,6 +385,15 @@ def test_dates_are_recognised(form: str) -> None:
     assert dates_in(cells) is None
 
 
+def test_a_missing_date_is_told_once(tmp_path: Path) -> None:
+    days = [f"2024-01-{day:02}" for day in range(1, 13)]
+    days[3] = ""
+    (tmp_path / "a.csv").write_text(lines(header="day,job,dose,y", rows=[f"{d},a,{i},{i}" for i, d in enumerate(days)]))
+    with pytest.raises(DataError) as caught:
+        load_site(CoreConfig(dates="days-and-season"), {"data-path": str(tmp_path / "a.csv")})
+    assert str(caught.value).startswith("a.csv: column `day`: empty or NaN cell in row 4. Fill the cells")
+
+
 @pytest.mark.parametrize("bad", ["2024-02-30", "unknown"])
 def test_a_cell_among_dates_that_is_none_is_named_by_its_row(tmp_path: Path, bad: str) -> None:
     days = [*DAYS[:11].strftime("%Y-%m-%d"), bad]
