@@ -249,6 +249,8 @@ def _predict(
     picture: Path | None,
     times: Sequence[float] = (),
 ) -> None:
+    if picture is not None:
+        figures.require_one_input(predictors)
     rows, unknown, beyond = predict.predict_file(predictors, source, output, times)
     terminal.show(f"{rows} rows predicted into {output}{predict.of_what(next(iter(predictors.values())))}")
     if unknown:

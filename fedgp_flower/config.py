@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, similar
 from fedgp_flower.formula import SITE, Formula
 from fedgp_flower.formula import parse as parse_formula
 from fedgp_flower.options import (
@@ -294,6 +293,15 @@ class CoreConfig(Section):
         return {site, self.holdout.partition(":")[2], self.second_target} - {""}
 
     @property
+    def excluded(self) -> list[str]:
+        """A note on the column of times of ``holdout``, if it would be an input otherwise."""
+        way, _, column = self.holdout.partition(":")
+        given = [name.strip() for name in self.features.split(",") if name.strip()]
+        chosen = self.design is not None or f"-{column}" in given or any(not name.startswith("-") for name in given)
+        words = f"`{column}` orders the rows of `holdout` and is no input, nor are numbers of its dates"
+        return [f"{words}; to use it, name all inputs in `features`"] if way == "time" and not chosen else []
+
+    @property
     def agreement_options(self) -> Json:
         """Keyword arguments of :func:`fedgp_flower.agreement.agree`."""
         known = {"standardise": self.standardise, "likelihood": self.model.likelihood}
@@ -532,8 +540,7 @@ def _merge_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
 
 def unknown(key: str, known: Collection[str]) -> str:
     """Return the error of an unknown key, with the known keys that are most similar."""
-    close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+    hint = similar(key, known) or f"known keys: {', '.join(sorted(known))}"
     return f"unknown configuration key `{key}`; {hint}"
 
 

@@ -4,6 +4,17 @@ A message says what is wrong, what was expected, what was found, and what to try
 the server, so it names files, columns and rows but **never contains data values**.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+
+def similar(name: str, known: Collection[str]) -> str:
+    """Return a question about a misspelt name, with up to three similar known ones; empty without any."""
+    close = [f"`{other}`" for other in difflib.get_close_matches(name, known, n=3, cutoff=0.5)]
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
 
 class FedGPError(Exception):
     """Base of all errors of this project."""

@@ -155,7 +155,7 @@ def time_scores(
     The PIT of a row that is censored at t is uniform over [F(t), 1] (Haider, Hoehn, Davis & Greiner 2020). Two rows
     of a site are comparable if the shorter time is an event; Harrell's concordance is the share of comparable pairs in
     the predicted order, with ties as ½. The Brier score, a mean over times, and the observed survival at the quartiles
-    of time are weighted by 1/P(C > t), with C the censoring time (Graf et al. 1999).
+    of time are weighted by 1/P(C > t), and events at t by 1/P(C ≥ t), with C the censoring time (Graf et al. 1999).
     """
     (time, seen), grid = split_target(target), follow_up.grid[:, None]
     none, last = np.zeros_like(time), np.where(seen == 1, reached, 1.0)
@@ -167,7 +167,7 @@ def time_scores(
         earlier = np.sign(order - order[block, None]) / 2 + 0.5
         concordant, comparable = concordant + float(earlier[first].sum()), comparable + float(first.sum())
     late = np.where(time > grid, 1 / follow_up.followed(grid), 0.0)
-    early = np.where((time <= grid) & (seen == 1), 1 / follow_up.followed(np.minimum(time, grid[-1])), 0.0)
+    early = np.where((time <= grid) & (seen == 1), 1 / follow_up.still_followed(np.minimum(time, grid[-1])), 0.0)
     predicted = survival(grid)
     ibs = float((early * predicted**2 + late * (1 - predicted) ** 2).mean(axis=0).sum())
     sums = found.sums | {"events": float(seen.sum()), "concordant": concordant, "comparable": comparable, "ibs": ibs}

@@ -409,6 +409,7 @@ class TimeCounts:
     """Numbers of training rows and of events by follow-up time."""
 
     counts: Float[ndarray, "B 2"] = leaves("rows and observed events by bin of time")
+    rounded: Float[ndarray, " U"] = leaves("rows, if all times of the site are multiples of a unit, else 0")
 
     def coarse(self, least: int) -> TimeCounts:
         """Merge cells with fewer than ``least`` rows."""
@@ -418,6 +419,7 @@ class TimeCounts:
         """Return why these cannot be counts of the described rows, or None."""
         rows, events = self.counts.T
         wrong = (events < 0).any() or (events > rows).any() or rows.sum() != described.rows
+        wrong = wrong or (self.rounded < 0).any() or (self.rounded > described.rows).any()
         return f"`counts` are not counts of {described.rows} rows and the events among them" if wrong else None
 
 

@@ -288,8 +288,7 @@ def profiled(
     parameters: Sequence[tuple[estimates.Function, Array | None]],
 ) -> Asking[list[tuple[float, float]]]:
     """Profile likelihood 95 % intervals of parameters; NaN for an endpoint that Newton's method does not reach."""
-    local, start = problem.around_best(state), np.append(state.point, [fit.log_noise] * problem.gaussian)
-    best = profile.minimum(local, state.point, start)
+    local, best = lowest(problem, state, fit)
     ends = [best, *(profile.first_step(best, local, f, row, sign) for f, row in parameters for sign in (-1, 1))]
     near, before = [local] * len(ends), 0.0
     for share in profile.SHARES:
@@ -299,17 +298,51 @@ def profiled(
         ends = [profile.newton(end, at, level) for end, at in zip(started, near, strict=True)]
         if share == 1 and profile.settled(started, ends):
             break
-        points = np.array([state.point if end.lost else end.theta for end in ends])
-        summed = yield problem.asked(points, state, state.sites)
-        if summed.total is None or summed.silent or summed.sites != state.sites:
+        ends, near = yield from centred(problem, state, ends)
+        if not near:
             return [(np.nan, np.nan)] * len(parameters)
-        near = [around(problem, summed.total, k, point) for k, point in enumerate(points)]
-        ends = [replace(end, centre=point) for end, point in zip(ends, points, strict=True)]
     values = [
         float(f(torch.tensor(end.point))) if (f := end.parameter) and profile.reached(f, old, end) else np.nan
         for old, end in zip(started, ends, strict=True)
     ]
     return [*zip(values[1::2], values[2::2], strict=True)]
+
+
+def lowest(problem: Fitting, state: MixedState, fit: Estimates) -> tuple[Totals | Expansion, profile.End]:
+    """The likelihood around the best trial and the minimum of its deviance."""
+    local, start = problem.around_best(state), np.append(state.point, [fit.log_noise] * problem.gaussian)
+    return local, profile.minimum(local, state.point, start)
+
+
+def centred(
+    problem: Fitting, state: MixedState, ends: Sequence[profile.End]
+) -> Asking[tuple[list[profile.End], list[Totals | Expansion]]]:
+    """The endpoints and the likelihood around each, from sums there; nothing if sites are missing."""
+    points = np.array([state.point if end.lost else end.theta for end in ends])
+    summed = yield problem.asked(points, state, state.sites)
+    if summed.total is None or summed.silent or summed.sites != state.sites:
+        return [], []
+    near = [around(problem, summed.total, k, point) for k, point in enumerate(points)]
+    return [replace(end, centre=point) for end, point in zip(ends, points, strict=True)], near
+
+
+def containing_zero(problem: Fitting, state: MixedState, fit: Estimates, places: Sequence[int]) -> Asking[list[bool]]:
+    """Whether the least deviance with entry ``place`` of the point at 0 is at most that of an endpoint.
+
+    The entries are θ of random terms with one effect: θ and −θ have the same deviance, so Newton's method keeps θ = 0.
+    """
+    local, best = lowest(problem, state, fit)
+    level = float(local.deviance(best.centre, None)(torch.tensor(best.point))) + profile.LEVEL
+    ends = [replace(best, point=np.where(np.arange(len(best.point)) == place, 0.0, best.point)) for place in places]
+    for _ in profile.SHARES:
+        started, near = yield from centred(problem, state, ends)
+        if not near:
+            return [False] * len(places)
+        ends = [profile.newton(end, at, level) for end, at in zip(started, near, strict=True)]
+        if profile.settled(started, ends):
+            break
+    values = [float(at.deviance(e.centre, None)(torch.tensor(e.point))) for e, at in zip(ends, near, strict=True)]
+    return [not end.lost and value <= level for end, value in zip(ends, values, strict=True)]
 
 
 class MixedModel(FederatedStrategy[MixedState]):
@@ -467,7 +500,8 @@ class MixedModel(FederatedStrategy[MixedState]):
     def with_profiles(self, state: MixedState) -> Asking[Json]:
         """The tables with profile likelihood intervals; none for smooth terms, a singular fit or no convergence.
 
-        A parameter without information has no interval: its profile is flat.
+        A parameter without information has no interval: its profile is flat. The lower end of the standard deviation
+        of a term with one effect is 0 if the deviance there is below that of an endpoint.
         """
         problem, fit, details = self.problem, estimated(self.problem, state), self.scoring.predicted.details
         if problem.smooth.terms or not state.converged or details["singular"]:
@@ -492,6 +526,11 @@ class MixedModel(FederatedStrategy[MixedState]):
         found = yield from profiled(problem, state, fit, [*itertools.compress(parameters, known)])
         left = iter(found)
         ends = [next(left) if one else (np.nan, np.nan) for one in known]
+        alone = [k for k in problem.terms.alone if known[size + k] and np.isnan(ends[size + k][0])]
+        if alone:
+            within = yield from containing_zero(problem, state, fit, [k + size * (not problem.gaussian) for k in alone])
+            for k in itertools.compress(alone, within):
+                ends[size + k] = -np.inf, ends[size + k][1]
         middles = [float(row @ fit.beta[-len(row) :]) for row in rows]
         tables: dict[str, list[Json]] = {"effects": [], "random": []}
         for effect, middle, pair in zip(fixed, middles, ends[: len(fixed)], strict=True):

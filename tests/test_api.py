@@ -120,7 +120,12 @@ def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
         ({"x": np.arange(9)}, {}, DataError, "x: expected a DataFrame, .*; got ndarray"),
         (table(), {"sites": "3"}, ConfigError, "`sites` = '3': expected a whole number"),
         (table(), {"sites": 2.5}, ConfigError, "`sites` = 2.5: expected a whole number"),
-        (table(), {"target": "yy"}, DataError, "missing column `yy`; the file has `x`, `outcome`, `ward`$"),
+        (
+            table(),
+            {"target": "yy"},
+            DataError,
+            "^the table: missing column `yy`; the table has `x`, `outcome`, `ward`$",
+        ),
         ({"a/b": table(), "a-b": table()}, {}, DataError, "more than one is named `a-b`"),
     ],
 )
@@ -145,7 +150,7 @@ def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_
     with pytest.raises(DataError) as caught:
         fg.run(sites, target="outcome", options=options)
     told = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in told] == ["north.parquet", "east.parquet", "west.parquet"]
+    assert [line.split(":")[0] for line in told] == ["north", "east", "west"]
     assert all("`day` holds dates" in line for line in told)
     assert "column `x`: empty or NaN cell in row 5" in told[2]
     keys = {"dates": "days", "missing": "drop", "baselines.local-only": False, "baselines.pooled": False}

@@ -13,7 +13,7 @@ from fedgp_flower.data.catalogue import BUILTINS
 from fedgp_flower.run import predict, terminal
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.registry import methods
+from fedgp_flower.run.registry import methods, parse_config
 from fedgp_flower.run.user_config import parse_assignments
 
 TINY = ["dataset=sine", "split=0", "model.num-inducing=6", "baselines.local-only=false", "baselines.pooled=false"]
@@ -166,6 +166,39 @@ def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
     assert (code, "no such file" in err) == (2, True)
     code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "no" / "out.csv")
     assert (code, "cannot be written" in err) == (1, True)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_rows_are_predicted(fedgp, tmp_path):
+    table = pd.DataFrame({"x": [0.1, 0.9, 0.4, 0.7] * 10, "z": [1.0, 2.0, 3.0, 4.0, 5.0] * 8, "y": range(40)})
+    table.to_csv(tmp_path / "two.csv", index=False)
+    words = [*TINY, f"dataset={tmp_path / 'two.csv'}", "split=-1", f"output-dir={tmp_path}", "num-server-rounds=1"]
+    run = run_in_process(parse_assignments([*words, "method=fsgp", "name=two"]), 2)
+    words = ["--input", tmp_path / "two.csv", "--output", tmp_path / "out.csv", "--picture", tmp_path / "two.png"]
+    code, _, err = fedgp("predict", run, *words)
+    assert (code, "`--picture` needs one input and a target of numbers" in one_line(err)) == (1, True)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_run_and_a_check_say_that_times_of_held_out_rows_are_no_input(fedgp, tmp_path):
+    table = pd.DataFrame({"x": [0.1, 0.9, 0.4, 0.7] * 10, "y": range(40)})
+    table["seen"] = pd.date_range("2024-01-03", periods=40).strftime("%Y-%m-%d")
+    table.to_csv(tmp_path / "visits.csv", index=False)
+    data = [f"dataset={tmp_path / 'visits.csv'}", "dates=days", "split=-1", "target=y", "holdout=time:seen"]
+    words = [*TINY, *data, f"output-dir={tmp_path}", "num-server-rounds=1", "method=fsgp"]
+    note = (
+        "`seen` orders the rows of `holdout` and is no input, nor are numbers of its dates; to use it, name all inputs"
+    )
+    run = read_run(run_in_process(parse_assignments([*words, "name=one"]), 2))
+    assert [words.startswith(note) for words in run.metrics.warnings].count(True) == 1
+    assert note in one_line(fedgp("check", *data)[1])
+    run = read_run(run_in_process(parse_assignments([*words, "features=x,seen", "name=both"]), 2))
+    assert not [words for words in run.metrics.warnings if "orders the rows" in words]
+
+
+@pytest.mark.parametrize("features", ["x", "-day"])
+def test_no_note_on_times_where_features_leave_them_out(features):
+    assert not parse_config({"holdout": "time:day", "features": features}).excluded
+    assert parse_config({"holdout": "time:day", "features": "-x"}).excluded
 
 
 def test_a_site_that_joins_has_the_name_of_its_file(fedgp, shared, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from urllib.error import URLError
 
@@ -94,6 +95,13 @@ def test_rows_of_groups_that_are_left_out_are_scored_nowhere_and_the_groups_are_
     assert "1 with fewer training rows than `partition.min-rows`: c" in told
     assert "1 with no training rows: d" in told
     assert nothing == ""
+    many = frame.assign(town=[f"town number {k // 2}" for k in range(36)] + ["a"] * 25)
+    many.assign(split=["test", "train"] * 30 + ["train"]).to_csv(tmp_path / "t.csv", index=False)
+    [told] = load_all_sites(small, 1)[0].left_out.splitlines()  # was a line with a comma at its end, and others
+    assert len(told) < 300
+    assert "18 with fewer training rows than `partition.min-rows`: town number 0, " in told
+    assert re.search(r", town number \d+ and \d more$", told)
+    frame.assign(split=["test" if i % 5 == 0 else "train" for i in range(61)]).to_csv(tmp_path / "t.csv", index=False)
     every = config(**keys, partition={"column": "town"})
     assert [site.label for site in load_all_sites(every, count_sites(every))] == ["a", "b", "c"]
 

@@ -110,7 +110,18 @@ CASES = {
             *("'time-to-event' or 'log-logistic' or 'log-normal' (time, event)", "'binomial' (successes, trials)"),
         ],
     ),
-    "left out by a wrong name": (lines(), {"features": "-jobs"}, ["leaves out `jobs`", "`job`"]),
+    "left out by a wrong name": (
+        lines(),
+        {"features": "-jobs"},
+        ["leaves out `jobs` (did you mean `job` or `dose`?); the file has `age`"],
+    ),
+    "misspelt columns": (
+        lines(),
+        {"features": "jobs,does", "target": "y"},
+        ["missing column `jobs` (did you mean `job` or `dose`?), `does` (did you mean `dose`?); the file"],
+    ),
+    "misspelt target": (lines(header="age,job,dose,days"), {"target": "day"}, ["`day` (did you mean `days`?)"]),
+    "misspelt formula": (lines(), {"formula": "y ~ ages + job"}, ["`ages` (did you mean `age`?)"]),
     "header only": (HEADER + "\n", {}, ["no data rows"]),
     "empty file": ("", {}, ["the file is empty"]),
 }
@@ -372,6 +383,15 @@ def test_dates_are_recognised(form: str) -> None:
     assert dates_in(cells) is not None
     cells[107] = "unknown"
     assert dates_in(cells) is None
+
+
+def test_a_missing_date_is_told_once(tmp_path: Path) -> None:
+    days = [f"2024-01-{day:02}" for day in range(1, 13)]
+    days[3] = ""
+    (tmp_path / "a.csv").write_text(lines(header="day,job,dose,y", rows=[f"{d},a,{i},{i}" for i, d in enumerate(days)]))
+    with pytest.raises(DataError) as caught:
+        load_site(CoreConfig(dates="days-and-season"), {"data-path": str(tmp_path / "a.csv")})
+    assert str(caught.value).startswith("a.csv: column `day`: empty or NaN cell in row 4. Fill the cells")
 
 
 @pytest.mark.parametrize("bad", ["2024-02-30", "unknown"])

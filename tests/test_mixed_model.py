@@ -14,6 +14,7 @@ from faults import ALONE
 from scipy.integrate import quad
 from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import minimize
+from scipy.special import expit
 from scipy.stats import multivariate_normal, nbinom, norm, poisson
 from torch.func import grad, hessian
 
@@ -310,6 +311,13 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     page = run.report_path.read_text(encoding="utf-8")
     assert "REML estimates in units of the table" in page
     assert "groups of <code>subject</code> (a group" in page
+    share = run.metrics.method_details["icc"]["subject"]
+    assert f"Intraclass correlation where every column with a random slope is 0: {share:.3f} for" in page
+    only = {
+        **run.metrics.method_details,
+        "random": [row for row in shown.to_dict("records") if row["effect"] != "days"],
+    }
+    assert posterior._random_caption(only).startswith("Intraclass correlation: ")
     details = {**run.metrics.method_details, "log_likelihood": -3.5}
     assert "log likelihood (REML) −3.50, AIC" in posterior.caption(details)
     saved = read_run(run.path)
@@ -395,6 +403,47 @@ def test_an_end_of_an_interval_at_which_the_equations_are_not_solved_is_unknown(
     first, second = answered_by(asking, lambda _: answer)
     assert np.isnan(first).all()
     assert second == pytest.approx((-math.sqrt(profile.LEVEL), math.sqrt(profile.LEVEL)), abs=1e-9)
+
+
+def test_an_end_of_an_interval_that_is_known_is_shown_beside_one_that_is_not():
+    row = {"low": 1.0, "high": 2.0, "profile_low": math.nan, "profile_high": -3.0}
+    assert summary.interval(row) == "unknown to −3.000"
+    assert summary.interval(row | {"profile_high": math.nan}) == "–"
+    ratio = {"effect": "x", "estimate": 0.0, "ratio": 1.0, "ratio_low": math.nan, "ratio_high": 2.0}
+    facts = {"effects": [row | ratio], "random": []}
+    assert summary.quoted(Mock(method_details=facts))["x (ratio)"] == "1.000 (unknown to 2.000)"
+
+
+CLOSE_TO_ZERO = [("gaussian", 0, 0.25, True), ("gaussian", 0, 0.7, False), ("bernoulli", 1, 0.25, True)]
+
+
+@pytest.mark.parametrize(("family", "seed", "sd", "zero"), CLOSE_TO_ZERO)
+def test_the_interval_of_a_small_standard_deviation_begins_at_zero(family, seed, sd, zero, tmp_path):
+    """It does where 0 costs less than 3.84 of the deviance, that of a regression without groups at 0."""
+    draw, child = np.random.default_rng(seed), np.repeat(np.arange(30), 5)
+    x = draw.normal(size=150)
+    eta = 0.5 * x + sd * draw.normal(0, 1, 30)[child]
+    y = eta + draw.normal(size=150) if family == "gaussian" else (draw.random(150) < expit(eta)).astype(int)
+    table = pd.DataFrame({"child": child.astype(str), "x": x, "y": y, "clinic": child % 3})
+    keys = {"formula": "y ~ x + (1 | child)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
+    run = fg.run(table, site="clinic", options={**keys, "model.likelihood": family})
+    row = run.summary().set_index(["group", "effect"]).loc[("child", "intercept")]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    density = norm.logpdf if family == "gaussian" else lambda y, eta, _: -np.logaddexp(0, (1 - 2 * y) * eta)
+
+    def deviance(at, sd):
+        """−2 log likelihood of the intercept, the slope and the logarithm of the noise, by quadrature over groups."""
+        eta = at[0] + at[1] * x[:, None] + sd * nodes
+        logs = density(y[:, None], eta, np.exp(at[2])).reshape(30, 5, -1).sum(1)
+        return -2 * np.log(np.exp(logs) @ weights / weights.sum()).sum()
+
+    best = minimize(lambda at: deviance(at, at[3]), [0, 0.5, 0, sd]).fun
+    cost = minimize(deviance, [0, 0.5, 0], (0.0,)).fun - best
+    assert (cost < profile.LEVEL) == zero
+    assert (row["profile_low"] == 0.0) == zero
+    end = minimize(deviance, [0, 0.5, 0], (row["profile_low"],)).fun - best
+    assert zero or end == pytest.approx(profile.LEVEL, abs=0.01)
+    assert row["profile_low"] < row["estimate"] < row["profile_high"]
 
 
 def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path):
@@ -543,7 +592,7 @@ def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
     [
         (
             "arm + offset(log(beds))",
-            r"b.parquet: `formula`: offset\(log\(beds\)\) is not finite in row 4; correct the cells",
+            r"b: `formula`: offset\(log\(beds\)\) is not finite in row 4; correct the cells",
         ),
         ("beds * C(arm, Treatment(0))", r"Treatment\(0\) is no level of arm; its levels are 'a', 'b'"),
         ("C(arm, Treatment('A'))", r"Treatment\('A'\) is no level of arm; its levels are 'a', 'b'"),

@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import cache, partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import gpytorch
 import numpy as np
@@ -11,15 +12,17 @@ import pandas as pd
 import pytest
 import torch
 from faults import ALONE
+from lifelines import KaplanMeierFitter
 from scipy import integrate, optimize, stats
 from scipy.special import expit, gammaln
 from test_linear import dealt
 
 import fedgp_flower as fg
-from fedgp_flower.agreement import agree
+from fedgp_flower.agreement import Agreement, agree
+from fedgp_flower.clients import numpy_client
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import ConfigError, DataError, RunError
-from fedgp_flower.follow_up import FollowUp, counted, edges_around, life_table
+from fedgp_flower.follow_up import FollowUp, counted, edges_around, life_table, multiples, unit_of
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.likelihoods.grades import edges_of
 from fedgp_flower.gp.likelihoods.numbers import freedom_of
@@ -27,6 +30,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.scores import TargetUnits, time_scores
 from fedgp_flower.shared_messages import Described, OneArray, TimeCounts
+from strategies.server import enrolment
 from strategies.server.questions import drive
 from strategies.server.scoring import time_regression
 
@@ -298,40 +302,84 @@ def rows(count=300, seed=0):
 
 
 def kaplan_meier(time, seen, at):
-    """The product over events until then, of events first among ties."""
-    share = 1.0
-    for t in np.unique(time[(seen == 1) & (time <= at)]):
-        share *= 1 - ((time == t) & (seen == 1)).sum() / (time >= t).sum()
-    return share
+    """P(T > t) and P(C > t) of all rows by lifelines, with events before censoring at the same time."""
+    first = KaplanMeierFitter().fit(time, seen).predict(at).to_numpy()
+    return first, KaplanMeierFitter().fit(time - 1e-9 * seen, 1 - seen).predict(at).to_numpy()
 
 
-def test_where_no_bin_mixes_events_and_censoring_the_life_table_is_that_of_kaplan_and_meier():
-    _, time, seen = rows()
-    edges = np.sort(np.concatenate([time, time * (1 - 1e-12)]))[:-1]
-    found = life_table(counted(time, seen, edges), edges)
-    exact = [kaplan_meier(time, seen, t) for t in found.times]
-    np.testing.assert_allclose(found.survival, exact, rtol=1e-9)
-    assert 20 <= len(found.times) <= 41
+class Timed(SimpleNamespace):
+    """A site that answers questions on times, and merges cells of fewer than three rows."""
+
+    def follow_up(self, request):
+        return numpy_client.follow_up(self, request).coarse(3)
 
 
-def test_counts_of_sites_add_up_to_the_curve_of_all_rows():
+def agreed_table(time, seen):
+    """The life table of rows of three sites."""
+    parts = {str(k): np.column_stack([time, seen])[k::3] for k in range(3)}
+    sites = {name: Timed(rows=SimpleNamespace(y=part)) for name, part in parts.items()}
+    agreement = Agreement({}, "{}", ("x",), {}, {}, True, {"mean": float(time.mean())})
+    return FollowUp.from_arrays(drive(enrolment.followed(agreement, tuple(sites)), sites).arrays)
+
+
+ROUNDED = {"none": lambda t: t, "months": np.ceil, "half months": lambda t: np.ceil(2 * t) / 2}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_curves_from_counts_of_sites_are_those_of_all_rows(name):
+    """Where times are continuous, the error is that of straight lines between the ends of bins."""
+    _, time, seen = rows(6000)
+    time = ROUNDED[name](3 * time)
+    found = agreed_table(time, seen)
+    at = np.unique(time[time <= found.grid[-1]])
+    close = 0.006 if name == "none" else 1e-9
+    for curve, exact in zip((found.survived, found.followed), kaplan_meier(time, seen, at), strict=True):
+        np.testing.assert_allclose(curve(at), exact, atol=close)
+        np.testing.assert_allclose(curve(at + 0.1 * found.unit), exact, atol=close)
+    before = kaplan_meier(time, seen, at - 1e-6)[1]
+    np.testing.assert_allclose(found.still_followed(at), before, atol=close)
+    again = FollowUp.from_arrays(found.to_arrays())
+    assert again.unit == found.unit == {"none": 0.0, "months": 1.0, "half months": 0.5}[name]
+    assert np.quantile(time[seen == 1], 0.25) == pytest.approx(found.quartiles[0], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_brier_score_has_the_weights_of_all_rows(name):
+    _, time, seen = rows(3000)
+    time = ROUNDED[name](3 * time)
+    target, found = np.column_stack([time, seen]), agreed_table(time, seen)
+    grid = found.grid[:, None]
+    predicted = np.exp(-grid / time.mean()) + 0 * time
+    scores = time_scores(0 * time, 0 * time, 0 * time, target, found, lambda at: np.exp(-at / time.mean()) + 0 * time)
+    late = (time > grid) / kaplan_meier(time, seen, grid[:, 0])[1][:, None]
+    early = (time <= grid) * seen / kaplan_meier(time, seen, np.minimum(time, grid[-1]) - 1e-6)[1]
+    exact = (early * predicted**2 + late * (1 - predicted) ** 2).mean(axis=0).sum()
+    assert scores.sums["ibs"] == pytest.approx(exact, rel=0.002 if name == "none" else 1e-9)
+
+
+def test_counts_of_times_are_merged_where_rows_are_few():
     _, time, seen = rows(3000)
     edges = edges_around(time.mean())
     parts = [counted(time[k::7], seen[k::7], edges) for k in range(7)]
     whole = life_table(counted(time, seen, edges), edges)
     np.testing.assert_array_equal(life_table(sum(parts), edges).survival, whole.survival)
-    exact = np.array([kaplan_meier(time, seen, t) for t in whole.times])
-    assert np.abs(whole.survival - exact).max() < 0.004  # of bins in which rows are censored, too
-    censored = np.array([kaplan_meier(time, 1 - seen, t) for t in whole.times])
-    assert np.abs(whole.censoring - censored)[whole.survival > 0.02].max() < 0.02
-    assert np.quantile(time[seen == 1], 0.25) == pytest.approx(whole.quartiles[0], rel=0.05)
-    small = TimeCounts(parts[0]).coarse(5)
+    assert 20 <= len(whole.smooth().times) <= 40
+    shared = multiples(time[::7])
+    small = TimeCounts(parts[0], shared).coarse(5)
     assert small.counts.sum(axis=0).tolist() == parts[0].sum(axis=0).tolist()
     assert small.counts[small.counts[:, 0] > 0, 0].min() >= 5
     assert small.refusal(Described(len(time[::7]))) is None
     assert "events among them" in small.refusal(Described(3))
+    assert "events among them" in TimeCounts(parts[0], shared + 1e4).refusal(Described(len(time[::7])))
     with pytest.raises(DataError, match="no event was observed"):
         life_table(counted(time, 0 * seen, edges), edges)
+
+
+@pytest.mark.parametrize(("times", "unit"), [([14, 21, 700], 0.0), ([14, 21], 7.0), ([1, 3.25], 0.25), ([0.3, 1], 0.1)])
+def test_the_unit_of_rounded_times_is_the_largest_of_few(times, unit):
+    times = np.array(times, dtype=float)
+    assert unit_of(multiples(times), len(times), times.mean()) == unit
+    assert unit_of(multiples(times), len(times) + 1, times.mean()) == 0.0  # those of another site are none
 
 
 def test_the_density_of_a_life_table_is_the_slope_of_its_curve():

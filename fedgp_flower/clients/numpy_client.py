@@ -27,7 +27,7 @@ from fedgp_flower.data import standardisation
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.follow_up import counted
+from fedgp_flower.follow_up import counted, multiples
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
@@ -341,8 +341,9 @@ def log_probabilities(design: Array, weights: Array) -> Array:
 
 
 def follow_up(client: SiteClient, request: wire.OneArray) -> wire.TimeCounts:
-    """Training rows and observed events in each interval of time."""
-    return wire.TimeCounts(counted(*split_target(client.rows.y), request.values))
+    """Training rows and observed events in each interval of time, and the units of rounded times."""
+    time, seen = split_target(client.rows.y)
+    return wire.TimeCounts(counted(time, seen, request.values), multiples(time))
 
 
 def life_table(client: SiteClient, request: wire.Nothing) -> wire.LifeTableScoreSums:
@@ -351,8 +352,9 @@ def life_table(client: SiteClient, request: wire.Nothing) -> wire.LifeTableScore
     if table is None:
         raise ProtocolError("the sites have not agreed on the follow-up of the rows")
     time, event = split_target(target)
-    survival = table.survived(time)
-    nll = -np.log(survival) - np.where(event == 1, np.log(table.hazard(time)), 0.0)
+    smooth = table.smooth()
+    survival = smooth.survived(time)
+    nll = -np.log(survival) - np.where(event == 1, np.log(smooth.hazard(time)), 0.0)
     curve = table.survived
     scores = time_scores(0 * time, 1 - survival, nll, target, table, lambda times: curve(times + 0 * time))
     return wire.LifeTableScoreSums.of(scores)

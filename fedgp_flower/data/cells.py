@@ -90,7 +90,9 @@ def cells_of(
     problems: list[str] = []
     for name in names:
         columns[name], found = _typed_column(frame[name], kinds.get(name))
-        problems += [f"column `{name}`: {words}" for words in found if missing in REMEDIES or EMPTY not in words]
+        shown = dated if (dated := source(name, ())) in frame else name  # numbers of a date lack the same cells
+        problems += [f"column `{shown}`: {words}" for words in found if missing in REMEDIES or EMPTY not in words]
+    problems = list(dict.fromkeys(problems))
     remedy = REMEDIES[missing] if any(EMPTY in problem for problem in problems) else ""
     words = f"{'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}"
     return pd.DataFrame(columns, index=frame.index), words

@@ -18,7 +18,7 @@ from fedgp_flower.data import cells
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, names_in, splits_file
 from fedgp_flower.data.dates import expand_dates, with_numbers
 from fedgp_flower.data.holdout import keys_of
-from fedgp_flower.data.tables import find_file, listed, read_table, require_columns
+from fedgp_flower.data.tables import find_file, listed, read_table, require_columns, unknown
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import datasets, pd
 from fedgp_flower.options import CLASSIFICATION
@@ -41,8 +41,8 @@ def choose_columns(
     given = [name.strip() for name in config.features.split(",") if name.strip()]
     removed = [name.removeprefix("-") for name in given if name.startswith("-") and name not in names]
     chosen = [name for name in dict.fromkeys(given) if name in names or not name.startswith("-")]
-    if unknown := [name for name in removed if name not in names]:
-        raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
+    if wrong := [name for name in removed if name not in names]:
+        raise DataError(f"{file}: `features` leaves out {unknown(wrong, names)}; the file has {listed(names)}")
     features = chosen or [name for name in usable if name not in (target, *removed)]
     if named := [name for name in (target, config.second_target) if name in features]:
         raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")

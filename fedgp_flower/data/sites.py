@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -44,7 +44,7 @@ Data: TypeAlias = (
 )
 
 LINE = 180
-"""Width of a line with names of excluded groups."""
+"""Most letters of the names of excluded groups; a server keeps 300 of a note."""
 _LOCK = Lock()
 """Held while a site loads and partitions: silencing a library's output is not thread-safe."""
 
@@ -250,14 +250,22 @@ def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partitio
         return []
     groups = partitioning.row_labels(table.column).iloc[_rows(table, config)[1]]
     if config.holdout == "site":
-        return [f"sites whose rows are all held out: {', '.join(sorted(set(map(str, groups))))}"]
+        return [f"sites whose rows are all held out: {_shortened(sorted(set(map(str, groups))))}"]
     unseen = sorted(set(map(str, groups)) - {*partition.labels, *partition.left_out})
     excluded = {"fewer training rows than `partition.min-rows`": partition.left_out, "no training rows": unseen}
     return [
-        f"groups that are left out and not scored, {len(names)} with {why}: {part}"
+        f"groups that are left out and not scored, {len(names)} with {why}: {_shortened(names)}"
         for why, names in excluded.items()
-        for part in textwrap.wrap(", ".join(names), LINE)
+        if names
     ]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the first names of a list, as many as a line holds, and the number of others."""
+    ends = itertools.accumulate(len(name) + 2 for name in names)
+    shown = names[: max(1, sum(end <= LINE for end in ends))]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + f" and {more:,} more" * (more > 0)
 
 
 def _split_up(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import DataError, similar
 from fedgp_flower.lazy import pd
 from fedgp_flower.options import FIRST, SECOND_COLUMN
 
@@ -162,12 +162,17 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= MOST_LISTED else f"{shown} and {len(names) - MOST_LISTED} more"
 
 
+def unknown(names: Sequence[str], known: Sequence[str]) -> str:
+    """Return unknown columns with similar known ones; without these if the name of a column is a number."""
+    shown = () if any(_is_number(name) for name in known) else known
+    return ", ".join(f"`{name}` ({question})" if (question := similar(name, shown)) else f"`{name}`" for name in names)
+
+
 def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
     """Raise DataError with the missing and the present columns if a column is missing."""
     present = [str(name) for name in frame.columns]
     missing = [name for name in dict.fromkeys(names) if name not in present]
     if missing:
-        names_missing = ", ".join(f"`{name}`" for name in missing)
         alone = len(present) == 1 and ".csv" in file
         hint = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if alone else ""
         if any("," in name and {part.strip() for part in name.split(",")} <= {*present} for name in missing):
@@ -176,4 +181,4 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
             }
             kinds = [f"{' or '.join(names)} ({FIRST[second]}, {second})" for second, names in taking.items()]
             hint = f"; a run has one `target`, or two columns if `model.likelihood` is {', '.join(kinds)}"
-        raise DataError(f"{file}: missing column {names_missing}; the file has {listed(present)}{hint}")
+        raise DataError(f"{file}: missing column {unknown(missing, present)}; the file has {listed(present)}{hint}")

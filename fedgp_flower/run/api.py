@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from fedgp_flower.config import whole_number
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import ConfigError, DataError, FedGPError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Progress, round_of
@@ -69,23 +69,38 @@ def run(
     """
     given = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
     flat = dict(options or {}) | {key: value for key, value in given.items() if value is not None}
-    sites = whole_number("sites", sites, 0)
+    sites, paths = whole_number("sites", sites, 0), list[Path]()
     if isinstance(data, Mapping):
         if site:
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
         paths = [_save_table(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
         flat["dataset"], sites = ",".join(str(path.resolve()) for path in paths), len(paths)
+    elif isinstance(data, str | Path):
+        flat["dataset"] = str(data)
     else:
-        flat["dataset"] = str(data if isinstance(data, str | Path) else _save_table(data, flat))
+        paths = [_save_table(data, flat)]
+        flat["dataset"] = str(paths[0])
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
-    with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
-        return load_run(run_in_process(complete_config(flat), 0 if site else sites, progress=progress))
+    try:
+        with notebook.progress_bar() if on_round is None else nullcontext(on_round) as progress:
+            return load_run(run_in_process(complete_config(flat), 0 if site else sites, progress=progress))
+    except FedGPError as error:
+        error.args = (_of_tables(str(error), paths),)
+        raise
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:
     """Print a round on a line that the next round overwrites; for ``on_round``."""
     print(f"\r{round_of(row, total):<120}", end="", flush=True)
+
+
+def _of_tables(message: str, files: Sequence[Path]) -> str:
+    """Return a message that names tables in place of the files in which they were saved."""
+    for file in files:
+        name = "the table" if len(files) == 1 else file.stem
+        message = message.replace(str(file.resolve()), name).replace(str(file), name).replace(file.name, name)
+    return message.replace("the file has", "the table has") if files else message
 
 
 def _save_table(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:

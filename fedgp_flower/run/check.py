@@ -70,5 +70,6 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
     problems += [f"{files[site]}: {reason}" for site, reason in agreement.refused.items()]
     if config.design is not None:
         problems += filter(None, [config.design.unknown_reference(agreement.levels)])
+    suspected += config.excluded
     suspected += [f"`{name}` is constant at every site and cannot help a model" for name in agreement.constant]
     return dict(agreement.data), suspected, problems

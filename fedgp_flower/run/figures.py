@@ -100,11 +100,19 @@ def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequ
     return figure
 
 
-def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path) -> None:
-    """Save :func:`site_curves` for the rows of a table with one input. Raise RunError for other inputs."""
+def require_one_input(predictors: Mapping[str, Predictor]) -> None:
+    """Raise RunError if :func:`draw_curves` cannot draw these predictors."""
     agreed = next(iter(predictors.values())).preparation
     if len(agreed.names) != 1 or agreed.target.levels:
-        raise RunError(f"a picture needs one input and a target of numbers; inputs are {', '.join(agreed.names)}")
+        raise RunError(
+            "`--picture` needs one input and a target of numbers: leave it out;"
+            f" inputs are {', '.join(agreed.names)}, the target is `{agreed.target.name}`"
+        )
+
+
+def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path) -> None:
+    """Save :func:`site_curves` for the rows of a table with one input."""
+    agreed = next(iter(predictors.values())).preparation
     save(site_curves(predictors, read_inputs(source, agreed).sort_values(agreed.features[0])), picture)
 
 

@@ -389,7 +389,7 @@ def quoted(metrics: RunMetrics) -> dict[str, str]:
         name = ": ".join(filter(None, (row.get("group"), row["effect"])))
         found[f"{name} ({row['kind']})" if "kind" in row else name] = f"{show(row['estimate'])} ({interval(row)})"
         if "ratio" in row:
-            found[f"{name} (ratio)"] = f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"
+            found[f"{name} (ratio)"] = f"{show(row['ratio'])} ({ends(row['ratio_low'], row['ratio_high'])})"
     titles = {"log_likelihood": "log likelihood", "aic": "AIC", "bic": "BIC"}
     by = restricted(facts)
     return found | {
@@ -407,7 +407,13 @@ def restricted(facts: Facts) -> str:
 def interval(row: Facts) -> str:
     """Return the interval of an effect as text, the profile likelihood interval if it is known."""
     low, high = (number(row.get(f"profile_{end}", row[end])) for end in ("low", "high"))
-    return f"{show(low)} to {show(high)}" if math.isfinite(low) and math.isfinite(high) else "–"
+    return ends(low, high)
+
+
+def ends(low: float | None, high: float | None) -> str:
+    """Return an interval as text, with a word for an end that is unknown; a dash if both are."""
+    texts = [show(low), show(high)]
+    return "–" if texts == ["–", "–"] else " to ".join(text.replace("–", "unknown") for text in texts)
 
 
 def target_of(run: Run) -> str:

@@ -24,7 +24,7 @@ from fedgp_flower.agreement import (
 )
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import DataError, ProtocolError, RunError
-from fedgp_flower.follow_up import edges_around, life_table
+from fedgp_flower.follow_up import UNITS, edges_around, life_table, unit_of
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import TRUST, arrays_of
 from fedgp_flower.transforms import Transform
@@ -226,11 +226,18 @@ def related(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
 
 
 def followed(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
-    """Return the agreement with a life table of the follow-up times, from counts of times in bins."""
-    edges = edges_around(agreement.training_target["mean"])
-    sizes = {"B": len(edges) + 1}
+    """Return the agreement with a life table of the follow-up times, from counts of times in bins.
+
+    The first question has one bin: its answer tells the unit of rounded times, between which the edges of bins lie.
+    """
+    mean, whole = agreement.training_target["mean"], "counts of its follow-up times"
+    sizes = {"B": 1, "U": len(UNITS)}
+    first: Summed[wire.TimeCounts] = yield Total(wire.TimeCounts, wire.OneArray(np.empty(0)), sites, sizes=sizes)
+    unit = unit_of(first.required(whole).rounded, first.required(whole).counts[:, 0].sum(), mean)
+    edges = edges_around(mean, unit)
+    sizes["B"] = len(edges) + 1
     summed: Summed[wire.TimeCounts] = yield Total(wire.TimeCounts, wire.OneArray(edges), sites, sizes=sizes)
-    table = life_table(summed.required("counts of its follow-up times").counts, edges)
+    table = life_table(summed.required(whole).counts, edges, unit)
     return replace(agreement, arrays={**agreement.arrays, **table.to_arrays()})
 
 

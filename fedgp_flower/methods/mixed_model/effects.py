@@ -12,6 +12,7 @@ the diagonal matrix of the weights of the rows, −∂² log p(y | η)/∂η².
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,12 @@ class Terms:
     def count(self) -> int:
         """The length of θ."""
         return sum(q * (q + 1) // 2 for q in self.widths)
+
+    @property
+    def alone(self) -> list[int]:
+        """The positions in θ of the terms with one effect."""
+        starts = itertools.accumulate((q * (q + 1) // 2 for q in self.widths), initial=0)
+        return [start for q, start in zip(self.widths, starts, strict=False) if q == 1]
 
     def factors(self, theta: Float[Tensor, " T"]) -> list[Tensor]:
         """The Cholesky factor [q, q] of the whitened relative covariance of each term."""

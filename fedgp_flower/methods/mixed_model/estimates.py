@@ -356,6 +356,7 @@ def _interval(function: Callable[[float], float], value: float, low: float, high
 def shares(rows: Sequence[Facts], family: str) -> dict[str, float]:
     """Intraclass correlations: the variance of each random intercept divided by the total variance.
 
+    Columns with random slopes are 0 there; elsewhere the correlation differs.
     The residual variance of two classes is π²/3 on the logit scale. Counts have no intraclass correlation.
     """
     noise = [row["estimate"] ** 2 for row in rows if row["group"] == "residual"]

@@ -22,7 +22,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.run.figures import DPI
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import interval, restricted, show
+from fedgp_flower.run.summary import ends, interval, restricted, show
 from fedgp_flower.typing import Array, Facts
 
 
@@ -106,7 +106,7 @@ def panels(run: Run) -> list[Panel]:
             str(row["effect"]),
             *(show(row[name]) for name in ("estimate", "se")),
             interval(row),
-            *([f"{show(row['ratio'])} ({show(row['ratio_low'])} to {show(row['ratio_high'])})"] if ratio else []),
+            *([f"{show(row['ratio'])} ({ends(row['ratio_low'], row['ratio_high'])})"] if ratio else []),
             probability(row["p"]),
         ]
         for row in facts["effects"]
@@ -195,7 +195,9 @@ def _profiled(facts: Facts) -> bool:
 def _random_caption(facts: Facts) -> str:
     """The caption of the random effects."""
     parts = [f"{share:.3f} for `{group}`" for group, share in facts["icc"].items()]
-    icc = [f"Intraclass correlation {', '.join(parts)}."] if parts else []
+    slopes = any(row["kind"] == "sd" and row["effect"] not in ("intercept", "") for row in facts["random"])
+    where = " where every column with a random slope is 0" if slopes else ""
+    icc = [f"Intraclass correlation{where}: {', '.join(parts)}."] if parts else []
     known = any(interval(row) != "–" for row in facts["random"])
     how = ["Intervals by the delta method."] if known and not _profiled(facts) else []
     singular = ["A combination of random effects has no variance: the fit is singular."] if facts["singular"] else []
