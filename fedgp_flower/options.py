@@ -248,6 +248,8 @@ class MethodOptions(BaseModel):
     """Whether the method reads ``formula``."""
     fewer_parameters: ClassVar[str] = "fewer `model.num-inducing`"
     """What makes messages of the method smaller, for a warning."""
+    where_sites_differ: ClassVar[str] = ""
+    """What to try if sites follow no common relation, for a warning."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise for ``privacy.epsilon``."""
     default_kernel: ClassVar[str] = DEFAULT_KERNEL

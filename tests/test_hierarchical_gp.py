@@ -22,7 +22,7 @@ from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
-from fedgp_flower.methods.hierarchical_gp import rough, smooth
+from fedgp_flower.methods.hierarchical_gp import newton, rough
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration
 from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
@@ -275,14 +275,13 @@ def expanded(sites, q_global):
     return expansion(add([site.derivatives(q_global) for site in sites]))
 
 
-def test_the_bound_of_low_rank_is_that_of_a_dense_pooled_gp(problem, monkeypatch):
+def test_the_bound_of_low_rank_is_that_of_a_dense_pooled_gp(problem):
     """With the deviation on all rows of a site, UᵀU is K_L up to the jitter of its own K_zz."""
     model, sites = problem
     offsets = torch.tensor([[0.3, -0.5, 0.1], [-0.4, 0.2, 0.6], [0.0, 1.1, -0.7]], dtype=torch.float64)
     model.jitter = 1e-12
     for site in sites:
         site.dense = False
-    monkeypatch.setattr(smooth, "DENSE_ROWS", 100)
     with torch.no_grad():
         sums = total([site.sums(own) for site, own in zip(sites, offsets, strict=True)])
         expected = dense_bound(model, sites, offsets)
@@ -340,6 +339,18 @@ def test_gradient_and_hessian_are_those_of_the_dense_bound(problem):
         slope = (value(h) - value(-h)) / (2 * h)
     assert float(found.gradient @ along) == pytest.approx(slope, rel=1e-5, abs=1e-5)
     torch.testing.assert_close(found.hessian @ along, (gradient(h) - gradient(-h)) / (2 * h), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_a_covariance_have_the_derivatives_of_the_whole(problem, monkeypatch):
+    """Blocks of one to three rows, whose last has fewer, and q(Z_G) whose mean is not zero."""
+    _, sites = problem
+    q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
+    whole = sites[0].derivatives(q_global)
+    for rows in (1, 2, 3):
+        monkeypatch.setattr(newton, "BLOCK", rows * len(sites[0].targets))
+        blocks = sites[0].derivatives(q_global)
+        for name in ("slopes", "curvature", "squares", "known"):
+            np.testing.assert_allclose(getattr(blocks, name), getattr(whole, name), rtol=1e-8, atol=1e-9)
 
 
 def test_the_curvature_of_a_shape_is_that_of_its_expected_log_density(problem):

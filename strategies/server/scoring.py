@@ -127,6 +127,8 @@ class Scoring:
         warning += "" if named else "; the sites' logs say which, the server does not know"
         if better > sites / 2:
             warning += ". The sums of some site may be false, or the sites follow no common relation"
+            remedy = self.session.config.options.where_sites_differ
+            warning += f": {remedy}" if remedy else ""
             warning += "" if named else HALVES
         self.warnings.append(warning)
         logger.warning("%s", warning)

@@ -11,6 +11,7 @@ q(Z_G) = N(m, S), S = (I + P)⁻¹, m = Sp, and F = c − ½ log|I + P| + ½ p�
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,80 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.typing import Scalar, Square, Vector
 
+BLOCK = 2**16
+"""Entries of a matrix that are differentiated at once."""
+
+
+class Expanded:
+    """Σ⁻¹ and log|Σ| of a covariance Σ(θ) [N, N] to second order, without a pass through its factor.
+
+    With S = Σ⁻¹ here, δ the change of θ and E = Σ_i δ_i ∂_iΣ
+
+        Σ⁻¹ = S − S E S + S E S E S,    log|Σ| = −log|S| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ),
+
+    without the curvature of Σ itself, which :meth:`bend` adds to a value. ``block`` computes Σ for some rows and
+    columns; blocks of ``height`` rows and their derivatives fit into the cache of a processor.
+    """
+
+    def __init__(
+        self, block: Callable[[slice, slice], Tensor], size: int, leaves: Iterable[Tensor], *, of: str, height: int = 0
+    ) -> None:
+        height = height or max(BLOCK // size, 1)
+        ends = [(start, min(start + height, size)) for start in range(0, size, height)]
+        self.lower = [(slice(start, end), slice(end)) for start, end in ends]
+        self.block = block
+        if len(ends) == 1:  # many blocks would fill the memory
+            whole = block(*self.lower[0])
+            self.block = lambda *_: whole
+        self.leaves = [leaf for leaf in leaves if leaf.requires_grad and torch.is_grad_enabled()]
+        count = sum(leaf.numel() for leaf in self.leaves)
+        both = torch.empty(1 + count, size, size, dtype=torch.float64)  # Σ and ∂_iΣ
+        for rows, columns in self.lower:
+            here = self.block(rows, columns)
+            both[0, rows, columns] = here.detach()
+            if self.leaves:
+                both[1:, rows, columns] = jacobian(here.flatten(), self.leaves).unflatten(1, here.shape)
+            both[:, columns, rows] = both[:, rows, columns].mT.clone()
+        matrix, self.parts = both[0], both[1:]
+        self.factor = cholesky(matrix, of=of)
+        self.log_det = 2 * self.factor.diagonal().log().sum()
+        if self.leaves:
+            self.step = flattened([leaf - leaf.detach() for leaf in self.leaves])
+            self.inverse = torch.cholesky_inverse(self.factor)  # only for traces
+            scaled = self.inverse @ self.parts
+            curvature = torch.stack([scaled.flatten(1) @ own.mT.flatten() for own in scaled])
+            traces = scaled.diagonal(dim1=1, dim2=2).sum(1)
+            self.log_det = self.log_det + traces @ self.step - 0.5 * (curvature @ self.step) @ self.step
+
+    def solve(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "N A"]:
+        """Σ⁻¹ rowsᵀ at this θ."""
+        return torch.cholesky_solve(rows.mT, self.factor)
+
+    def products(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "A A"]:
+        """Rows Σ⁻¹ rowsᵀ."""
+        solved = self.solve(rows)
+        self.within = rows @ solved
+        if self.leaves:
+            self.solved = solved.detach()
+            first = self.parts @ self.solved  # ∂_iΣ S rowsᵀ
+            second = torch.cholesky_solve(first.transpose(0, 1).flatten(1), self.factor)
+            second = second.unflatten(1, first.shape[::2]).transpose(0, 1)
+            moved, again = (torch.einsum("t,tna->na", self.step, own) for own in (first, second))
+            cross = rows @ again
+            self.within = self.within - cross - cross.mT + rows.detach() @ again + moved.mT @ again
+        return self.within
+
+    def bend(self, value: Scalar) -> Scalar:
+        """½ Σ_ij δ_i δ_j ⟨∂value/∂Σ, ∂_i∂_jΣ⟩, by which the curvature of Σ changes a value."""
+        of_log_det, of_products = torch.autograd.grad(value, [self.log_det, self.within], retain_graph=True)
+        slope = symmetric(of_log_det * self.inverse - self.solved @ of_products @ self.solved.mT)
+        slope, curvature = 2 * slope.tril(-1) + slope.diagonal().diag(), slope.new_zeros(len(self.step), len(self.step))
+        for rows, columns in self.lower:
+            part = (slope[rows, columns] * self.block(rows, columns)).sum()
+            gradient = torch.autograd.grad(part, self.leaves, create_graph=True, materialize_grads=True)
+            curvature += rows_of_jacobian(flattened(gradient), self.leaves).detach()
+        return 0.5 * (curvature @ self.step) @ self.step
+
 
 @dataclass(frozen=True, slots=True)
 class Sums:
@@ -31,10 +106,13 @@ class Sums:
     precision: Square
     shift: Vector
     constant: Scalar
+    bend: Callable[[Scalar], Scalar] | None = None
+    """:meth:`Expanded.bend` of the covariance of the rows."""
 
     def expected(self, q_global: GlobalPosterior) -> Scalar:
         """J = E log p(y, z | Z_G) under q(Z_G) = N(m, S): c − ½ tr[(S + mmᵀ)P] + mᵀp."""
-        return self.constant - 0.5 * (second_moment(q_global) * self.precision).sum() + q_global.mean @ self.shift
+        value = self.constant - 0.5 * (second_moment(q_global) * self.precision).sum() + q_global.mean @ self.shift
+        return value + self.bend(value) if self.bend is not None and value.requires_grad else value
 
     def flat(self) -> Float[Tensor, " Q"]:
         """Lower entries of P row by row, then p, then c."""
@@ -90,8 +168,8 @@ def expansion(total: ExpansionShare) -> BoundExpansion:
     q(Z_G) of the request, so that the Hessian is exact once q(Z_G) has converged.
     """
     parts = (total.precision, total.shift, total.constant, total.slopes, total.curvature)
-    *known, slopes, curvature = (torch.tensor(part) for part in parts)
-    sums = Sums(*known)
+    precision, shift, constant, slopes, curvature = (torch.tensor(part) for part in parts)
+    sums = Sums(precision, shift, constant)
     q_global, factor = posterior(sums.precision, sums.shift)
     mean, size = q_global.mean, len(sums.shift)
     triangle = size * (size + 1) // 2
@@ -122,7 +200,7 @@ def newton_step(
     return step, float(gradient @ step + 0.5 * step @ hessian @ step)
 
 
-def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
+def flattened(tensors: Iterable[Tensor]) -> Tensor:
     """The tensors as one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 

@@ -8,14 +8,14 @@ are divided by exp(w₃z₃), so that periods stretch too. The covariance of a s
     R_k = s_k² I + K_k(X_k, X_k) + X̃ᵀ diag(τ²) X̃.
 
 Sums are those at the mode of J_k. Predictions average over the Laplace approximation of z_k, because z_k of a small
-site is uncertain. With more than :data:`DENSE_ROWS` rows the deviation has that many inducing inputs, distant rows of
-the site, and the bound is that of Titsias.
+site is uncertain. With more than :data:`DENSE_ROWS` rows the deviation has :data:`ANCHORS` inducing inputs, distant
+rows of the site, and the bound is that of Titsias.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 
 import torch
@@ -23,6 +23,7 @@ from gpytorch import settings
 from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.likelihoods.integrals import hermite_rule
@@ -30,6 +31,7 @@ from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
+    Expanded,
     Sums,
     mixture,
     newton_step,
@@ -45,13 +47,16 @@ WIDTHS = "theta.log_width"
 """Name of log w among the parameters."""
 FIRST_WIDTHS = (0.5, 0.5, 0.3)
 """Initial w of noise, amplitude and lengthscale."""
-DENSE_ROWS = 400
+DENSE_ROWS, ANCHORS = 2000, 400
+"""Most rows of a site without inducing inputs of its deviation; number of these for more."""
 TOLERANCE, MODE_STEPS = 1e-12, 100
 """Newton steps to the mode of z_k stop at this predicted increase, in nats, or after this number."""
 ROUNDING = 1e-9
 """Allowed decrease by rounding, in nats."""
 NODES = 3
 """Gauss–Hermite nodes along each entry of z_k."""
+ROWS = "covariance of a site's rows"
+"""Name of a matrix in errors."""
 VARIANCES = ("outputscale", "variance", "noise")
 EQUATION = (
     "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
@@ -83,32 +88,27 @@ def inducing_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> 
     return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
-class Dense:
-    """R = s² I + K."""
+class LowRank:
+    """R = s² I + Uᵀ(I + E)⁻¹U to second order, with E = 0 here, by D = I + E + U Uᵀ / s²."""
 
-    def __init__(self, noise: Scalar, covariance: Float[Tensor, "N N"]) -> None:
-        matrix = covariance + noise * torch.eye(len(covariance)).to(covariance)
-        self.factor = cholesky(matrix, of="covariance of a site's rows")
-        self.log_det = 2 * self.factor.diagonal().log().sum()
+    def __init__(
+        self, noise: Scalar, weights: Float[Tensor, "W N"], change: Float[Tensor, "W W"], leaves: Sequence[Tensor]
+    ) -> None:
+        size, self.noise, self.weights = len(change), noise, weights
+        outer = torch.eye(size).to(change) + change + weights @ weights.mT / noise
+        self.outer = Expanded(lambda *at: outer[at], size, leaves, of=ROWS, height=size)
+        log_inner = change.trace() - 0.5 * change.square().sum()
+        self.log_det = weights.shape[1] * noise.log() + self.outer.log_det - log_inner
+        self.bend = self.outer.bend
 
-    def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
-        """Left R⁻¹ rightᵀ."""
-        a, b = (torch.linalg.solve_triangular(self.factor, rows.mT, upper=False) for rows in (left, right))
-        return a.mT @ b
+    def solve(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "N A"]:
+        """R⁻¹ rowsᵀ at this θ."""
+        projected = self.outer.solve(rows @ self.weights.mT / self.noise)
+        return (rows.mT - self.weights.mT @ projected) / self.noise
 
-
-class LowRank(Dense):
-    """R = s² I + UᵀU, by the Cholesky factor of D = I + UUᵀ / s²."""
-
-    def __init__(self, noise: Scalar, weights: Float[Tensor, "W N"]) -> None:
-        super().__init__(noise.new_ones(()), weights @ weights.mT / noise)
-        self.weights, self.noise = weights, noise
-        self.log_det = weights.shape[1] * noise.log() + self.log_det
-
-    def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
-        """Left R⁻¹ rightᵀ."""
-        solved = super().inner(left @ self.weights.mT / self.noise, right @ self.weights.mT / self.noise)
-        return left @ right.mT / self.noise - solved
+    def products(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "A A"]:
+        """Rows R⁻¹ rowsᵀ."""
+        return rows @ rows.mT / self.noise - self.outer.products(rows @ self.weights.mT / self.noise)
 
 
 class SmoothDeviation:
@@ -117,33 +117,42 @@ class SmoothDeviation:
     def __init__(self, model: HierarchicalModel, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
         self.dense, self.width = len(features) <= DENSE_ROWS, len(model.log_width)
-        self.anchors = features if self.dense else farthest_points(features, DENSE_ROWS)
+        self.anchors = features if self.dense else farthest_points(features, ANCHORS)
         """Inducing inputs of the deviation."""
 
     def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
         """Factors of noise, amplitude and lengthscale at a z_k."""
         return (self.model.log_width.exp() * offset).exp()
 
-    def covariance(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
+    def covariance(
+        self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]
+    ) -> tuple[Expanded | LowRank, Scalar, Scalar]:
         """R_k, the noise s_k², and the variance of f given the inducing values, summed over rows, at a z_k."""
-        with settings.trace_mode():  # GPyTorch's faster kernels have no second derivative
-            shape, unexplained = self.shape(offset), known[1].sum()
-            noise = self.model.noise * shape[NOISE].square()
-            if self.dense:
-                return Dense(noise, self._covariance(self.features, self.features, shape)), noise, unexplained
-            weights, conditional = self._weights(self.features, shape)
-            return LowRank(noise, weights), noise, unexplained + conditional.sum()
+        model, shape, unexplained = self.model, self.shape(offset), known[1].sum()
+        leaves = [offset, model.log_noise, model.log_site_slope, *model.deviation.parameters()]
+        noise, eye = model.noise * shape[NOISE].square(), torch.eye(len(self.anchors)).to(self.anchors)
+        if self.dense:
+
+            def block(rows: slice, columns: slice) -> Tensor:
+                own = self._covariance(self.features[rows], self.features[columns], shape)
+                return own + noise * eye[rows, columns]
+
+            return Expanded(block, len(eye), leaves, of=ROWS), noise, unexplained
+        weights, change = self._weights(self.features, shape)
+        gram = weights @ weights.mT
+        explained = gram.trace() - (change * gram).sum() + ((change @ change) * gram).sum()  # tr Uᵀ(I + E)⁻¹U
+        unexplained = unexplained + self._prior(self.features, shape).sum() - explained
+        return LowRank(noise, weights, change, leaves), noise, unexplained
 
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
         """P_k, p_k and c_k at a z_k; ``known`` is :meth:`~HierarchicalModel.shared` of the rows."""
         with settings.trace_mode():
             known = known or self.model.shared(self.features)
         covariance, noise, unexplained = self.covariance(offset, known)
-        rows = torch.cat([known[0], self.targets[None]])
-        products = covariance.inner(rows, rows)
+        products = covariance.products(torch.cat([known[0], self.targets[None]]))
         fit = covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
         constant = -0.5 * (fit + unexplained / noise + offset.square().sum())
-        return Sums(products[:-1, :-1], products[:-1, -1], constant)
+        return Sums(products[:-1, :-1], products[:-1, -1], constant, covariance.bend)
 
     def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
         """The z_k that maximises J_k given q(Z_G), and H = −J_k″ there."""
@@ -196,12 +205,14 @@ class SmoothDeviation:
         means, variances = [], []
         for offset in offsets:
             covariance, noise, _ = self.covariance(offset, train)
-            cross, prior = self._cross(features, self.shape(offset))
-            weight = test - covariance.inner(train[0], cross)
-            explained = covariance.inner(cross, cross).diagonal()
-            means.append(covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
+            shape = self.shape(offset)
+            cross = self._cross(features, shape)
+            gain = covariance.solve(cross)
+            weight = test - train[0] @ gain
+            left = self._prior(features, shape) - (cross.mT * gain).sum(0)
+            means.append(self.targets @ gain + q_global.mean @ weight)
             spread = (q_global.factor().mT @ weight).square().sum(0)
-            variances.append(prior - explained + spread + conditional + noise)
+            variances.append(left + spread + conditional + noise)
         return mixture(shares, torch.stack(means), torch.stack(variances))
 
     @torch.no_grad()
@@ -226,21 +237,34 @@ class SmoothDeviation:
 
     def _covariance(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
         """Covariance of d_k between rows."""
-        size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
-        curved: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
+        curved = shape[AMPLITUDE].square() * self._curved(left, right, shape)
         return curved + self.model.slopes(left).mT @ self.model.slopes(right)
 
-    def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
-        """U [W, N], and the variance of the deviation given the inducing values [N]."""
-        size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
-        values, conditional = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
-        return torch.cat([size * values, self.model.slopes(features)]), size.square() * conditional
+    def _curved(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
+        """k_L between rows, with the lengthscales of the site."""
+        stretch = shape[LENGTHSCALE]
+        with settings.trace_mode():  # GPyTorch's faster kernels have no second derivative
+            return self.model.deviation(left / stretch, right / stretch).to_dense()
 
-    def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
-        """Covariance of d_k at new rows with that at the site's [n, N], and its prior variance [n]."""
+    def _prior(self, features: Rows, shape: Float[Tensor, 3]) -> Float[Tensor, " N"]:
+        """Variance of d_k at rows."""
+        curved: Tensor = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
+        return shape[AMPLITUDE].square() * curved + self.model.slopes(features).square().sum(0)
+
+    def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
+        """U [W, N] and E [W, W], whitened by the factor of K_zz here."""
+        kzz, kzx = (self._curved(self.anchors, to, shape) for to in (self.anchors, features))
+        variance = prior_variance(self.model.deviation, self.anchors / shape[LENGTHSCALE])
+        factor = kernel_cholesky(kzz.detach(), variance=variance.detach(), jitter=self.model.jitter)
+        change = kzz + self.model.jitter * variance * torch.eye(len(kzz)).to(kzz)
+        half = torch.linalg.solve_triangular(factor, change - change.detach(), upper=False)
+        change = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+        values, slopes = torch.linalg.solve_triangular(factor, kzx, upper=False), self.model.slopes(features)
+        weights = torch.cat([shape[AMPLITUDE] * values, slopes])
+        return weights, pad(change, (0, len(slopes), 0, len(slopes)))
+
+    def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> Tensor:
+        """Covariance of d_k at new rows with that at the site's."""
         if self.dense:
-            curved = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
-            prior = shape[AMPLITUDE].square() * curved + self.model.slopes(features).square().sum(0)
-            return self._covariance(features, self.features, shape), prior
-        (test, conditional), (train, _) = self._weights(features, shape), self._weights(self.features, shape)
-        return test.mT @ train, test.square().sum(0) + conditional
+            return self._covariance(features, self.features, shape)
+        return self._weights(features, shape)[0].mT @ self._weights(self.features, shape)[0]

@@ -35,6 +35,7 @@ class SGPROptions(MethodOptions):
     """A smooth and a rough term on learned scales of the inputs; the amplitude of an unneeded term becomes small."""
     default_megabytes: ClassVar[int] = 64
     """Size of sums at 4000 inducing points."""
+    where_sites_differ: ClassVar[str] = "`method` = 'hierarchical-gp' learns how each site deviates from the others"
 
     exchanges: Count = 0
     """Most exchanges with every site in training; 0: up to 60, in ``sgpr`` while a step promises .001 nats a row, in
@@ -55,7 +56,7 @@ class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
     likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS | {*SECOND_COLUMN}
-
+    where_sites_differ: ClassVar[str] = ""
     default_kernel: ClassVar[str] = "steps(rbf)"
     default_megabytes: ClassVar[int] = 0
     takes_steps: ClassVar[bool] = True
@@ -75,6 +76,7 @@ class PrivateSGPROptions(SGPROptions):
     """The same table with a privacy budget."""
 
     accounted: ClassVar[bool] = True
+    where_sites_differ: ClassVar[str] = ""
     default_kernel: ClassVar[str] = DEFAULT_KERNEL
     default_megabytes: ClassVar[int] = 0
 
