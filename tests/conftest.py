@@ -2,6 +2,7 @@
 tests and in the first run of every Strategy.
 """
 
+import inspect
 import io
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from beartype import beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import config as shapes
 from jaxtyping import install_import_hook
@@ -23,7 +25,18 @@ settings.register_profile("gate", **SLOW, derandomize=True)
 # The same examples every time in the gate; new ones are looked for where somebody looks at them.
 settings.load_profile("gate" if os.environ.get("CI") else "here")
 
-_hook = install_import_hook(CHECKED, "beartype.beartype")
+_checkers: dict[tuple[str, str, str], Callable[..., Any]] = {}
+
+
+def checker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Beartype's check of a signature, built once; jaxtyping asks for it whenever a nested function is defined."""
+    key = function.__module__, function.__qualname__, str(inspect.signature(function))
+    if key not in _checkers:
+        _checkers[key] = beartype(function)
+    return _checkers[key]
+
+
+_hook = install_import_hook(CHECKED, "conftest.checker")
 
 
 SLOWEST = ("test_deployment", "test_simulation", "test_site")
