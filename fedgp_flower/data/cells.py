@@ -178,24 +178,31 @@ def far_in(frame: pd.DataFrame) -> dict[str, list[int]]:
     """Return labels of rows, 1 % of a column at most, whose numbers are far further from the median than all others."""
     found = {}
     for name in frame.select_dtypes("number"):
-        distances = (frame[name] - frame[name].median()).abs().dropna().sort_values()
-        values, start = distances.to_numpy(), len(distances) - max(1, len(distances) // 100)
+        numbers = _present(frame[name])
+        distances = np.abs(numbers - np.median(numbers)) if len(numbers) else numbers
+        order = np.argsort(distances, kind="stable")
+        values, start = distances[order], len(order) - max(1, len(order) // 100)
         if len(np.unique(values[:start])) < OTHERS:
             continue
         far = values[start:] > FAR * values[start - 1 : -1]
         if far.any():
-            found[str(name)] = sorted(distances.index[start + int(np.argmax(far)) :])
+            found[str(name)] = sorted(frame[name].dropna().index[order[start + int(np.argmax(far)) :]])
     return found
 
 
 def is_compact_date(column: pd.Series) -> bool:
     """Return whether all numbers of a column are days from 1900 to 2100 such as 20240131."""
-    if kind_of(column) != "numeric" or column.isna().all():
+    if kind_of(column) != "numeric" or not len(numbers := _present(column)):
         return False
-    numbers = column.dropna()
-    if (numbers % 1 != 0).any() or not numbers.between(19000101, 21001231).all():
+    if numbers.min() < 19000101 or numbers.max() > 21001231 or (numbers % 1 != 0).any():
         return False
     return bool(pd.to_datetime(numbers.astype(np.int64).astype("str"), format="%Y%m%d", errors="coerce").notna().all())
+
+
+def _present(column: pd.Series) -> NDArray[np.float64]:
+    """Return the numbers of a column without missing cells."""
+    numbers = column.to_numpy(np.float64)
+    return numbers[~np.isnan(numbers)]
 
 
 def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaussian: bool) -> str:
@@ -226,8 +233,8 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
         for name, column in inputs.items()
         if source(str(name), ()) == name and numbers_rows(column)  # days made of dates are a time
     ]
-    events = [str(name) for name, column in inputs.items() if {*column.dropna().unique()} == {0, 1}]
     if gaussian and is_skewed(frame[target]):
+        events = [str(name) for name, column in inputs.items() if {*column.dropna().unique()} == {0, 1}]
         warnings += [
             f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
             " and intervals fit better"
@@ -260,9 +267,10 @@ def repeated(frame: pd.DataFrame) -> int:
 
 def numbers_rows(column: pd.Series) -> bool:
     """Return whether a column holds whole numbers with few gaps, each once, as row numbers do."""
-    if kind_of(column) != "numeric" or len(column) < LEAST_SKEWED or not column.is_unique or (column % 1 != 0).any():
+    if kind_of(column) != "numeric" or len(column) < LEAST_SKEWED:
         return False
-    return float(np.ptp(column)) < 1.5 * len(column)
+    numbers = column.to_numpy(np.float64)
+    return bool(np.ptp(numbers) < 1.5 * len(numbers) and column.is_unique and not (numbers % 1 != 0).any())
 
 
 def is_skewed(target: pd.Series) -> bool:
