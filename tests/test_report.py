@@ -117,7 +117,7 @@ NLL = [1.0, 1.1, 1.2]
         (NLL, [1.1, 1.2, 1.9], "fsgp has a lower NLL than each site alone. Comparisons are by NLL and 95 % intervals"),
         ([1.5, 1.61, 1.7], NLL, "fsgp is worse than each site alone."),
         ([1.0, 1.2, 1.1], [1.1] * 3, "fsgp is about as good as each site alone."),
-        (NLL[::2], [1.1, 1.4], "fsgp has a lower NLL than each site alone. Comparisons are by NLL; 2 sites give no"),
+        (NLL[::2], [1.1, 1.4], "each site alone. Comparisons are by NLL without intervals: 2 sites give none."),
         ([1.2], [1.1], "On 10 held-out rows of 1 site, fsgp has a higher NLL than each site alone."),
         ([1.2], None, "fsgp has a held-out NLL of 1.200 nats per row; no baseline was computed."),
     ],

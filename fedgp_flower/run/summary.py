@@ -169,8 +169,8 @@ def verdict(metrics: RunMetrics) -> str:
         described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
         clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
     sites = max(difference.sites for difference in differences.values())
-    few = ("masks hide each site's score", "1 site gives no interval", "2 sites give no interval")
-    how = f"; {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
+    few = ("masks hide each site's score", "1 site gives none", "2 sites give none")
+    how = f" without intervals: {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = held_out_rows(metrics)
     held_out = f"{rows:,} held-out rows" if rows else "held-out rows"
     where = f"{held_out} of {sites} site{'s' * (sites > 1)}" if sites else held_out
