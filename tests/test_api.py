@@ -124,7 +124,7 @@ def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
             table(),
             {"target": "yy"},
             DataError,
-            "^the table: missing column `yy`; the table has `x`, `outcome`, `ward`$",
+            "^the table: missing column `yy`; it has `x`, `outcome`, `ward`$",
         ),
         ({"a/b": table(), "a-b": table()}, {}, DataError, "more than one is named `a-b`"),
     ],
@@ -272,8 +272,15 @@ def test_new_rows_are_judged_as_a_site_s_are(run):
     pd.testing.assert_frame_equal(whole, run.posterior.predict(pd.DataFrame({"x": ["0", "1.0"]})))
     with pytest.raises(DataError, match=r"the table: column `x`: empty or NaN cell in row 2"):
         run.posterior.predict(pd.DataFrame({"x": [0.0, np.nan]}))
-    with pytest.raises(DataError, match=r"the table: missing column `x`; the file has `z`$"):
+    with pytest.raises(DataError, match=r"the table: missing column `x`; it has `z`$"):
         run.posterior.distribution(pd.DataFrame({"z": [0.0]}))
+
+
+def test_durations_are_refused_with_a_remedy(tmp_path):
+    waited = pd.to_timedelta(np.arange(30), unit="h")
+    frame = pd.DataFrame({"waited": waited, "y": np.arange(30.0)})
+    with pytest.raises(DataError, match="column `waited`: dates or durations; expected numbers or text, for example"):
+        fg.run(frame, target="y", sites=2, options={"output-dir": str(tmp_path)})
 
 
 def test_the_strategies_are_in_the_namespace():

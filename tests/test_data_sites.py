@@ -438,7 +438,7 @@ def test_columns_are_chosen_by_configuration(tmp_path):
     assert table(str(tmp_path / "named.csv")).features == ("a", "column 1", "city")
     with pytest.raises(DataError, match="`features` names the target `y`"):
         table(path, features="a,y")
-    with pytest.raises(DataError, match=r"missing column `c`; the file has `a`, `y`, `b`, `city`"):
+    with pytest.raises(DataError, match=r"missing column `c`; it has `a`, `y`, `b`, `city`"):
         table(path, features="a,c")
     with pytest.raises(DataError, match="missing column `ward`"):
         table(path, partitioner="dirichlet", partition={"column": "ward"})

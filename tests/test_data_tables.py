@@ -113,12 +113,12 @@ CASES = {
     "left out by a wrong name": (
         lines(),
         {"features": "-jobs"},
-        ["leaves out `jobs` (did you mean `job` or `dose`?); the file has `age`"],
+        ["leaves out `jobs` (did you mean `job` or `dose`?); it has `age`"],
     ),
     "misspelt columns": (
         lines(),
         {"features": "jobs,does", "target": "y"},
-        ["missing column `jobs` (did you mean `job` or `dose`?), `does` (did you mean `dose`?); the file"],
+        ["missing column `jobs` (did you mean `job` or `dose`?), `does` (did you mean `dose`?); it has"],
     ),
     "misspelt target": (lines(header="age,job,dose,days"), {"target": "day"}, ["`day` (did you mean `days`?)"]),
     "misspelt formula": (lines(), {"formula": "y ~ ages + job"}, ["`ages` (did you mean `age`?)"]),

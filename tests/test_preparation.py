@@ -179,7 +179,7 @@ def test_rows_are_encoded_in_schema_order_and_unknown_levels_are_counted():
 
 def test_rows_that_do_not_fit_the_schema_are_refused_by_column():
     preparation = Preparation.from_wire(ARRAYS, SCHEMA)
-    with pytest.raises(DataError, match="missing column `x`, `three`; the file has `two`, `y`"):
+    with pytest.raises(DataError, match="missing column `x`, `three`; it has `two`, `y`"):
         encode_inputs(frame().drop(columns=["x", "three"]), preparation)
     with pytest.raises(DataError, match="`x` is categorical here and numeric"):
         encode_inputs(frame(x=["u", "v"]), preparation)

@@ -113,7 +113,7 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
     if pd.api.types.is_complex_dtype(column.dtype):
         return column, ["complex numbers; expected real numbers or text"]
     if pd.api.types.is_datetime64_any_dtype(column.dtype) or pd.api.types.is_timedelta64_dtype(column.dtype):
-        return column, ["dates or durations; expected numbers or text, for example days since a fixed day"]
+        return column, ["dates or durations; expected numbers or text, for example days since a fixed day, or hours"]
     if pd.api.types.is_numeric_dtype(column.dtype) and (kind == "numeric" or not is_bool):
         numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
         found = number_labels(numbers) if kind == "categorical" else numbers
@@ -427,7 +427,7 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
 def identifier_problems(frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
     """Return a message for each text column with nearly unique or too many levels, which leave the site."""
     problems = []
-    for name in (name for name in names if kind_of(frame[name]) == "categorical"):
+    for name in (name for name in names if pd.api.types.is_string_dtype(frame[name])):
         levels = int(frame[name].nunique())
         counted = f"`{name}` has {levels} levels in {len(frame)} rows"
         if levels > 2 and levels * ROWS_PER_LEVEL > len(frame):

@@ -42,12 +42,12 @@ def choose_columns(
     removed = [name.removeprefix("-") for name in given if name.startswith("-") and name not in names]
     chosen = [name for name in dict.fromkeys(given) if name in names or not name.startswith("-")]
     if wrong := [name for name in removed if name not in names]:
-        raise DataError(f"{file}: `features` leaves out {unknown(wrong, names)}; the file has {listed(names)}")
+        raise DataError(f"{file}: `features` leaves out {unknown(wrong, names)}; it has {listed(names)}")
     features = chosen or [name for name in usable if name not in (target, *removed)]
     if named := [name for name in (target, config.second_target) if name in features]:
         raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
-        raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
+        raise DataError(f"{file}: no feature column besides the target; it has {listed(names)}")
     nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
     if nameless and not chosen:
         raise DataError(

@@ -181,4 +181,4 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
             }
             kinds = [f"{' or '.join(names)} ({FIRST[second]}, {second})" for second, names in taking.items()]
             hint = f"; a run has one `target`, or two columns if `model.likelihood` is {', '.join(kinds)}"
-        raise DataError(f"{file}: missing column {unknown(missing, present)}; the file has {listed(present)}{hint}")
+        raise DataError(f"{file}: missing column {unknown(missing, present)}; it has {listed(present)}{hint}")

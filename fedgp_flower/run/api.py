@@ -100,7 +100,7 @@ def _of_tables(message: str, files: Sequence[Path]) -> str:
     for file in files:
         name = "the table" if len(files) == 1 else file.stem
         message = message.replace(str(file.resolve()), name).replace(str(file), name).replace(file.name, name)
-    return message.replace("the file has", "the table has") if files else message
+    return message
 
 
 def _save_table(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:
