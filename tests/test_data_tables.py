@@ -67,7 +67,7 @@ CASES = {
         {},
         ["target `y` holds text", "needs numbers"],
     ),
-    "no header": ("\n".join(f"{i},{SECRET}" for i in range(5)), {}, ["first line holds numbers"]),
+    "no header": ("\n".join(f"{i},{SECRET}" for i in range(5)), {}, ["all names of columns are numbers"]),
     "part of a header": (
         f"a,{SECRET},b,c\n1,2,3,4\n",
         {"target": "y"},

@@ -139,7 +139,7 @@ def _checked_header(names: Sequence[str], file: str) -> list[str]:
     """Return stripped names; an unnamed column is called ``column 3``. Raise DataError if the header is invalid."""
     stripped = [name.strip() or f"column {position}" for position, name in enumerate(names, start=1)]
     if all(_is_number(name) for name in stripped):
-        raise DataError(f"{file}: the first line holds numbers; expected a header line with the names of the columns")
+        raise DataError(f"{file}: all names of columns are numbers; is the header line missing?")
     twice = sorted({name for name in stripped if stripped.count(name) > 1})
     if twice:
         raise DataError(f"{file}: column names must differ; named more than once: {listed(twice)}")
