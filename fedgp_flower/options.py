@@ -183,8 +183,7 @@ class ModelSection(Section):
     @property
     def has_steps(self) -> bool:
         """Whether the kernel is ``steps(…)``."""
-        tree = kernel_tree(self.kernel)
-        return isinstance(tree, ast.Call) and ast.unparse(tree.func) == "steps"
+        return ast.unparse(kernel_tree(self.kernel)).startswith("steps(")
 
     @field_validator("kernel")
     @classmethod

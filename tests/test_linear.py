@@ -281,7 +281,10 @@ def test_without_noise_a_gp_of_many_rows_predicts_with_a_repair_that_is_counted(
 
 
 def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):
-    """Where points are rows, bound and prediction are those of the exact GP, whose hyperparameters fit as well."""
+    """Where points are rows, bound and prediction are those of the exact GP, whose hyperparameters fit as well.
+
+    A site of many rows alone has a sparse fit, too, without a warning.
+    """
     draw = np.random.default_rng(0)
     x, x_test = draw.uniform(-2, 2, (70, 1)), draw.uniform(-2, 2, (200, 1))
     rows = SiteData(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(70), x_test, np.sin(3 * x_test[:, 0]))
@@ -291,16 +294,9 @@ def test_a_sparse_fit_with_a_point_at_every_row_is_the_exact_one(monkeypatch):
     sparse = baselines.scores(rows, config, UNITS, 70).sums
     assert sparse["nll"] / 200 == pytest.approx(exact["nll"] / 200, abs=0.02)
     assert sparse["squared-error"] == pytest.approx(exact["squared-error"], rel=0.1)
-    assert exact["squared-error"] / 200 < 0.05**2
-
-
-def test_a_site_of_many_rows_alone_has_a_sparse_fit_without_a_warning(monkeypatch):
     monkeypatch.setattr(baselines, "EXACT_ROWS", 50)
-    draw = np.random.default_rng(0)
-    x, x_test = draw.uniform(-2, 2, (70, 1)), draw.uniform(-2, 2, (200, 1))
-    rows = SiteData(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(70), x_test, np.sin(3 * x_test[:, 0]))
-    config = parse_config({"dataset": "sine", "method": "sgpr", "model.num-inducing": 20})
-    assert baselines.scores(rows, config, UNITS, 0).sums["squared-error"] / 200 < 0.05**2
+    alone = baselines.scores(rows, config, UNITS, 0).sums
+    assert max(exact["squared-error"], alone["squared-error"]) / 200 < 0.05**2
 
 
 def test_a_run_says_where_all_rows_in_one_place_are_better(tmp_path):

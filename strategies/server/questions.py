@@ -179,10 +179,11 @@ def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
     outstanding: list[tuple[str, object]] = []
 
     def answer(question: Question) -> object:
-        if isinstance(question, Refuse):
-            raise AssertionError(f"site {question.site} was refused: {question.reason}")
-        if isinstance(question, Doubt):
-            return None
+        match question:
+            case Refuse(site, reason):
+                raise AssertionError(f"site {site} was refused: {reason}")
+            case Doubt():
+                return None
         handler = kind_of(question.answer).rpartition(".")[2]
         asked = requests_of(question, tuple(sites))
         answers = {site: getattr(sites[site], handler)(request) for site, request in asked.items()}

@@ -5,7 +5,6 @@ The state changes only here, at the end of a complete round; an interrupted roun
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
@@ -23,7 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from pydantic import BaseModel
 
 from fedgp_flower.config import CoreConfig, RunConfig, parse, whole_number
-from fedgp_flower.errors import ConfigError, ProtocolError, RunError
+from fedgp_flower.errors import ConfigError, ProtocolError, RunError, similar
 from fedgp_flower.messages import decode, stepped_from
 from fedgp_flower.options import MethodOptions, Section, Value, meanings
 from fedgp_flower.outcome import Observer, Snapshot, Summary
@@ -370,9 +369,8 @@ def configured(method: str, options: type[MethodOptions], given: Mapping[str, Ke
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
     for name, value in given.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(close)}?" if close else f"; allowed: {', '.join(sorted(known))}"
-            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
+            hint = similar(name, known) or f"allowed: {', '.join(sorted(known))}"
+            raise TypeError(f"unexpected keyword argument {name!r}; {hint}")
         if value is not None:  # None: the default
             plain = json.dumps(value) if isinstance(value, dict) else value
             flat[known[name][0]] = plain.item() if isinstance(plain, np.generic) else plain

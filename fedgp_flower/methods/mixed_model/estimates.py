@@ -180,11 +180,7 @@ def of_restricted(totals: Totals, theta: Array, step: Array) -> Estimates:
     beta = scales * torch.linalg.solve_triangular(inner.mT, factor[-1, :-1, None], upper=True)[:, 0]
     covariance = torch.cholesky_inverse(inner) * (2 * log_noise).exp()  # the covariance is the inverse itself
     covariance = scales[:, None] * covariance * scales
-
-    def value(at: Float[Tensor, " T1"]) -> Scalar:
-        return totals.restricted(at[:-1], at[-1])
-
-    around = expanded(value, torch.cat([last, log_noise[None]]))
+    around = expanded(lambda at: totals.restricted(at[:-1], at[-1]), torch.cat([last, log_noise[None]]))
     return Estimates(
         beta.numpy(), covariance.numpy(), theta + step, float(log_noise), inverse(-around.hessian), around.value
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
-from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack, scatter
 from fedgp_flower.gp.placement import to_array
@@ -117,12 +117,8 @@ class SGPRClient(SparseClient):
 
     def trials(self, request: Candidates) -> TrialSums:
         """Return the sums over this site's rows at each of several parameters."""
-        return TrialSums.of([self.evidence_sums(at.values) for at in request.each])
-
-    def evidence_sums(self, values: Mapping[str, ndarray]) -> WeightedSums:
-        """Return the FITC sums over this site's rows at these parameters."""
-        model, whitener = self.whitened(values)
-        return weighted_sums(model, *self.tensors, whitener)
+        models = (self.whitened(at.values) for at in request.each)
+        return TrialSums.of([weighted_sums(model, *self.tensors, whitener) for model, whitener in models])
 
     def gradients(self, request: PooledPosterior) -> EvidenceGradient:
         """Return this site's share of the gradient of the log evidence, and its score of varying noise."""
@@ -175,26 +171,18 @@ class FSGPClient(SparseClient):
 
     def train(self, request: Step) -> Stepped:
         """Take P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
-        model, (inputs, targets) = self.load(request.values), self.tensors
-
-        def objective() -> torch.Tensor:
-            return pooled_bound(model, inputs, targets) / len(targets)
-
-        return stepped(self, model, objective, request)
+        model, rows = self.load(request.values), self.tensors
+        return stepped(self, model, lambda: pooled_bound(model, *rows) / len(rows[1]), request)
 
 
 class FGPRClient(SiteClient):
     """An exact GP of this site's rows at the server's hyperparameters."""
 
-    model: ExactGP
-    """The model at the hyperparameters of the latest message, conditioned on this site's rows."""
-
     def load(self, values: Mapping[str, ndarray]) -> ExactGP:
         """Return the model of this site's rows at these hyperparameters."""
         model = ExactGP(self.config.model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
         model.load(values)
-        self.model = self.placement.module(model)
-        return self.model
+        return self.placement.module(model)
 
     def train(self, request: Step) -> Stepped:
         """Take P local steps on the log evidence per row."""
