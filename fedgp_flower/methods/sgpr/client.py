@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
-from fedgp_flower.gp.fitc import weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack, scatter
 from fedgp_flower.gp.placement import to_array
@@ -117,8 +117,12 @@ class SGPRClient(SparseClient):
 
     def trials(self, request: Candidates) -> TrialSums:
         """Return the sums over this site's rows at each of several parameters."""
-        models = (self.whitened(at.values) for at in request.each)
-        return TrialSums.of([weighted_sums(model, *self.tensors, whitener) for model, whitener in models])
+        return TrialSums.of([self.evidence_sums(at.values) for at in request.each])
+
+    def evidence_sums(self, values: Mapping[str, ndarray]) -> WeightedSums:
+        """Return the FITC sums over this site's rows at these parameters."""
+        model, whitener = self.whitened(values)
+        return weighted_sums(model, *self.tensors, whitener)
 
     def gradients(self, request: PooledPosterior) -> EvidenceGradient:
         """Return this site's share of the gradient of the log evidence, and its score of varying noise."""
