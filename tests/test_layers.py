@@ -15,6 +15,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import checker
+from jaxtyping import Float, TypeCheckError, jaxtyped
+from torch import Tensor
 
 from fedgp_flower.run.registry import BUILT_IN
 
@@ -198,3 +202,22 @@ def test_only_the_registry_names_a_method():
         if pattern.search(line)
     }
     assert lines == {}
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_a_nested_function_is_checked_however_often_it_is_defined(time):
+    """Of one that was defined before, the check of the signature is the same; shapes are those of the call."""
+
+    @jaxtyped(typechecker=checker)
+    def doubled(x: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        return torch.cat([x, x])
+
+    @jaxtyped(typechecker=checker)
+    def same(x: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        return x
+
+    with pytest.raises(TypeCheckError, match="return value"):
+        doubled(torch.ones(2))
+    with pytest.raises(TypeCheckError, match="parameters"):
+        same(torch.ones(2, 1))
+    assert len(same(torch.ones(3))) == 3
