@@ -4,8 +4,8 @@ Ashman et al. (2022), Section 5.1, Figure 4 and Table 2. Ten sites; split A deal
 and five large sites, and the share of positive labels at the small ones η (1 − κ), η that of all rows. A fifth of the
 rows is held out; a seed deals rows and sites. Inputs are numeric columns and 0/1 columns of every level but the first,
 standardised. θ ~ N(0, I). `global VI` is the same bound of all rows in one place. *Visits* are those after which the
-NLL stays within .001 nats of it, median over seeds. Local updates are Newton steps to the optimum. ρ = 0.2 is the
-paper's; in asynchronous runs three sites work at once.
+NLL stays within .001 nats of it, the mean over the seeds in which it does. Local updates are Newton steps to the
+optimum. ρ = 0.2 is the paper's; in asynchronous runs three sites work at once.
 """
 
 from __future__ import annotations
