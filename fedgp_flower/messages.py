@@ -382,27 +382,32 @@ def add(parts: Iterable[M]) -> M:
     sums: list[NDArray[Any]] = []
     last: M | None = None
     for last in parts:
-        terms = _entries(last)
+        terms = (array for _, array in _entries(last))
         sums = list(map(compensated_sums.plus, sums, terms)) if sums else list(map(compensated_sums.start, terms))
     if last is None:
         raise ProtocolError("a total needs at least one site")
     return _filled(last, map(compensated_sums.rounded, sums))
 
 
-def _entries(value: object) -> Iterator[NDArray[Any]]:
-    """Yield the arrays and numbers of a message."""
+def shapes_of_terms(value: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return name and shape of all that :func:`add` adds; the same for all summands of a total."""
+    return tuple((name, array.shape) for name, array in _entries(value))
+
+
+def _entries(value: object) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield the arrays and numbers of a message with their names."""
     for spec in _fields(type(value)):
         content = getattr(value, spec.name)
         if spec.form == "message":
             yield from _entries(content)
         elif spec.form == "arrays":
-            yield from (np.asarray(content[key]) for key in sorted(content))
+            yield from ((f"{spec.name}.{key}", np.asarray(content[key])) for key in sorted(content))
         else:
-            yield np.asarray(content)
+            yield spec.name, np.asarray(content)
 
 
 def _filled(value: M, entries: Iterator[NDArray[Any]]) -> M:
-    """Return a message like ``value`` with other :func:`_entries`."""
+    """Return a message like ``value`` with the arrays and numbers of other :func:`_entries`."""
     found: dict[str, Any] = {}
     for spec in _fields(type(value)):
         content = getattr(value, spec.name)

@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from faults import Fault, FaultyGrid, alike, arrays, blamed, configured, crashed
+from faults import run as run_in_memory
 from safetensors.numpy import load_file
 from scipy.linalg import cho_factor, cho_solve
 
 from fedgp_flower import options
+from fedgp_flower.agreement import Agreement
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sfvi import rows
@@ -143,6 +146,15 @@ for words in WORDS:
     told = pd.read_csv(tmp_path / "model.csv")
     np.testing.assert_allclose(told["sd"], sd, rtol=0.02)  # mostly of the noise, from the model's key
     assert "Weights of the toy model" in (tmp_path / "model" / "report.html").read_text()
+
+
+def test_sums_of_a_length_that_only_sites_know_are_those_that_most_of_them_send(monkeypatch):
+    monkeypatch.setattr(Agreement, "sizes", lambda agreement, known: dict(known))
+    short = arrays(lambda own: own | {"gram": own["gram"][:1, :1], "moment": own["moment"][:1]})
+    flat, phases = configured(method="toy", num_server_rounds=1), ("query.products",)
+    found, never = (run_in_memory(FaultyGrid(flat, 3, Fault("1", change, phases))) for change in (short, crashed))
+    assert blamed(found) == {"1": ["its arrays are not those that most sites send"]}
+    alike(vars(found.current), vars(never.current))
 
 
 def test_a_key_with_two_meanings_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -14,7 +15,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from fedgp_flower.agreement import Agreement, SiteDescription
 from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
-from fedgp_flower.messages import add, from_parts, is_public, is_summand, kind_of, layout, misfit, refusal_of, to_parts
+from fedgp_flower.messages import (
+    add,
+    from_parts,
+    is_public,
+    is_summand,
+    kind_of,
+    layout,
+    misfit,
+    refusal_of,
+    shapes_of_terms,
+    to_parts,
+)
 from fedgp_flower.options import SECOND_COLUMN, MethodOptions
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.privacy.questions import MEMBERS, length, written_members
@@ -45,6 +57,7 @@ from strategies.server.totals import MaskedContract, Masking
 logger = logging.getLogger("fedgp")
 
 SPARE_BYTES = 1 << 16  # allowance for names and shapes of the arrays of a reply
+OTHER_ARRAYS = "its arrays are not those that most sites send"
 KEPT_BYTES = 1 << 31  # decoded answers to a question that are kept; the others are decoded whenever they are read
 
 
@@ -124,9 +137,11 @@ class Contract:
         answers: Mapping[str, Any] = Answers(self.read, by_site(replies))
         answers, described = answers if self.added else dict(answers), self.described
         rows = {site: described[site].rows for site in answers}
-        compare = getattr(self.question.answer, "outliers", None)
-        refused: dict[str, str] = {} if compare is None else compare(answers, rows)
+        refused = self.of_other_shapes(answers)
         kept = without(answers, refused)
+        if (compare := getattr(self.question.answer, "outliers", None)) is not None:
+            refused |= (contradicting := compare(kept, {site: rows[site] for site in kept}))
+            kept = without(kept, contradicting)
         total = add(kept.values()) if self.added and kept else None
         if total is not None and refusal_of(total, Described(sum(rows[site] for site in kept))):
             found = {site: refusal_of(answer, described[site]) for site, answer in kept.items()}
@@ -136,6 +151,16 @@ class Contract:
         for site, reason in refused.items():
             fail(site, reason)
         return Summed(total, tuple(kept), parts=kept) if self.added else kept
+
+    def of_other_shapes(self, answers: Mapping[str, Any]) -> dict[str, str]:
+        """Return the sites whose summands cannot be added to those of most sites, where a length was unknown."""
+        if not (self.added and answers):
+            return {}
+        if layout(self.question.answer, self.sizes, next(iter(self.requests.values()))) is not None:
+            return {}
+        shapes = {site: shapes_of_terms(answer) for site, answer in answers.items()}
+        [(usual, _)] = Counter(shapes.values()).most_common(1)
+        return {site: OTHER_ARRAYS for site, found in shapes.items() if found != usual}
 
     def read(self, reply: Message) -> Any:
         """Return the answer in a reply; large answers of many sites are decoded whenever they are read."""
@@ -360,7 +385,7 @@ class Session:
             answers = by_site(replies)
             usable = self.masking.with_common_layout(contract, answers)
             for site in answers.keys() - usable.keys():
-                self.network.fail(site, "its arrays are not those that most sites send")
+                self.network.fail(site, OTHER_ARRAYS)
             silent = [site for site in contract.masked.sites if site not in usable]
             if not silent:
                 rows = sum(self.preparation.rows[site] for site in usable)
