@@ -17,8 +17,9 @@ from scipy.linalg import cho_factor, cho_solve
 
 from fedgp_flower import options
 from fedgp_flower.agreement import Agreement
+from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import load_all_sites
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.methods.sfvi import rows
 from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.options import PositiveInt, Section
@@ -155,6 +156,31 @@ def test_sums_of_a_length_that_only_sites_know_are_those_that_most_of_them_send(
     found, never = (run_in_memory(FaultyGrid(flat, 3, Fault("1", change, phases))) for change in (short, crashed))
     assert blamed(found) == {"1": ["its arrays are not those that most sites send"]}
     alike(vars(found.current), vars(never.current))
+
+
+@pytest.mark.parametrize(
+    ("name", "annotated", "words"),
+    [
+        ("products", ("request",), "`ToyClient.products`: annotate what it returns"),
+        ("predict", ("return",), "`ToyClient.predict`: annotate `request`"),
+        ("products", (), "does not answer `query.products`: `ToyClient` has no handler `products` with annotations"),
+        ("moments", ("request", "return"), "`ToyClient.moments`: a handler of every method has that name"),
+    ],
+)
+def test_a_handler_that_is_not_found_is_named_with_what_to_do(monkeypatch, name, annotated, words):
+    from toy_method.site import ToyClient
+
+    def function(client, request, inputs=None):
+        return None
+
+    notes = ToyClient.products.__annotations__
+    monkeypatch.setattr(function, "__name__", name)
+    monkeypatch.setattr(function, "__annotations__", {part: notes[part] for part in annotated})
+    monkeypatch.setattr(ToyClient, name, function, raising=False)
+    handlers.cache_clear()
+    with pytest.raises(RunError, match=re.escape(words)):
+        run_in_memory(FaultyGrid(configured(method="toy", num_server_rounds=1), 3))
+    handlers.cache_clear()
 
 
 def test_a_key_with_two_meanings_is_refused():

@@ -127,7 +127,8 @@ class SiteClient(NumPyClient):
         """The request in a message; ProtocolError if the method has no handler of this message type."""
         handler = handlers(type(self)).get(kind)
         if handler is None:
-            raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
+            wanted = f"`{type(self).__name__}` has no handler `{kind.partition('.')[2] or kind}` with annotations"
+            raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`: {wanted}")
         if not is_message(handler.request):
             raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
         return from_parts(handler.request, arrays, numbers)
@@ -422,19 +423,29 @@ REGRESSIONS = moments, logistic, time_regression, count_regression
 SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, cell_products, shape, *REGRESSIONS)
 
 
+def _annotation(client: type[SiteClient], function: Callable[..., Any], name: str) -> Any:
+    """The class of a handler's ``request`` or of what it returns (``return``); ProtocolError without annotation."""
+    hints = typing.get_type_hints(function)
+    if name not in hints:
+        what = "what it returns" if name == "return" else f"`{name}`"
+        raise ProtocolError(f"`{client.__name__}.{function.__name__}`: annotate {what} with the class of the message")
+    return hints[name]
+
+
 @cache
 def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
     """The handlers of a client by message type. :meth:`SiteClient.predict` declares the request of scores."""
-    predicted = typing.get_type_hints(client.predict)["request"]
+    predicted = _annotation(client, client.predict, "request")
     table = {EVALUATE: Handler(client.score, predicted, Scores)}
-    named = {function.__name__: function for function in (*SCORED, *SUMS)} | {
-        name: getattr(client, name) for name in dir(client)
-    }
+    named = {function.__name__: function for function in (*SCORED, *SUMS)}
+    if taken := [name for name in named if hasattr(client, name)]:
+        raise ProtocolError(f"`{client.__name__}.{taken[0]}`: a handler of every method has that name; choose another")
+    named |= {name: getattr(client, name) for name in dir(client)}
     for name, function in named.items():
         if name.startswith("_") or "request" not in getattr(function, "__annotations__", {}):
             continue
-        hints = typing.get_type_hints(function)
-        request, answer = predicted if hints["request"] is Any else hints["request"], hints["return"]
+        request, answer = (_annotation(client, function, part) for part in ("request", "return"))
+        request = predicted if request is Any else request
         kind = kind_of(answer) if is_message(answer) else ""
         if is_message(request) and name == (kind.partition(".")[2] or kind):
             table[kind] = Handler(function, request, answer)
