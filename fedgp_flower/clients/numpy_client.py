@@ -423,13 +423,14 @@ REGRESSIONS = moments, logistic, time_regression, count_regression
 SUMS = (weighted, target, robust, follow_up, column_sums, column_squares, cell_products, shape, *REGRESSIONS)
 
 
-def _annotation(client: type[SiteClient], function: Callable[..., Any], name: str) -> Any:
+def _annotation(client: type[SiteClient], function: Callable[..., object], name: str) -> type:
     """The class of a handler's ``request`` or of what it returns (``return``); ProtocolError without annotation."""
     hints = typing.get_type_hints(function)
     if name not in hints:
         what = "what it returns" if name == "return" else f"`{name}`"
         raise ProtocolError(f"`{client.__name__}.{function.__name__}`: annotate {what} with the class of the message")
-    return hints[name]
+    found: type = hints[name]
+    return found
 
 
 @cache

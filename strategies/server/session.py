@@ -152,7 +152,7 @@ class Contract:
             fail(site, reason)
         return Summed(total, tuple(kept), parts=kept) if self.added else kept
 
-    def of_other_shapes(self, answers: Mapping[str, Any]) -> dict[str, str]:
+    def of_other_shapes(self, answers: Mapping[str, object]) -> dict[str, str]:
         """Return the sites whose summands cannot be added to those of most sites, where a length was unknown."""
         if not (self.added and answers):
             return {}
