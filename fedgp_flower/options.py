@@ -131,8 +131,8 @@ REAL_VALUED = frozenset({"gaussian", "student-t", "heteroscedastic"})
 """Likelihoods of a real number with units; the target is standardised."""
 WITH_NOISE = frozenset({"heteroscedastic", "ordinal"})
 """Likelihoods of a function of the target and one of its noise."""
-DEFAULT_LIKELIHOODS = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
-"""Likelihoods of a method that names no others."""
+POINT_LIKELIHOODS = frozenset({"gaussian", "bernoulli", "poisson", "student-t"})
+"""Likelihoods of one function, without a second target column."""
 
 
 class ModelSection(Section):
@@ -239,7 +239,7 @@ class MethodOptions(BaseModel):
     """Fields from installed packages."""
     shared: ClassVar[type[MethodOptions] | None] = None
     """Class of keys that the method shares with another method."""
-    likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS
+    likelihoods: ClassVar[frozenset[str]] = frozenset({"gaussian"})
     """Supported likelihoods."""
     takes_steps: ClassVar[bool] = False
     """Whether ``model.kernel`` may be ``steps(…)``."""
@@ -291,3 +291,9 @@ class MethodOptions(BaseModel):
 
     def check_shared(self, shared: MethodOptions) -> None:
         """Raise ConfigError if the method cannot work with these :attr:`shared` keys."""
+
+
+class ReferenceOptions(MethodOptions):
+    """The baselines: they have no keys."""
+
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS

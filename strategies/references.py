@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.options import ReferenceOptions
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, Points, PooledScoreSums, ScoreSums
 from strategies.server.algorithm import Algorithm
 from strategies.server.questions import Asking, Figures, Predicted, Roster
@@ -30,6 +31,7 @@ class LocalOnly(FederatedStrategy[Nothing]):
     """Each site fits a GP of its rows and scores its held-out rows."""
 
     method = "local-only"
+    options_class = ReferenceOptions
     state_class = Nothing
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = LocalScoreSums
@@ -46,6 +48,7 @@ class Pooled(FederatedStrategy[Nothing]):
     """A GP of the rows of all sites; only in a simulation."""
 
     method = "pooled"
+    options_class = ReferenceOptions
     state_class = Nothing
     predicts = trains = False
     score_sums: ClassVar[type[ScoreSums]] = PooledScoreSums

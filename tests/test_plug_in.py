@@ -99,7 +99,9 @@ def test_it_goes_on_where_it_was_with_its_keys_in_the_free_form_one(run, tmp_pat
 
 @pytest.mark.parametrize("way", ["", "extra="])
 def test_its_keys_are_checked_like_all_others(tmp_path, way):
-    for word, message in (("toy.noise=-1", "`toy.noise` = -1"), ("toy.nose=1", "`toy.nose`; did you mean `toy.noise`")):
+    classes = "model.likelihood=bernoulli", "`method` = 'toy' needs 'gaussian'"  # its options name no likelihood
+    wrong = ("toy.noise=-1", "`toy.noise` = -1"), ("toy.nose=1", "`toy.nose`; did you mean `toy.noise`"), classes
+    for word, message in wrong:
         with pytest.raises(ConfigError, match=message):
             parse_config(keys(tmp_path, f"{way}{word}"))
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, MethodOptions, PositiveInt
+from fedgp_flower.options import POINT_LIKELIHOODS, Count, MethodOptions, PositiveInt
 
 START_RATIO = 3.0
 """Initial ratio of successive lengthscales; equal ones would stay equal."""
@@ -20,6 +20,7 @@ class FedMGPOptions(MethodOptions):
     """The shared latent functions; the number of pseudo-inputs J is ``model.num-inducing``."""
 
     table: ClassVar[str] = "fedmgp"
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS
 
     latents: PositiveInt = 1
     """Number I of shared latent functions."""

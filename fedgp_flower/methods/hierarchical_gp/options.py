@@ -6,13 +6,14 @@ from typing import Annotated, ClassVar, Literal
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import BASIC, MethodOptions
+from fedgp_flower.options import BASIC, POINT_LIKELIHOODS, MethodOptions
 
 
 class HierarchicalOptions(MethodOptions):
     """The form of deviations from the shared trend."""
 
     table: ClassVar[str] = "hierarchical"
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS
 
     deviation: Annotated[Literal["smooth", "rough"], BASIC] = "smooth"
     """``smooth``: sites, such as countries; each deviates by a GP of all inputs, and has its noise. ``rough``: units,

@@ -12,7 +12,7 @@ from pydantic import Field
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sgpr.options import SGPROptions
-from fedgp_flower.options import Count, MethodOptions, NonNegative
+from fedgp_flower.options import POINT_LIKELIHOODS, Count, MethodOptions, NonNegative
 
 Form = Literal["tied", "free", "cpo"]
 LOCAL_KEYS = ("inducing", "factor", "steps", "learning_rate")
@@ -56,6 +56,7 @@ class PVIOptions(MethodOptions):
     """The table ``pvi.*``. ``pvi-glm`` and ``pvi-bnn`` read its schedule, ``pvi-bnn`` also steps and learning rate."""
 
     table: ClassVar[str] = "pvi"
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.options import MethodOptions, PositiveInt
+from fedgp_flower.options import POINT_LIKELIHOODS, MethodOptions, PositiveInt
 
 LIKELIHOODS = ("gaussian", "bernoulli", "poisson")
 """Log-concave likelihoods: factors have non-negative precision, so that every product is a density."""
@@ -20,6 +20,7 @@ class WeightsOptions(MethodOptions):
     """Options of models of weights, without inducing points."""
 
     shared: ClassVar[type[MethodOptions] | None] = PVIOptions
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS
 
     @abstractmethod
     def num_weights(self, num_inputs: int) -> int:

@@ -10,7 +10,7 @@ from pydantic import field_validator
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, GROUP, ModelRow, sections_of
-from fedgp_flower.options import DEFAULT_LIKELIHOODS, Count, MethodOptions, NonNegative, PositiveInt, with_installed
+from fedgp_flower.options import POINT_LIKELIHOODS, Count, MethodOptions, NonNegative, PositiveInt, with_installed
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which are fixed."""
@@ -26,7 +26,7 @@ class SFVIOptions(MethodOptions):
     """The keys of the built-in models."""
 
     table: ClassVar[str] = "sfvi"
-    likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS | {"categorical"}
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS | {"categorical"}
     averages: ClassVar[bool] = False
     """Whether every round has local steps and an average."""
     variant_key: ClassVar[str] = "model"

@@ -8,8 +8,8 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
     DEFAULT_KERNEL,
-    DEFAULT_LIKELIHOODS,
     MULTICLASS,
+    POINT_LIKELIHOODS,
     REAL_VALUED,
     SECOND_COLUMN,
     Count,
@@ -55,7 +55,7 @@ class SGPROptions(MethodOptions):
 class SVGPOptions(SGPROptions):
     """The same table for other likelihoods."""
 
-    likelihoods: ClassVar[frozenset[str]] = DEFAULT_LIKELIHOODS | REAL_VALUED | MULTICLASS | {*SECOND_COLUMN}
+    likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS | REAL_VALUED | MULTICLASS | {*SECOND_COLUMN}
     where_sites_differ: ClassVar[str] = ""
     default_kernel: ClassVar[str] = "steps(rbf)"
     default_megabytes: ClassVar[int] = 0
