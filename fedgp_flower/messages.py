@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from fedgp_flower import compensated_sums
 from fedgp_flower.errors import ProtocolError
@@ -102,9 +102,14 @@ def count_parameters(values: Mapping[str, NDArray[Any]]) -> int:
 
 def _counted(answer: object, counts: str) -> int:
     """Return the sum of the lengths, numbers of parameters and constants in ``counts``."""
-    known = _lengths(answer)
-    named = {name: count_parameters(getattr(answer, name)) for name in counts.split() if hasattr(answer, name)}
-    return sum(int(part) if part.isdigit() else {**known, **named}[part] for part in counts.split())
+    named = {spec.name: getattr(answer, spec.name) for spec in _fields(type(answer)) if spec.form == "arrays"}
+    known = _lengths(answer) | {name: count_parameters(arrays) for name, arrays in named.items()}
+    parts = counts.split()
+    if unknown := [part for part in parts if not part.isdigit() and part not in known]:
+        raise ProtocolError(
+            f"{type(answer).__name__}: `counts` = {counts!r}: {unknown[0]!r} is none of {sorted(known)}"
+        )
+    return sum(int(part) if part.isdigit() else known[part] for part in parts)
 
 
 def _lengths(value: object) -> dict[str, int]:
@@ -178,7 +183,12 @@ def _parsed_fields(cls: type) -> tuple[_Field, ...]:
         if optional:
             [hint] = [argument for argument in typing.get_args(hint) if argument is not type(None)]
         has_default = (spec.default, spec.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
-        found.append(_Field(spec.name, *_form(hint), optional, has_default, **spec.metadata))
+        try:
+            form = _form(hint)
+        except PydanticSchemaGenerationError as error:
+            example = "an array has a shape, Float[ndarray, 'N D']"
+            raise ProtocolError(f"{cls.__name__}.{spec.name}: {hint} cannot be sent; {example}") from error
+        found.append(_Field(spec.name, *form, optional, has_default, **spec.metadata))
     return tuple(found)
 
 
@@ -228,6 +238,11 @@ def _encoded(spec: _Field, content: Any) -> NamedArrays:
     for index, item in enumerate(content.values() if keyed else content):
         arrays |= _under(f"{spec.name}.{index}", encode(item))
     return arrays
+
+
+def _named(spec: _Field, content: Any) -> NamedArrays:
+    """Return the array or the named arrays of a field under their names in a message."""
+    return {spec.name: content} if spec.form == "array" else _under(spec.name, content)
 
 
 def _under(prefix: str, arrays: NamedArrays) -> NamedArrays:
@@ -424,7 +439,10 @@ def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | Non
     """Return the arrays of an answer to a request before it arrives; None if a length is unknown."""
     cells: Layout = []
     for spec in _fields(cls):
-        if spec.form == "array" and not spec.optional:
+        if spec.as_sent and not spec.symmetric:
+            sent = _named(spec, getattr(request, spec.name))
+            cells += [[name, list(np.shape(array)), "float64"] for name, array in sent.items()]
+        elif spec.form == "array" and not spec.optional:
             shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in spec.letters]
             shape = shape[1:] if spec.open and shape[0] <= 0 else shape
             if -1 in shape:
@@ -435,9 +453,6 @@ def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | Non
             cells.append([spec.name, [], "float64" if spec.inner is float else "int64"])
         elif spec.form == "message" and (nested := layout(spec.inner, sizes, request)) is not None:
             cells += [[f"{spec.name}.{name}", shape, dtype] for name, shape, dtype in nested]
-        elif spec.form == "arrays" and spec.as_sent:
-            sent = getattr(request, spec.name)
-            cells += [[f"{spec.name}.{key}", list(np.shape(array)), "float64"] for key, array in sent.items()]
         else:
             return None
     return cells
@@ -446,22 +461,22 @@ def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | Non
 def misfit(request: object, answer: object) -> str | None:
     """Return how the arrays ``as_sent`` of an answer differ from the request in names, shapes or distance, or None."""
     for spec in (spec for spec in _fields(type(answer)) if spec.as_sent):
-        sent, back = getattr(request, spec.name), getattr(answer, spec.name)
-        for key in sorted({**sent, **back}):
-            shapes = [str(np.shape(arrays[key])) if key in arrays else "nothing" for arrays in (sent, back)]
+        sent, back = (_named(spec, getattr(part, spec.name)) for part in (request, answer))
+        for name in sorted({**sent, **back}):
+            shapes = [str(np.shape(arrays[name])) if name in arrays else "nothing" for arrays in (sent, back)]
             if shapes[0] != shapes[1]:
-                return f"`{spec.name}.{key}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
+                return f"`{name}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
         reach = getattr(request, spec.within) if isinstance(spec.within, str) else spec.within
-        for key, array in back.items():
-            if np.isfinite(reach) and (reason := too_far(sent[key], array, reach)):
-                return f"`{spec.name}.{key}`: {reason}"
+        for name, array in back.items():
+            if np.isfinite(reach) and (reason := too_far(sent[name], array, reach)):
+                return f"`{name}`: {reason}"
     return None
 
 
 def stepped_from(answer: type, request: object) -> NamedArrays | None:
     """Return the arrays of a request that its answer returns after local steps; None if it has other arrays."""
     fields = [spec for spec in _fields(answer) if spec.form != "number"]
-    if not fields or not all(spec.as_sent and spec.within != np.inf for spec in fields):
+    if not fields or not all(spec.form == "arrays" and spec.as_sent and spec.within != np.inf for spec in fields):
         return None
     return {name: array for spec in fields for name, array in _under(spec.name, getattr(request, spec.name)).items()}
 

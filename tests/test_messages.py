@@ -16,7 +16,7 @@ from numpy import ndarray
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.messages import add, decode, encode, from_parts, leaves, message, misfit, packed, to_parts
+from fedgp_flower.messages import add, decode, encode, from_parts, layout, leaves, message, misfit, packed, to_parts
 from fedgp_flower.methods.sgpr.messages import Expectations, TrialSums
 from fedgp_flower.records import PACKED, array_record, numpy_arrays, packed_record
 from fedgp_flower.shared_messages import Parameters
@@ -46,6 +46,11 @@ class Sums:
 @message("train")
 class Back:
     values: Mapping[str, AnyShape] = leaves("parameters after a step", as_sent=True)
+
+
+@message("query.moved", counts="W width")
+class Moved:
+    weights: Float[ndarray, " W"] = leaves("weights after a step", as_sent=True, within=2.0)
 
 
 @message("query.lost")
@@ -182,6 +187,29 @@ def test_named_arrays_that_come_back_have_the_names_and_shapes_that_were_sent():
     assert misfit(sent, Back({"a": np.ones(2), "b": np.ones(())})) is None
     for back, words in (({"a": np.ones(2)}, "`values.b`"), ({"a": np.ones(3), "b": np.ones(())}, r"expected \(2,\)")):
         assert re.search(words, misfit(sent, Back(back)) or "")
+
+
+def test_an_array_that_comes_back_has_the_shape_that_was_sent_and_lies_near_it():
+    @message()
+    class Sent:
+        weights: Float[ndarray, " W"]
+
+    sent = Sent(np.zeros(3))
+    assert misfit(sent, Moved(np.full(3, 2.0))) is None
+    assert layout(Moved, {}, sent) == [["weights", [3], "float64"]]
+    for back, words in ((np.ones(2), r"`weights`: expected \(3,\)"), (np.full(3, 2.1), "`weights`: moved by 2.1")):
+        assert re.search(words, misfit(sent, Moved(back)) or "")
+
+
+def test_a_mistake_in_a_declaration_is_named():
+    @message()
+    class Shapeless:
+        weights: ndarray
+
+    with pytest.raises(ProtocolError, match=r"Moved: `counts` = 'W width': 'width' is none of \['W'\]"):
+        Moved(np.zeros(3)).num_parameters()
+    with pytest.raises(ProtocolError, match=r"Shapeless.weights: .*ndarray.* cannot be sent; an array has a shape"):
+        encode(Shapeless(np.zeros(3)))
 
 
 PARTS = {
