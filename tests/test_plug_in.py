@@ -106,6 +106,17 @@ def test_its_keys_are_checked_like_all_others(tmp_path, way):
             parse_config(keys(tmp_path, f"{way}{word}"))
 
 
+@pytest.mark.parametrize("table", ["", "model"])
+def test_keys_without_a_table_or_in_one_of_every_run_are_refused_by_method(monkeypatch, tmp_path, table):
+    from toy_method.shared import ToyOptions
+
+    monkeypatch.setattr(ToyOptions, "table", table)
+    forget_rows()
+    with pytest.raises(ConfigError, match=f"method 'toy': the `table` of its ToyOptions is '{table}'"):
+        parse_config(keys(tmp_path))
+    forget_rows()
+
+
 def test_commands_know_it_in_a_process_of_its_own(run, tmp_path):
     """Nothing but the package on the path."""
     code = """

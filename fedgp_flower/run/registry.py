@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fedgp_flower.config import RunConfig, defaults, parse, resolved
+from fedgp_flower.config import CoreConfig, RunConfig, defaults, parse, resolved
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import AUTO, FlatConfig, MethodOptions, Value, with_installed
 
@@ -225,8 +225,19 @@ def methods() -> Mapping[str, Method]:
 
 @cache
 def option_classes() -> dict[str, type[MethodOptions]]:
-    """Return the options class of every method."""
-    return {name: load(method.options) for name, method in methods().items()}
+    """Return the options class of every method.
+
+    Raise ConfigError for one with keys that has no table, or that of a section of every run.
+    """
+    classes: dict[str, type[MethodOptions]] = {name: load(method.options) for name, method in methods().items()}
+    for name, section in classes.items():
+        keyless = all(field.exclude for field in section.model_fields.values())
+        if section.table in CoreConfig.model_fields or not (section.table or keyless):
+            raise ConfigError(
+                f"method {name!r}: the `table` of its {section.__name__} is {section.table!r}; expected the prefix of"
+                " its keys, which no section of every run has"
+            )
+    return classes
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
