@@ -196,6 +196,12 @@ def test_a_handler_that_is_not_found_is_named_with_what_to_do(monkeypatch, name,
     handlers.cache_clear()
 
 
+def test_a_column_of_means_is_no_table_of_classes(monkeypatch):
+    monkeypatch.setattr("toy_method.site.moments", lambda weights, x: (x[:, :1], np.ones(len(x))))
+    with pytest.raises(RunError, match=r"`ToyClient.predict` returned a mean of shape \((\d+), 1\), expected \(\1,\)"):
+        run_in_memory(FaultyGrid(configured(method="toy", num_server_rounds=1), 3))
+
+
 def test_a_key_with_two_meanings_is_refused():
     class Other(Section):
         latents: PositiveInt = 7

@@ -33,7 +33,7 @@ from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import from_parts, is_message, kind_of, to_parts
-from fedgp_flower.options import SECOND_COLUMN, MethodOptions
+from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, MethodOptions
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import (
     Prediction,
@@ -193,6 +193,9 @@ class SiteClient(NumPyClient):
 
     def scores_of(self, prediction: Prediction, target: Array) -> Scores:
         """Scores of class probabilities, or of Gaussian predictions in original units."""
+        if self.config.model.likelihood in REAL_VALUED and prediction.mean.shape != (len(target),):
+            found = f"a mean of shape {prediction.mean.shape}, expected {(len(target),)}"
+            raise ProtocolError(f"`{type(self).__name__}.predict` returned {found}")
         if prediction.mean.ndim == 2:
             return class_scores(prediction.mean, target)
         if self.config.model.likelihood == "bernoulli":
