@@ -126,7 +126,8 @@ class Scoring:
         warning = f"{better} of {sites} sites{named} predict held-out rows much better from their own rows"
         warning += "" if named else "; the sites' logs say which, the server does not know"
         if better > sites / 2:
-            warning += ". The sums of some site may be false, or the sites follow no common relation"
+            warning += ". The model may suit no site, the sums of some site may be false, or the sites follow no common"
+            warning += " relation"
             remedy = self.session.config.options.where_sites_differ
             warning += f": {remedy}" if remedy else ""
             warning += "" if named else HALVES
