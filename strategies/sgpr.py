@@ -4,8 +4,9 @@ Training maximises J(θ) = log p(y | θ) + log p(θ) over the log hyperparameter
 (:mod:`fedgp_flower.gp.fitc`), the log prior that of :mod:`fedgp_flower.gp.priors`.
 
 *Start.* The server draws inducing points from a sketch of all rows: sums over cells of rows, the common values of each
-input, and the common pairs of values of two inputs. Training does not move them. The first θ and the first curvature of
-J combine the local modes of all sites.
+input, and the common pairs of values of two inputs. Training does not move them. The first θ is the mean of its prior,
+with the best of three shares of noise. The first curvature of J is its expectation there, the Fisher information of a
+GP at drawn inputs (Mardia and Marshall 1984), which asks nothing of the sites.
 
 *Training.* A round is a gradient and a BFGS step within a trust region, two exchanges. The server alone optimises the
 common scale of kernel and noise. Rounds end when a step promises less than a minimum gain.
@@ -34,9 +35,9 @@ from fedgp_flower.gp.cells import VALUES, common_values, drawn, weight_of, with_
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE
+from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, ExactGP
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
-from fedgp_flower.gp.priors import hyperpriors, log_prior
+from fedgp_flower.gp.priors import NOISE, hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import optimize, special
 from fedgp_flower.messages import message
@@ -62,8 +63,10 @@ logger = logging.getLogger("fedgp")
 
 ANCHORS, DRAWS_PER_POINT = 2048, 4
 """Anchors of the sketch; draws from the sketch for each inducing point, since equal draws are merged."""
-LOG_LENGTHSCALE_RANGE = (-1.0, 3.5)
-"""Range of log ℓ at the start."""
+FIRST_NOISE = (NOISE[0], -2.5, -1.0)
+"""Log noise of the first candidates; the others have more noise than the prior expects."""
+INFORMATIVE_POINTS = 400
+"""Largest number of inputs in a Fisher information, O(n³) for each hyperparameter."""
 LARGEST_STEP = 1.0
 """Largest radius of a step, the change of any log hyperparameter."""
 POOR, GOOD = 0.1, 0.5
@@ -92,7 +95,7 @@ NOISE_SIGNIFICANCE, MINIMUM_NOISE_GAIN = 1e-3, 0.02
 """Level of the test for varying noise; smallest gain, in nats per row, that a warning mentions."""
 TOLERANCE = 1e-7
 """Training ends when a step promises less than this share of |J| per row."""
-CURVATURE = "BFGS curvature of the log posterior, begun with the curvatures at the sites' local modes"
+CURVATURE = "BFGS curvature of the log posterior, begun with the Fisher information"
 
 Evaluated: TypeAlias = tuple[NamedArrays, WeightedSums, float]
 """Parameters at their best scale, the sums of all rows there, and J in nats."""
@@ -106,8 +109,8 @@ class SGPRState:
     """Parameters {θ, Z}; with ``totals``, at the best scale of kernel and noise."""
     places: Float[ndarray, "_ _"]
     """Candidate inducing points [C, D]; training uses the first of them."""
-    curvature: Float[ndarray, "_ _"]
-    """BFGS approximation of −∇²J [H, H], positive definite."""
+    curvature: Float[ndarray, "_ _"] = field(default_factory=lambda: np.empty((0, 0)))
+    """BFGS approximation of −∇²J [H, H], positive definite; empty before the first evaluation."""
     totals: WeightedSums | None = None
     """Weighted sums of all rows at ``values``; None before the first evaluation."""
     height: float = 0.0
@@ -236,7 +239,7 @@ def priors_of(section: ModelSection, num_inputs: int) -> Mapping[str, tuple[floa
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
-    """Return the first state: inducing points from a sketch of all rows, θ and curvature from local modes.
+    """Return the first state: inducing points from a sketch of all rows, and θ at the means of its prior.
 
     Raise RunError if no site sends a sketch.
     """
@@ -244,9 +247,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     shape = yield from shape_of_inputs(roster)
     anchors = points_like_inputs(shape, ANCHORS, np.random.default_rng([seed, *b"anchors"]))
     num_inputs = anchors.shape[1]
-    model = pooled_bound.initial_hyperparameters(section, num_inputs)
-    sizes = {"C": ANCHORS, "H": pack(model).size, "B": VALUES}
-    summed: Summed[Sketch] = yield Total(Sketch, OneArray(anchors), sizes=sizes)
+    summed: Summed[Sketch] = yield Total(Sketch, OneArray(anchors), sizes={"C": ANCHORS, "B": VALUES})
     sketch, rng = summed.required("a sketch of its rows"), np.random.default_rng([seed, *b"inducing"])
     wanted = pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites)
     policy = "warn" if problem.small_sites == "warn" else "cap"
@@ -260,27 +261,25 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
         points = with_pairs(draws, points, common, pairs.total.counts, float(sketch.rows.sum()))
     _, first = np.unique(points, axis=0, return_index=True)
     places = points[np.sort(first)][: max(wanted, most)]
-    theta, curvature = combined_modes(sketch, model, priors_of(section, num_inputs), len(summed.sites))
-    values = {**theta, LOCATIONS: places[:wanted]}
+    priors, like = priors_of(section, num_inputs), pooled_bound.initial_hyperparameters(section, num_inputs)
+    values = {name: np.full_like(array, priors[name][0]) for name, array in like.items()}
+    values[LOCATIONS] = places[:wanted]
     logger.info("%d inducing points in training, at most %d after it", len(values[LOCATIONS]), len(places))
     weight = weight_of(sketch.repeats, float(sketch.rows.sum()))
-    return SGPRState(values, places, curvature, weight=weight, most=min(most, len(places)))
+    return SGPRState(values, places, weight=weight, most=min(most, len(places)))
 
 
-def combined_modes(
-    sketch: Sketch, like: Mapping[str, ndarray], priors: Mapping[str, tuple[float, float]], sites: int
-) -> tuple[NamedArrays, Array]:
-    """Return the mode (Σ H)⁻¹ Σ Hθ of the product of all local posteriors, and the curvature of J [H, H].
+def expected_curvature(state: SGPRState, section: ModelSection) -> Array:
+    """Return the curvature [H, H] of −J expected at θ: the Fisher information of N rows, and that of the prior.
 
-    The curvature is Σ H with the prior counted once instead of once per site, and in no direction below that of the
-    prior. The mode is clipped to :data:`LOG_LENGTHSCALE_RANGE`. ``like`` gives the names and shapes of θ.
+    Candidate inducing points stand for the inputs of rows.
     """
-    pieces = unpack(np.linalg.solve(sketch.precision, sketch.shift), like)
-    mode = {name: np.clip(a, *LOG_LENGTHSCALE_RANGE) if "lengthscale" in name else a for name, a in pieces.items()}
-    sds = pack({name: np.full(array.shape, priors[name][1]) for name, array in like.items()})
-    eigenvalues, axes = np.linalg.eigh(sketch.precision * np.outer(sds, sds) - (sites - 1) * np.eye(len(sds)))
-    curvature = (axes * np.maximum(eigenvalues, 1.0)) @ axes.T / np.outer(sds, sds)
-    return mode, curvature
+    points = torch.from_numpy(state.places[: min(INFORMATIVE_POINTS, round(state.rows))])
+    model = ExactGP(section, points, torch.zeros(len(points), dtype=torch.float64))
+    model.load(state.values)
+    priors, theta = priors_of(section, points.shape[1]), logarithms(state.values)
+    prior = pack({name: np.full(array.shape, priors[name][1] ** -2.0) for name, array in theta.items()})
+    return state.rows / len(points) * model.information().numpy() + np.diag(prior)
 
 
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
@@ -326,15 +325,15 @@ def sums_at(
 
 
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
-    """Return the state with the totals of these sites; the first evaluation also tries θ at the prior means."""
+    """Return the state with the totals of these sites; the first evaluation tries several shares of noise."""
     candidates: list[NamedArrays] = [dict(state.values)]
     if state.exchanges == EXCHANGES_BEFORE:
-        priors = priors_of(problem.model, state.places.shape[1])
-        candidates.append({n: np.full_like(a, priors[n][0]) if n in priors else a for n, a in state.values.items()})
+        candidates = [{**state.values, LOG_NOISE: np.full(1, level)} for level in FIRST_NOISE]
     found, answered = yield from sums_at(problem, candidates, sites, state.weight)
     if found is None:
         return replace(state, exchanges=state.exchanges + 1, converged=False)
-    return restarted(state, found, answered)
+    state = restarted(state, found, answered)
+    return state if state.curvature.size else replace(state, curvature=expected_curvature(state, problem.model))
 
 
 def restarted(state: SGPRState, found: Evaluated, sites: tuple[str, ...]) -> SGPRState:
@@ -577,6 +576,8 @@ class SGPR(FederatedStrategy[SGPRState]):
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Return the lengthscales with standard deviations of their logarithms, from the BFGS curvature."""
         yield from ()
+        if not state.curvature.size:
+            return {}
         logs = logarithms(state.values)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.from_numpy(state.curvature)))  # it is the answer
         spread = unpack(inverse.diagonal().sqrt().numpy(), logs)

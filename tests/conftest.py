@@ -70,26 +70,6 @@ def _shapes_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _modes_once() -> Iterator[None]:
-    """Most of a small run of sgpr goes into the modes of single sites, which run after run has the same rows for."""
-    from fedgp_flower.methods.sgpr import client  # after the hook
-
-    whole, known = client.local_mode, dict[Any, Any]()
-
-    def local_mode(section: Any, inputs: Any, targets: Any, rng: Any) -> Any:
-        """Of these rows, computed when they are first seen."""
-        key = repr((section, inputs.dtype, rng.bit_generator.state)), inputs.numpy(force=True).tobytes()
-        key += (targets.numpy(force=True).tobytes(),)
-        if key not in known:
-            known[key] = whole(section, inputs, targets, rng)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "local_mode", local_mode)
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Most of a small run's time goes into the pictures of its report: they are drawn, of few pixels, by the modules

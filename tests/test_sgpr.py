@@ -1,4 +1,4 @@
-"""SGPR in few exchanges: the gradient from totals, steps, cells, local modes, and whole runs."""
+"""SGPR in few exchanges: the gradient from totals, steps, cells, and whole runs."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -18,13 +18,13 @@ from fedgp_flower.gp import cells
 from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.models import LOCATIONS, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.models import LOCATIONS, ExactGP, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise, outlook, pack, rounds_to_come, unpack
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, contradicting, profiled, scaled
-from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode, shared
+from fedgp_flower.methods.sgpr.client import SGPRClient, shared
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
@@ -299,28 +299,27 @@ def test_points_have_the_pairs_of_values_that_rows_have_and_keep_each_input():
     np.testing.assert_array_equal(few, moved)
 
 
-def test_a_local_mode_is_stationary_with_its_own_curvature():
-    """Against the textbook log posterior log N(y | 0, K + σ²I) + log p(θ), differentiated by autograd."""
+def test_the_information_is_the_expected_curvature_of_a_normal():
+    """−log N(y | 0, C(θ)) with y yᵀ replaced by its expectation C(θ₀) has the Hessian F at θ₀."""
     x, y = rows(30)
-    precision, shift = local_mode(ModelSection(kernel="rbf"), x, y, np.random.default_rng(0))
-    mode = torch.from_numpy(np.linalg.solve(precision, shift))
+    model = ExactGP(ModelSection(kernel="rbf"), x, y)
+    draw = np.random.default_rng(3)
+    model.load({name: draw.normal(-0.5, 0.4, p.shape) for name, p in model.wire_parameters().items()})
 
-    def log_posterior(theta: torch.Tensor) -> torch.Tensor:
-        scale, amplitude, noise = theta[:D].exp(), theta[D].exp(), theta[-1].exp()  # in the order of `pack`
-        squares = (((x[:, None] - x) / scale) ** 2).sum(-1)
-        covariance = amplitude * (-0.5 * squares).exp() + noise * torch.eye(len(x), dtype=torch.float64)
-        normal = torch.distributions.MultivariateNormal(torch.zeros_like(y), covariance)
-        names = [*["kernel.log_lengthscale"] * D, "kernel.log_outputscale", "likelihood.log_noise"]
-        known = hyperpriors(SparseGP(ModelSection(kernel="rbf"), x[:1]).kernel, D)
-        priors = [known[name] for name in names]
-        return normal.log_prob(y) - 0.5 * sum(((t - m) / s) ** 2 for t, (m, s) in zip(theta, priors, strict=True))
+    def covariance(theta: torch.Tensor) -> torch.Tensor:  # in the order of sorted names
+        scaled = x / theta[:D].exp()
+        squares = ((scaled[:, None] - scaled) ** 2).sum(-1)
+        return theta[D].exp() * (-0.5 * squares).exp() + theta[-1].exp() * torch.eye(len(x), dtype=torch.float64)
 
-    gradient = torch.autograd.functional.jacobian(log_posterior, mode)
-    hessian = -torch.autograd.functional.hessian(log_posterior, mode)
-    values, vectors = np.linalg.eigh(hessian.numpy())
-    expected = (vectors * np.maximum(values, 0.25)) @ vectors.T
-    assert precision == pytest.approx(expected, abs=1e-3 * np.abs(expected).max())
-    assert gradient.numpy() == pytest.approx(np.zeros(len(mode)), abs=0.05)
+    def expected(theta: torch.Tensor) -> torch.Tensor:
+        here = covariance(theta)
+        return 0.5 * (torch.linalg.solve(here, covariance(known)).trace() + torch.logdet(here))
+
+    known = torch.cat([p.detach().flatten() for _, p in sorted(model.wire_parameters().items())])
+    before = model.covariance()
+    found = model.information()
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(expected, known), rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.covariance(), before)
 
 
 KEYS = {"method": "sgpr", "sgpr__exchanges": 0, "model__num_inducing": 12}

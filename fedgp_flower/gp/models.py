@@ -38,6 +38,8 @@ PANEL = 512
 """Columns of a triangular matrix in a block of a product."""
 MANY = 4
 """A prediction of this many rows for each inducing point is worth a factorisation that halves the work of a row."""
+DIFFERENCE = 1e-3
+"""Step of θ in a central difference."""
 REDUCTION_JITTER = 1e-12
 """Added to the eigenvalues of I − S, which are zero in directions without data."""
 FLOAT32_JITTER = 1e-6
@@ -412,6 +414,27 @@ class ExactGP(WiredModel):
             fit = self.targets @ weights[:, 0] + 2 * factor.diagonal().log().sum() + count * math.log(2 * math.pi)
             slope = (weights @ weights.mT - torch.cholesky_inverse(factor)) / 2
         return (-fit / 2 + (slope * (covariance - covariance.detach())).sum()) / count
+
+    @torch.no_grad()
+    def information(self) -> Float[Tensor, "H H"]:
+        """Return the Fisher information F_ij = ½ tr(C⁻¹ ∂C/∂θ_i C⁻¹ ∂C/∂θ_j) of the log hyperparameters θ.
+
+        It is the expected curvature of −log N(y | 0, C) (Mardia and Marshall 1984), and does not depend on targets. θ
+        is in the order of the sorted wire names; ∂C/∂θ is a central difference.
+        """
+        factor, slopes = self.factor(self.covariance()), []
+        for _, parameter in sorted(self.wire_parameters().items()):
+            flat, here = parameter.data.view(-1), parameter.data.flatten().clone()
+            for index in range(len(here)):
+                ends = []
+                for step in (DIFFERENCE, -DIFFERENCE):
+                    flat[index] = here[index] + step
+                    ends.append(self.covariance())
+                flat[index] = here[index]
+                half = torch.linalg.solve_triangular(factor, (ends[0] - ends[1]) / (2 * DIFFERENCE), upper=False)
+                slopes.append(torch.linalg.solve_triangular(factor, half.mT, upper=False).flatten())
+        stacked = torch.stack(slopes)
+        return stacked @ stacked.mT / 2
 
     @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:

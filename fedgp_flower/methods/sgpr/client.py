@@ -15,9 +15,8 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
 from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
-from fedgp_flower.gp.optimisers import LOGARITHM, ascend, gather, maximise, pack, scatter
+from fedgp_flower.gp.optimisers import ascend, pack
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
 from fedgp_flower.gp.steps import common_values
 from fedgp_flower.messages import decode, encode
@@ -36,18 +35,12 @@ from fedgp_flower.methods.sgpr.messages import (
     ValueCounts,
 )
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
-from fedgp_flower.options import SECOND_COLUMN, ModelSection
+from fedgp_flower.options import SECOND_COLUMN
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Nothing, OneArray, Parameters, Step, Stepped
-from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
+from fedgp_flower.typing import Array, NamedArrays
 
-MODE_ROWS, MODE_EVALUATIONS = 250, 60
-"""Largest number of rows in the exact GP of a local mode, O(n³), and of evaluations of its log posterior."""
-MINIMUM_CURVATURE = 0.25
-"""Smallest curvature of the local log posterior in any direction, that of the widest prior, which has sd 2."""
-DIFFERENCE = 1e-3
-"""Step of θ in a central difference."""
 _whiteners: dict[Hashable, Whitener] = {}
 """Whiteners at the latest parameters; all sites in this process share them."""
 CACHED_WHITENERS, CACHED_ENTRIES = 8, 2e7
@@ -104,12 +97,10 @@ class SGPRClient(SparseClient):
     """The site's sketch, its sums at several parameters at once, and its share of the exact gradient."""
 
     def sketch(self, request: OneArray) -> Sketch:
-        """Return sums over cells of this site's rows at the nearest anchors, and its local mode with the curvature."""
-        inputs, targets = self.tensors
+        """Return sums over cells of this site's rows at the nearest anchors."""
         found = cells(self.rows.x, request.values, max(LEAST_ROWS, self.least_cell))
         values = values_of(self.rows.x, request.values, max(LEAST_ALIKE, self.least_cell))
-        mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
-        return Sketch(*found, *values, repeats(self.rows.x, self.rows.y), *mode)
+        return Sketch(*found, *values, repeats(self.rows.x, self.rows.y))
 
     def pairs(self, request: OneArray) -> PairCounts:
         """Return how many of this site's rows have each pair of common values [D, V]."""
@@ -253,35 +244,3 @@ def shared(q: WhitenedPosterior) -> WhitenedPosterior:
     if not _posteriors:
         _posteriors.append(q)
     return _posteriors[0]
-
-
-def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Return the curvature H [H, H] and H θ [H] at the mode θ of the site's log posterior of the hyperparameters.
-
-    θ are the log hyperparameters, in the order of :func:`pack`, of an exact GP of at most :data:`MODE_ROWS` random
-    rows. H is found by central differences; the likelihood part is scaled from the chosen rows to all rows. The server
-    combines the modes as (Σ H)⁻¹ Σ Hθ.
-    """
-    chosen = np.sort(rng.permutation(len(inputs))[:MODE_ROWS])
-    x, y = (part[chosen].cpu().double() for part in (inputs, targets))
-    model = ExactGP(section, x, y)
-    named, priors = dict(sorted(model.wire_parameters().items())), hyperpriors(model.kernel, inputs.shape[1])
-    parameters = list(named.values())
-    model.load({name: np.full(p.shape, priors[name][0]) for name, p in named.items()})
-
-    def objective() -> torch.Tensor:
-        return len(chosen) * model.log_evidence() + log_prior(named, priors)
-
-    def gradient(theta: Array) -> Array:
-        scatter(theta, parameters)
-        return gather(torch.autograd.grad(objective(), parameters))
-
-    maximise(objective, parameters, max_evaluations=MODE_EVALUATIONS, bounds=[LOGARITHM for _ in parameters])
-    mode = gather(parameters)
-    steps = DIFFERENCE * np.eye(len(mode))
-    curvature = np.stack([gradient(mode - step) - gradient(mode + step) for step in steps]) / (2 * DIFFERENCE)
-    prior = np.diag(np.concatenate([np.full(p.numel(), priors[n][1] ** -2.0) for n, p in named.items()]))
-    curvature = prior + (curvature / 2 + curvature.T / 2 - prior) * len(inputs) / len(chosen)
-    eigenvalues, axes = np.linalg.eigh(curvature)
-    precision = (axes * np.maximum(eigenvalues, MINIMUM_CURVATURE)) @ axes.T
-    return precision, precision @ mode

@@ -48,7 +48,7 @@ class SparseStatistics(SparseSums):
 
 @message("query.sketch", summand=True)
 class Sketch:
-    """Sums over cells of at least five rows of a site, and the local mode of the log hyperparameters θ.
+    """Sums over cells of at least five rows of a site.
 
     The values of each single input form other cells, so that a value of many rows is known exactly.
     """
@@ -59,12 +59,10 @@ class Sketch:
     value_rows: Float[ndarray, "D B"] = leaves("of each input, rows with values at each quantile")
     value_sums: Float[ndarray, "D B"] = leaves("Σ of these values, standardised")
     repeats: Float[ndarray, "2 256"] = leaves("Σ of random signs, equal for equal targets; then for equal rows")
-    precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
-    shift: Float[ndarray, " H"] = leaves("H θ")
 
     def num_parameters(self) -> int:
-        """Return the number of cells with rows, plus that of hyperparameters."""
-        return int(np.count_nonzero(self.rows)) + len(self.shift)
+        """Return the number of cells with rows."""
+        return int(np.count_nonzero(self.rows))
 
     def refusal(self, described: Described) -> str | None:
         """Return why the sketch cannot come from the described rows, or None: no count or variance is negative."""
@@ -76,7 +74,7 @@ class Sketch:
             return f"its cells cannot come from {rows} rows"
         if (np.abs(self.repeats) > rows).any():
             return f"`repeats` are not sums of {rows} signs"
-        return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
+        return None
 
 
 @message("query.pairs", summand=True)
