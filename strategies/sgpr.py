@@ -65,8 +65,8 @@ ANCHORS, DRAWS_PER_POINT = 2048, 4
 """Anchors of the sketch; draws from the sketch for each inducing point, since equal draws are merged."""
 FIRST_NOISE = (NOISE[0], -2.5, -1.0)
 """Log noise of the first candidates; the others have more noise than the prior expects."""
-INFORMATIVE_POINTS = 400
-"""Largest number of inputs in a Fisher information, O(n³) for each hyperparameter."""
+INFORMATION_ENTRIES = 2**22
+"""Most entries in the derivatives of a covariance matrix by all hyperparameters, for the Fisher information."""
 LARGEST_STEP = 1.0
 """Largest radius of a step, the change of any log hyperparameter."""
 POOR, GOOD = 0.1, 0.5
@@ -274,7 +274,8 @@ def expected_curvature(state: SGPRState, section: ModelSection) -> Array:
 
     Candidate inducing points stand for the inputs of rows.
     """
-    points = torch.from_numpy(state.places[: min(INFORMATIVE_POINTS, round(state.rows))])
+    count = min(math.isqrt(INFORMATION_ENTRIES // state.theta.size), math.ceil(state.rows))
+    points = torch.from_numpy(state.places[:count])
     model = ExactGP(section, points, torch.zeros(len(points), dtype=torch.float64))
     model.load(state.values)
     priors, theta = priors_of(section, points.shape[1]), logarithms(state.values)
