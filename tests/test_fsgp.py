@@ -118,7 +118,7 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total():
 
     def refused(answers):
         question, described = Total(SparseStatistics, None), dict.fromkeys(answers, Described(10))
-        contract = Contract(question, {"M": size}, described, {}, [], added=True)
+        contract = Contract(question, {"M": size}, described, dict.fromkeys(answers), [], added=True)
         replies = [SimpleNamespace(site=site) for site in answers]
         found = {}
         with (
@@ -151,7 +151,7 @@ def test_a_total_reads_the_answers_of_sites_one_at_a_time():
 
     sites = (0.125, 0.25, 0.5, 1.0)
     described = {str(site): Described(10) for site in sites}
-    contract = Contract(Total(SparseStatistics, None), {}, described, {}, [], added=True)
+    contract = Contract(Total(SparseStatistics, None), {"M": 40}, described, dict.fromkeys(described), [], added=True)
     replies = [SimpleNamespace(site=site) for site in sites]
     with (
         mock.patch("strategies.server.network.claimed_site", lambda reply: reply.site),
