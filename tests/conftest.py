@@ -14,7 +14,7 @@ import pytest
 from beartype import beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import config as shapes
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook, jaxtyped
 
 CHECKED = ("fedgp_flower.gp", "fedgp_flower.methods")
 
@@ -50,10 +50,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shapes_once() -> Iterator[None]:
-    """Later runs of a Strategy call what its first one did; checking them again would take a fifth of all time."""
+    """Later runs of a Strategy call what its first one did; checking them again would take a fifth of all time, and so
+    would preparing to check the functions that they define within others.
+    """
     from strategies.server.strategy import FederatedStrategy  # after the hook
 
     start, checked = FederatedStrategy.start, set[type]()
+
+    def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
+        """As `jaxtyped`, but for nested functions where nothing is checked."""
+
+        def decorated(value: Any) -> Any:
+            nested = "<locals>" in getattr(value, "__qualname__", "")
+            return value if nested and shapes.jaxtyping_disable else jaxtyped(value, typechecker=typechecker)
+
+        return decorated
 
     def unchecked(self: FederatedStrategy[Any], *values: Any, **keywords: Any) -> Any:
         """A run, with shapes checked if it is the first."""
@@ -67,6 +78,15 @@ def _shapes_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FederatedStrategy, "start", unchecked)
+        patch.setattr("jaxtyping.jaxtyped", decorator)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_power_cut() -> Iterator[None]:
+    """No test cuts the power, so none waits until the disk has what was written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
         yield
 
 

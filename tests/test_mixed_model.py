@@ -105,10 +105,10 @@ def test_smooth_terms_beside_groups_are_one_normal():
     wide = torch.cat([dense @ spread(THETA), AMPLITUDE * phi], dim=1)
     found = smoothed(rows, point).restricted(torch.zeros(6).double(), numbers(math.log(NOISE)))
     assert float(found) == pytest.approx(normal_contrasts(rows, wide, NOISE) - 0.5 * AMPLITUDE**2 * left, abs=1e-8)
-    around, step = smoothed(rows, point).expansion(), 1e-5 * np.eye(6)
-    near = [[smoothed(rows, point + torch.tensor(s * e)).expansion() for s in (1, -1)] for e in step]
-    np.testing.assert_allclose(around.gradient, [(up.value - down.value) / 2e-5 for up, down in near], atol=1e-7)
-    np.testing.assert_allclose(around.hessian, [(up.gradient - down.gradient) / 2e-5 for up, down in near], atol=1e-3)
+    line = numbers([0.5, -0.3, 0.4, 0.6, -0.2, 0.3])
+    here, up, down = (smoothed(rows, point + step * line).expansion() for step in (0, 1e-5, -1e-5))
+    assert here.gradient @ line.numpy() == pytest.approx((up.value - down.value) / 2e-5, abs=1e-7)
+    np.testing.assert_allclose(here.hessian @ line.numpy(), (up.gradient - down.gradient) / 2e-5, atol=1e-3)
 
     alone = Crossed(Terms(()), rows.fixed[:, :0], rows.offset, rows.y, ())
     gp = SparseGP(ModelSection(noise=NOISE**2, lengthscale=LENGTH), torch.tensor(SMOOTH.points))
@@ -173,7 +173,7 @@ def test_smooth_terms_beside_a_likelihood_are_the_same_where_it_is_gaussian():
 
 @pytest.mark.parametrize("family", ["bernoulli", pytest.param("negative-binomial", marks=pytest.mark.long)])
 def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
-    """And of three sites as of one: maximised by SciPy, the mode of weights by Newton's method at every point."""
+    """And of three sites as of one: least where the search ends, with the mode of weights by Newton's method."""
     x, fixed, none = torch.tensor(DRAW.uniform(-2, 2, (90, 1))), torch.ones(90, 1).double(), torch.zeros(90).double()
     odds = np.exp(1.5 * np.sin(2 * x[:, 0].numpy()))
     draws = {"bernoulli": (1, odds / (1 + odds)), "negative-binomial": (3, 3 / (3 + odds))}[family]
@@ -203,11 +203,12 @@ def test_without_groups_smooth_terms_are_laplace_of_all_rows(family):
             v = v - torch.linalg.solve(hessian(fit)(v), grad(fit)(v))
         return float(fit(v) + 0.5 * torch.logdet(hessian(fit)(v)))
 
-    slope = [(lost(best[6:] + s) - lost(best[6:] - s)) / 2e-4 for s in 1e-4 * np.eye(len(best) - 6)]
-    np.testing.assert_allclose(slope, 0, atol=2e-5)
-    found = minimize(lost, best[6:] + 0.05, method="BFGS", options={"gtol": 1e-5})
-    assert -state.value == pytest.approx(found.fun, abs=1e-8)
-    np.testing.assert_allclose(best[6:], found.x, atol=2e-5)
+    least = lost(best[6:])
+    assert -state.value == pytest.approx(least, abs=1e-8)
+    for axis in np.eye(len(best) - 6):
+        left, below, above, right = (lost(best[6:] + step * axis) for step in (-0.05, -1e-4, 1e-4, 0.05))
+        assert (above - below) / 2e-4 == pytest.approx(0, abs=2e-5)
+        assert min(left, right) > least
     wild = np.array([[*start[:7], -1.5, 8.0, *start[9:]]])  # the features explain little there: weights have no mode
     assert around(problem, told(problem, [part(0, 90)], wild, asked[1][:0]), 0, wild[0]).value == -math.inf
 
@@ -276,7 +277,7 @@ KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
 def fitted(name, folder, **more):
     make, *_, sites = mixed_models.SETS[name]
     keys = mixed_models.keys(name) | ALONE | {"output-dir": str(folder), **more}
-    return fg.run(make(), sites=sites, options=keys)
+    return fg.run(make(), sites=min(sites, 3), options=keys)
 
 
 LONG = ("nested", "slopes", "independent slopes", "crossed", "counts, nested")
@@ -338,7 +339,7 @@ def test_a_saddle_point_is_left(tmp_path):
     patient, week = np.repeat(np.arange(90), 6), np.tile(np.arange(6.0), 90)
     effects = draw.multivariate_normal([0, 0], [[1, 0.2], [0.2, 0.16]], size=90)[patient]
     y = 5 + 0.3 * week + effects[:, 0] + effects[:, 1] * week + draw.normal(0, 0.8, 540)
-    table = pd.DataFrame({"patient": patient.astype(str), "week": week, "y": y, "clinic": patient % 3})
+    table = pd.DataFrame({"patient": patient.astype(str), "week": week, "y": y, "clinic": patient % 2})
     keys = ALONE | {"output-dir": str(tmp_path), "test-fraction": 0.0}
     run = fg.run(table, site="clinic", options={"formula": "y ~ week + (1 + week | patient)", **keys})
     x = np.column_stack([np.ones(6), np.arange(6.0)])
@@ -367,9 +368,6 @@ def test_outcomes_that_an_effect_separates_have_a_note_and_a_report(tmp_path):
     (words,) = [words for words in summary.notes(run.metrics) if "no finite estimate" in words]
     assert words.startswith("The rows separate the outcomes along `arm[T.b]`:")
     assert words in run.report_path.read_text(encoding="utf-8").replace("<code>", "`").replace("</code>", "`")
-    balanced = table.assign(died=[1, 0, 0, 1, 0, 0, 0, 1] * 10)
-    run = fg.run(balanced, sites=2, options={**keys, "output-dir": str(tmp_path / "balanced")})
-    assert not run.metrics.method_details["notes"]
 
 
 def test_figures_that_are_unknown_are_dashes():
@@ -381,7 +379,7 @@ def test_parameters_that_rows_cannot_tell_apart_have_no_interval_and_a_note(tmp_
     draw, child = np.random.default_rng(3), np.repeat(np.arange(60), 5)
     sex = child % 2
     y = 3 + draw.normal(0, 1, 60)[child] * (1 + 0.5 * sex) + draw.normal(0, 0.7, 300)
-    table = pd.DataFrame({"child": child.astype(str), "sex": sex, "y": y, "clinic": child % 3})
+    table = pd.DataFrame({"child": child.astype(str), "sex": sex, "y": y, "clinic": child // 30})
     keys = {"formula": "y ~ 1 + (sex | child)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
     run = fg.run(table, site="clinic", options=keys)
     shown = run.summary().set_index(["group", "effect"])
@@ -424,9 +422,10 @@ def test_the_interval_of_a_small_standard_deviation_begins_at_zero(family, seed,
     x = draw.normal(size=150)
     eta = 0.5 * x + sd * draw.normal(0, 1, 30)[child]
     y = eta + draw.normal(size=150) if family == "gaussian" else (draw.random(150) < expit(eta)).astype(int)
-    table = pd.DataFrame({"child": child.astype(str), "x": x, "y": y, "clinic": child % 3})
+    table = pd.DataFrame({"child": child.astype(str), "x": x, "y": y, "clinic": child % 2})
     keys = {"formula": "y ~ x + (1 | child)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
     run = fg.run(table, site="clinic", options={**keys, "model.likelihood": family})
+    assert not run.metrics.method_details["notes"]
     row = run.summary().set_index(["group", "effect"]).loc[("child", "intercept")]
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
     density = norm.logpdf if family == "gaussian" else lambda y, eta, _: -np.logaddexp(0, (1 - 2 * y) * eta)
@@ -450,15 +449,11 @@ def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path):
     draw = np.random.default_rng(2)
     clinic = np.arange(90) % 3
     ward = np.where(draw.random(90) < 0.5, 10 + clinic, draw.integers(0, 2, 90))  # wards 0 and 1 are everywhere
-    table = pd.DataFrame({"clinic": clinic, "ward": ward, "x": draw.normal(size=90), "y": draw.normal(size=90)})
-    keys = {"formula": "y ~ x + (1 | ward)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
-    told = "groups of `ward` with rows at several sites count as other groups there: 2"
-    assert any(told in words for words in fg.run(table, site="clinic", options=keys).metrics.warnings)
-    apart = table.assign(ward=10 * clinic + ward % 2)
-    assert not any(
-        "groups of" in words
-        for words in fg.run(apart, site="clinic", options=keys | {"name": "apart"}).metrics.warnings
-    )
+    table = pd.DataFrame({"clinic": clinic, "ward": ward, "room": 10 * clinic + ward % 2, "y": draw.normal(size=90)})
+    keys = {"formula": "y ~ (1 | ward) + (1 | room)", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
+    run = fg.run(table, site="clinic", options=keys)
+    (told,) = [words for words in run.metrics.warnings if "groups of" in words]
+    assert "groups of `ward` with rows at several sites count as other groups there: 2" in told
 
 
 @pytest.mark.long
@@ -497,7 +492,7 @@ def test_counts_that_vary_more_are_as_glm_nb_has_them(tmp_path):
     rate = beds * np.exp(-2 + 0.4 * drug + draw.normal(0, 0.5, 60)[ward])
     table = pd.DataFrame({"drug": drug, "beds": beds, "falls": draw.negative_binomial(3.0, 3 / (3 + rate))})
     keys = {"model.likelihood": "negative-binomial", "test-fraction": 0.0, "output-dir": str(tmp_path), **ALONE}
-    run = fg.run(table, sites=3, options={"formula": "falls ~ drug + offset(log(beds))", **keys})
+    run = fg.run(table, sites=2, options={"formula": "falls ~ drug + offset(log(beds))", **keys})
     assert list(run.summary()["estimate"]) == pytest.approx([-1.9155328747, 0.4481397022, 0.5460538192], rel=1e-6)
     assert run.metrics.method_details["log_likelihood"] == pytest.approx(-980.747477513, abs=1e-7)
     new = run.posterior.predict(table.head(3))
@@ -552,8 +547,9 @@ def test_a_smooth_term_of_counts_in_groups_finds_their_rate_under_masks(tmp_path
 
 def test_the_site_is_an_effect(tmp_path):
     keys = {"formula": "score ~ hours + school", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
-    run = fg.run(mixed_models.schools(), site="school", options=keys)
-    assert len(run.summary()) == 1 + 11 + 1 + 1
+    pupils = mixed_models.schools()[:120]  # of three schools
+    run = fg.run(pupils, site="school", options=keys)
+    assert len(run.summary()) == 1 + 2 + 1 + 1
 
 
 def test_formulas_are_taken_apart_and_call_little():
@@ -579,8 +575,8 @@ def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
 
 def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
     draw = np.random.default_rng(0)
-    table = pd.DataFrame({"arm": draw.choice(["a", "b"], 60), "ward": np.arange(60) % 6, "y": draw.normal(size=60)})
-    keys = ALONE | {"output-dir": str(tmp_path), "test-fraction": 0.0, "formula": "y ~ arm + (1 | ward)"}
+    table = pd.DataFrame({"arm": ["a", "b"] * 10, "y": draw.normal(size=20)})
+    keys = ALONE | {"output-dir": str(tmp_path), "test-fraction": 0.0, "formula": "y ~ arm"}
     posterior = fg.run(table, sites=2, options=keys).posterior
     assert len(posterior.predict(table[:3])) == 3
     with pytest.raises(DataError, match=r"levels that no site had, .*`arm`: 'c'"):
