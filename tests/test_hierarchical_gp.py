@@ -79,8 +79,8 @@ def trajectory(sizes, rounds, **keys):
 
 
 def test_any_partition_of_units_takes_the_same_steps_within_the_radius():
-    _, one, _ = trajectory((4,), 4)
-    _, other, _ = trajectory((1, 3), 3)
+    _, one, _ = trajectory((4,), 3)
+    _, other, _ = trajectory((1, 3), 2)
     for before, after in zip(one, other, strict=False):
         assert after.trial == pytest.approx(before.trial, rel=1e-9, abs=1e-9)
     assert one[-1].value > one[1].value + 1
@@ -123,7 +123,7 @@ def test_widths_rest_where_those_of_em_do():
 
 
 def test_a_run_converges_and_says_so(three):
-    strategy = run(FaultyGrid(tiny(), three), Recorder())
+    strategy = run(FaultyGrid(tiny(), three[:2]), Recorder())
     assert strategy.round < 20
     assert strategy.outcome.metrics["converged"]
     details = strategy.outcome.metrics["method_details"]
@@ -162,17 +162,15 @@ def dense_prediction(unit, others, new):
     return gain @ targets, left.diagonal() + left_over[size:] + noise
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
-def test_a_site_predicts_as_a_dense_pooled_gp(dense):
+def test_a_site_predicts_as_a_dense_pooled_gp():
     model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
     model.load_theta(states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
-    for unit in units:
-        unit.dense = dense
-    with torch.no_grad():
-        found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
-        mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
-    torch.testing.assert_close((found, spread), (mean, variance), rtol=1e-07, atol=1e-07)
+    for units[1].dense in (True, False):
+        with torch.no_grad():
+            found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
+            mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
+        torch.testing.assert_close((found, spread), (mean, variance), rtol=1e-07, atol=1e-07)
 
 
 def test_a_prediction_is_the_mixture_over_shapes():
@@ -190,14 +188,16 @@ def test_a_prediction_is_the_mixture_over_shapes():
         theta["theta.deviation.log_outputscale"] += 2 * size
         theta["theta.deviation.log_lengthscale"] += stretch
         plain.load_theta({**theta, WIDTHS: plain.log_width.detach()})
-        parts.append(SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global))
+        unit = SmoothDeviation(plain, units[0].features, units[0].targets)
+        unit.mixture = lambda _: (torch.zeros(1, 3).double(), torch.ones(1).double())  # all nodes are one shape there
+        parts.append(unit.predict(new, q_global))
     means, variances = map(torch.stack, zip(*parts, strict=True))
     torch.testing.assert_close(found, shares @ means, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(variance, shares @ (variances + (means - found).square()), rtol=1e-9, atol=1e-9)
 
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path):
-    own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 3}
+    own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 2}
     folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
     frame = told.rename(columns={"input.x": "x"})[["x"]]
@@ -342,11 +342,11 @@ def test_gradient_and_hessian_are_those_of_the_dense_bound(problem):
 
 
 def test_blocks_of_a_covariance_have_the_derivatives_of_the_whole(problem, monkeypatch):
-    """Blocks of one to three rows, whose last has fewer, and q(Z_G) whose mean is not zero."""
+    """Blocks of two rows, and of four, whose last has fewer; and q(Z_G) whose mean is not zero."""
     _, sites = problem
     q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
     whole = sites[0].derivatives(q_global)
-    for rows in (1, 2, 3):
+    for rows in (2, 4):
         monkeypatch.setattr(newton, "BLOCK", rows * len(sites[0].targets))
         blocks = sites[0].derivatives(q_global)
         for name in ("slopes", "curvature", "squares", "known"):
@@ -375,7 +375,7 @@ def test_a_mixture_is_that_of_a_fine_grid(problem):
     """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
     _, sites = problem
     q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
-    grid = torch.cartesian_prod(*[torch.linspace(-3.6, 3.6, 7, dtype=torch.float64)] * 3)
+    grid = torch.cartesian_prod(*[torch.linspace(-3.6, 3.6, 6, dtype=torch.float64)] * 3)
     offsets, shares = sites[0].mixture(q_global)
     assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
     with torch.no_grad():
@@ -627,7 +627,7 @@ def test_what_rough_deviations_cannot_do_is_refused(tmp_path):
         run_of_units(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), **ROUGH)
 
 
-ROWS = (1, 2, 3, 5, 30, 30, 15, 40)
+ROWS = (1, 2, 3, 5, 30, 40)
 
 
 def table():
