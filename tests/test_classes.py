@@ -125,8 +125,8 @@ def flowers(rows=160):
     return pd.DataFrame({"x0": x[:, 0], "x1": x[:, 1], "place": place, "species": species})
 
 
-QUICK = {"model.likelihood": "categorical", "model.num-inducing": 15, "sgpr.exchanges": 12}
-QUICK |= {"baselines.max-evaluations": 8, "evaluate-every": 0}
+QUICK = {"model.likelihood": "categorical", "model.num-inducing": 12, "sgpr.exchanges": 8}
+QUICK |= {"baselines.max-evaluations": 5, "evaluate-every": 0}
 ALONE = {"baselines.local-only": False, "baselines.pooled": False}
 
 

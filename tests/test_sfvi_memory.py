@@ -37,11 +37,11 @@ def offset_sites(folder):
 
 def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(tmp_path, monkeypatch):
     """Its rate is that of a run from its beginning, however late it is; its offset is many steps away."""
-    monkeypatch.setattr("fedgp_flower.methods.sfvi.client.CATCH_UP_STEPS", 100)
+    monkeypatch.setattr("fedgp_flower.methods.sfvi.client.CATCH_UP_STEPS", 60)
     nodes = offset_sites(tmp_path)
-    flat = tiny(method="sfvi-avg", num_server_rounds=12, sfvi__learning_rate=0.1, sfvi__local_steps=4)
+    flat = tiny(method="sfvi-avg", num_server_rounds=8, sfvi__learning_rate=0.1, sfvi__local_steps=4)
     calm, grid = run(FaultyGrid(flat, nodes)), FaultyGrid(flat, nodes)
-    strategy = run(grid, Recorder(at={11: lambda: grid.restart("a")}))
+    strategy = run(grid, Recorder(at={7: lambda: grid.restart("a")}))
     assert strategy.details()["fresh_starts"] == 1
 
     def error(own):
