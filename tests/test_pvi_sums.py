@@ -188,7 +188,7 @@ def test_classes_work_by_default(tmp_path):
     """Every factor is what the pooled bound has there, so that visits leave the agreed posterior in place."""
     frames = {name: waves(50, seed) for seed, name in enumerate("ab")}
     frames = {name: own.assign(y=np.where(own["y"] > 0.1, "yes", "no")) for name, own in frames.items()}
-    keys = KEYS | {"model__likelihood": "bernoulli", "num_server_rounds": 25}
+    keys = KEYS | {"model__likelihood": "bernoulli", "num_server_rounds": 15}
     end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
     assert end.outcome.metrics["test"]["nll"] < 0.35
     pooled, found = svgp.posterior(end.current.svgp), product(end.current)
