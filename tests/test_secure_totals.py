@@ -230,7 +230,7 @@ def real_nodes(tmp_path):
 def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, caplog):
     """Nothing leaves in the clear then, whatever the key says; the run says so once, before it asks."""
     caplog.set_level("INFO", logger="fedgp")
-    grid = FaultyGrid(configured(), real_nodes)
+    grid = FaultyGrid(configured(num_server_rounds=1), real_nodes)
     strategy = run(grid)
     assert strategy.details()["privacy"]["totals"] > 0
     clear = {kind for _, kind, own in grid.replies if "masked" not in own.content.array_records["arrays"]}
@@ -273,7 +273,7 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
     for key in ("site-key", "trust"):
         del real_nodes[0][key]
-    told = blamed(run(FaultyGrid(configured(min_sites=1), real_nodes)))
+    told = blamed(run(FaultyGrid(configured(min_sites=1, num_server_rounds=1), real_nodes)))
     for site in ("north", "west"):
         assert told[site]
         assert all("only under masks" in line for line in told[site])
@@ -289,7 +289,7 @@ def test_sites_that_trust_too_few_are_told_so_once_and_not_that_their_numbers_ar
 @pytest.mark.parametrize(("size", "most"), [(1.0, False), (-1.0, True), (0.0, True)])
 def test_under_masks_sites_count_where_the_total_does_not_serve_them(size, most, caplog):
     """Nobody can be named: the site of the false sums is one of many, and each site's log has what it found."""
-    keys = configured(**MASKED, num_server_rounds=4, baselines__local_only=True, model__num_inducing=12)
+    keys = configured(**MASKED, num_server_rounds=2, baselines__local_only=True, model__num_inducing=12)
     with kit.false_projections("1", size):
         end = run(FaultyGrid(keys, 3))
     much = "3 of 3 sites predict held-out rows much better"
