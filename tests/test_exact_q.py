@@ -111,6 +111,15 @@ def test_unit_step_is_a_maximum_with_q_fixed(num_latents, dims):
     assert statistics(data, latents, best).expected(q) > statistics(data, latents, phi).expected(q)
 
 
+def test_a_unit_of_few_rows_does_not_explain_all_of_its_noise():
+    """One amplitude passes through one row; the noise stays at the share of the power that units start from."""
+    latents, q, *_ = random_unit(1, 1)
+    known = LatentPosterior(q.mean, 1e-8 * np.eye(latents.size))
+    data = UnitData.build(latents.inducing[3:4], np.array([2.0]), latents.inducing)
+    best = maximise(data, latents, known, one_unit.starting_parameters(data, latents, smooth=False))
+    assert best.noise == pytest.approx(START_NOISE * 2.0**2)
+
+
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
 def test_bound_never_falls_and_is_the_model_s(num_latents, dims):
     """With several functions or inputs the first two rounds have the narrowest R, and four trial moves."""
