@@ -322,6 +322,33 @@ def test_the_information_is_the_expected_curvature_of_a_normal():
     assert torch.equal(model.covariance(), before)
 
 
+def test_the_first_curvature_is_that_of_as_many_rows_and_the_prior(monkeypatch):
+    """Two of six points stand for 60 rows; to which an information of nothing would add only 1/sd² of each prior."""
+    state = starting()
+    monkeypatch.setattr(sgpr, "INFORMATION_ENTRIES", 4 * state.theta.size)
+    sites = federation([25, 35])
+    first = drive(evaluate(problem(), replace(state, curvature=np.empty((0, 0))), tuple(sites)), sites)
+    model = ExactGP(ModelSection(), torch.from_numpy(state.places[:2]), torch.zeros(2, dtype=torch.float64))
+    model.load(first.values)
+    priors = hyperpriors(model.kernel, D)
+    of_each = [priors[name][1] ** -2 for name, p in sorted(model.wire_parameters().items()) for _ in range(p.numel())]
+    np.testing.assert_allclose(first.curvature, 60 / 2 * model.information().numpy() + np.diag(of_each), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("noise", "level"), [(0.0, -2.5), (3.0, -1.0)])
+def test_training_begins_with_the_best_share_of_noise(noise, level):
+    """All candidates have the same amplitude before the best scale multiplies kernel and noise alike."""
+    x, y = rows(100)
+    y = y + noise * torch.from_numpy(np.random.default_rng(5).standard_normal(100))
+    sites, begun = {"a": Site("rbf", x, y / y.std())}, starting()
+    first = drive(evaluate(problem(), begun, ("a",)), sites)
+    ratio, before = (
+        float(of["likelihood.log_noise"][0]) - float(of["kernel.log_outputscale"].ravel()[0])
+        for of in (first.values, begun.values)
+    )
+    assert ratio - before == pytest.approx(level - float(begun.values["likelihood.log_noise"][0]))
+
+
 KEYS = {"method": "sgpr", "sgpr__exchanges": 0, "model__num_inducing": 12}
 
 
