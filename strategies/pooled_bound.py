@@ -125,7 +125,7 @@ def disclosure_by_sites(points: int, rows: Mapping[str, int], called: Callable[[
 
 
 def initial_hyperparameters(section: ModelSection, num_inputs: int) -> NamedArrays:
-    """Return the configured log hyperparameters by wire name, in the order of the sketch."""
+    """Return the configured log hyperparameters by wire name."""
     arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
     return {name: array for name, array in arrays.items() if name != LOCATIONS}
 

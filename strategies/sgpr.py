@@ -577,8 +577,6 @@ class SGPR(FederatedStrategy[SGPRState]):
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Return the lengthscales with standard deviations of their logarithms, from the BFGS curvature."""
         yield from ()
-        if not state.curvature.size:
-            return {}
         logs = logarithms(state.values)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.from_numpy(state.curvature)))  # it is the answer
         spread = unpack(inverse.diagonal().sqrt().numpy(), logs)

@@ -334,7 +334,7 @@ def test_an_untouched_run_is_resumed(clean, tmp_path):
     assert resume(tmp_path / "run").facts["round"] == 2
 
 
-@settings(SETTINGS, max_examples=40, derandomize=True)
+@settings(SETTINGS, max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_a_tampered_run_is_refused_with_words(clean, tmp_path, data, capsys):
     (original, right), folder, draw = clean, tmp_path / "trial", data.draw

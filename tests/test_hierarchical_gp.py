@@ -166,7 +166,8 @@ def test_a_site_predicts_as_a_dense_pooled_gp():
     model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
     model.load_theta(states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
-    for units[1].dense in (True, False):
+    for dense in (True, False):
+        units[1].dense = dense
         with torch.no_grad():
             found, spread = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
             mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)

@@ -72,9 +72,7 @@ class Sketch:
         slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
         if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
             return f"its cells cannot come from {rows} rows"
-        if (np.abs(self.repeats) > rows).any():
-            return f"`repeats` are not sums of {rows} signs"
-        return None
+        return f"`repeats` are not sums of {rows} signs" if (np.abs(self.repeats) > rows).any() else None
 
 
 @message("query.pairs", summand=True)
