@@ -302,35 +302,38 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
 
 
 def sums_at(
-    problem: Problem, candidates: list[NamedArrays], sites: tuple[str, ...], weight: float
+    problem: Problem, tried: list[NamedArrays], sites: tuple[str, ...], weight: float
 ) -> Asking[tuple[Evaluated | None, tuple[str, ...]]]:
     """Ask for sums at several parameters; return the candidate with the largest J, and the sites that answered.
 
     Sites whose sums contradict those of the others are reported. The result is None if no site answers.
     """
-    sizes = {"T": len(candidates), "M": len(candidates[0][LOCATIONS])}
-    request = Candidates(tuple(map(Parameters, candidates)))
+    sizes = {"T": len(tried), "M": len(tried[0][LOCATIONS])}
+    request = Candidates(tuple(map(Parameters, tried)))
     summed: Summed[TrialSums] = yield Total(TrialSums, request, sites, sizes=sizes)
     if summed.total is None:
         return None, ()
     totals = [sums.weighted(weight) for sums in summed.total.each()]
-    found = [at_best_scale(*pair, problem.model) for pair in zip(candidates, totals, strict=True)]
+    found = [at_best_scale(*pair, problem.model) for pair in zip(tried, totals, strict=True)]
     best = max(range(len(found)), key=lambda number: found[number][2])
     unit_noise = {}  # sums of y/√λ, which has noise 1
     for site, answer in summed.parts.items():
         own = answer.each()[best]
         unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
-    level = pooled_bound.unit_function(pooled_bound.compared(candidates[best], problem.model))
+    level = pooled_bound.unit_function(pooled_bound.compared(tried[best], problem.model))
     yield Doubt(pooled_bound.contradictions(unit_noise, level, at_unit_noise))
     return found[best], summed.sites
 
 
+def candidates(state: SGPRState) -> list[NamedArrays]:
+    """Return the parameters to ask for; before the first evaluation with several shares of noise."""
+    levels = FIRST_NOISE if state.exchanges == EXCHANGES_BEFORE else ()
+    return [{**state.values, LOG_NOISE: np.full(1, level)} for level in levels] or [dict(state.values)]
+
+
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
     """Return the state with the totals of these sites; the first evaluation tries several shares of noise."""
-    candidates: list[NamedArrays] = [dict(state.values)]
-    if state.exchanges == EXCHANGES_BEFORE:
-        candidates = [{**state.values, LOG_NOISE: np.full(1, level)} for level in FIRST_NOISE]
-    found, answered = yield from sums_at(problem, candidates, sites, state.weight)
+    found, answered = yield from sums_at(problem, candidates(state), sites, state.weight)
     if found is None:
         return replace(state, exchanges=state.exchanges + 1, converged=False)
     state = restarted(state, found, answered)
@@ -473,7 +476,7 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     """
     values, totals = state.values, state.totals
     if totals is None or set(state.sites) != set(roster.all_sites):
-        found, _ = yield from sums_at(problem, [dict(values)], roster.all_sites, state.weight)
+        found, _ = yield from sums_at(problem, candidates(state), roster.all_sites, state.weight)
         if found is None:
             raise RunError("no site sent usable sums")
         values, totals, _ = found
@@ -575,8 +578,10 @@ class SGPR(FederatedStrategy[SGPRState]):
         return SGPRState(given, places, state.curvature, exchanges=exchanges, weight=weight, most=most)
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
-        """Return the lengthscales with standard deviations of their logarithms, from the BFGS curvature."""
+        """Return the lengthscales with standard deviations of their logarithms, from the BFGS curvature, if known."""
         yield from ()
+        if not state.curvature.size:  # the budget was too small for a round
+            return {}
         logs = logarithms(state.values)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.from_numpy(state.curvature)))  # it is the answer
         spread = unpack(inverse.diagonal().sqrt().numpy(), logs)

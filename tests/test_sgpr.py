@@ -388,6 +388,19 @@ def test_few_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypat
     assert here > best[-1] - 0.02 * count
 
 
+def test_without_a_round_it_predicts_with_the_best_share_of_noise(monkeypatch):
+    """Two exchanges are no round: the last question tries the first candidates, and no curvature is known."""
+    flat, evidences = configured(**KEYS | {"sgpr__exchanges": 2}), []
+    for levels in ((-4.0,), (-2.5,), (-1.0,), sgpr.FIRST_NOISE):
+        monkeypatch.setattr(sgpr, "FIRST_NOISE", levels)
+        end = run(FaultyGrid(flat, 3))
+        assert "relevance" not in end.details()
+        evidences.append(end.details()["evidence"])
+    assert len(set(evidences)) == 3
+    assert evidences[3] in evidences[:3]
+    assert evidences[3] >= max(evidences[:3]) - 5  # the prior of the noise counts as well
+
+
 def test_a_finished_run_may_go_on(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
     flat, whole = configured(**KEYS | {"sgpr__exchanges": 20}), Recorder()
