@@ -133,6 +133,13 @@ def wait_for(token, count):
     return found
 
 
+def require_alive_for(processes, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        processes.require_alive()
+        time.sleep(0.05)
+
+
 def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path, stranger):
     with Processes({}, tmp_path, grace=1.0) as processes:
         processes.start("sleeper", [sys.executable, "-c", NAMELESS], tmp_path)
@@ -142,14 +149,23 @@ def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path, stranger):
     assert stranger.poll() is None
 
 
+def test_ends_a_process_without_its_environment_whose_parent_ended_before(tmp_path, capfd):
+    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '{SLEEP}'], env={{}}, "
+    script += "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); print('started', flush=True); time.sleep(1)"
+    with Processes({}, tmp_path, grace=1.0) as processes:
+        processes.follow([sys.executable, "-c", script], tmp_path, hidden=())
+        (orphan,) = processes._seen & family("none", processes._seen)
+    assert family("none", {orphan}) == set()
+    assert capfd.readouterr().out == "started\n"
+
+
 def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path):
     show = "import os, sys; print('no such', os.environ['COLOUR'], os.environ['SHAPE']); sys.exit(3)"
     with Processes({"COLOUR": "red", "SHAPE": "round"}, tmp_path) as processes:
         assert processes.call([sys.executable, "-c", show], tmp_path).stdout == "no such red round\n"
         processes.start("server", [sys.executable, "-c", show], tmp_path, {"SHAPE": "square"})
-        wait_for(processes.token, 0)
         with pytest.raises(RunError, match=r"server ended with status 3.*\nno such red square"):
-            processes.require_alive()
+            require_alive_for(processes, 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -71,6 +71,7 @@ class Processes:
         self.logs = logs
         self._grace = grace
         self._background: dict[str, subprocess.Popen[str]] = {}
+        self._seen = set[psutil.Process]()
 
     def __enter__(self) -> Processes:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -92,17 +93,20 @@ class Processes:
         return subprocess.run(list(command), **self._settings(folder, capture_output=True), check=False)  # noqa: S603
 
     def follow(self, command: Sequence[str], folder: Path, hidden: Sequence[str]) -> None:
-        """Run a command to its end and print its lines, except those with ``hidden`` words."""
+        """Run a command to its end and print its lines, except those with ``hidden`` words.
+
+        Each line is a moment to note the processes: one that has lost its environment can outlive its parent.
+        """
         settings = self._settings(folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        process = subprocess.Popen(list(command), **settings)  # noqa: S603
-        try:
-            for line in process.stdout or ():
-                if not any(words in line for words in hidden):
-                    print(line, end="", flush=True)
-            process.wait()
-        except BaseException:
-            process.kill()
-            raise
+        with subprocess.Popen(list(command), **settings) as process:  # noqa: S603
+            try:
+                for line in process.stdout or ():
+                    if not any(words in line for words in hidden):
+                        print(line, end="", flush=True)
+                    self._seen = family(self.token, self._seen)
+            except BaseException:
+                process.kill()
+                raise
 
     def _settings(self, folder: Path, **further: Any) -> dict[str, Any]:
         """Return the settings of a process; all commands are fixed and need no shell."""
@@ -118,7 +122,7 @@ class Processes:
 
     def end(self) -> None:
         """Terminate every process of this launch, then kill those that remain."""
-        living: set[psutil.Process] = set()
+        living = self._seen
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline, asked = time.monotonic() + self._grace, set[psutil.Process]()
             while time.monotonic() < deadline:
