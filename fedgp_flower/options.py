@@ -140,13 +140,13 @@ class ModelSection(Section):
 
     kernel: Annotated[str, BASIC] = AUTO
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
-    ``linear``, ``periodic`` and those of installed packages; ``warp(…)`` also learns a scale of each input, and
-    ``steps(…)``, of ``svgp``, a step at each common value. ``auto``: ``rbf``; ``warp(rbf + l1)`` for ``sgpr``,
+    ``linear``, ``periodic`` and those of packages; ``warp(…)`` learns a scale of each input, and ``steps(…)``
+    (``svgp``) a step at each common value. ``auto``: ``rbf``; ``warp(rbf + l1)`` for ``sgpr``,
     ``steps(rbf)`` for ``svgp``, ``rbf + linear`` for several classes."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
-    """M; 0: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
+    """M; 0: 300 for ``sgpr``, ``sgpr-private`` and ``svgp`` (at most a third of the rows), 50 otherwise."""
     max_megabytes: Count = 0
     """``sgpr``: largest message when inducing points are added after training. M points need M² / 2 numbers, twice that
     under masks; 64 MB hold 4000. 0: 64, or none added if ``num-inducing`` is set."""
@@ -169,7 +169,7 @@ class ModelSection(Section):
     ] = "gaussian"
     """Kind of target: a number with normal noise; two classes; counts; a number with outliers; a number
     whose noise varies with the inputs (``heteroscedastic``); 2 to 20 classes;
-    overdispersed counts; successes among trials; times to an event, some censored, that are
+    overdispersed counts; successes among trials; times to an event, some censored:
     Weibull (``time-to-event``), log-logistic or log-normal; ordered grades (``ordinal``)."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and period of ``periodic``, in standardised units."""

@@ -81,7 +81,7 @@ class Problem:
     minimum_gain: float = 0.0
     """Training ends when a step promises less than this, in nats per row."""
     megabytes: int = 0
-    """Size of the largest message after training; 0 for no enlargement."""
+    """Size of the largest message after training; 0: the user has fixed the number of inducing points."""
 
 
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:

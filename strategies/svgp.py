@@ -99,8 +99,13 @@ def initial_state(latent: LatentGP) -> SVGPState:
 
 
 def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
-    """Return the first state: Z from pooled histograms of inputs, c from the mean of the target."""
-    count = min(problem.model.num_inducing, sum(roster.rows.values()))
+    """Return the first state: Z from pooled histograms of inputs, c from the mean of the target.
+
+    M is at most the number of rows, by default a third of it: then the total over sites does not nearly reveal rows.
+    """
+    most = sum(roster.rows.values())
+    most = max(1, most // pooled_bound.ROWS_PER_POINT) if problem.megabytes else most
+    count = min(problem.model.num_inducing, most)
     model = problem.model.model_copy(update={"num_inducing": count})
     shape = yield from shape_of_inputs(roster)
     locations = initial_locations(shape, model, problem.seed)
@@ -231,7 +236,8 @@ class SVGP(FederatedStrategy[SVGPState]):
         model, exchanges = self.config.model, self.options.exchanges or DEFAULT_EXCHANGES
         if self.config.precision == "float32":
             model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
-        return Problem(model, self.config.seed, exchanges, self.preparation.training_target)
+        target, megabytes = self.preparation.training_target, model.max_megabytes
+        return Problem(model, self.config.seed, exchanges, target, megabytes=megabytes)
 
     def initialise(self, roster: Roster) -> Asking[SVGPState]:
         """Return the state before the first evaluation."""
@@ -258,7 +264,7 @@ class SVGP(FederatedStrategy[SVGPState]):
         yield from ()
         found, gains = posterior(state), np.diff(state.objectives[-pooled_bound.RECENT_ROUNDS - 1 :])
         details = pooled_bound.progress(state.exchanges, gains, 1, sum(self.preparation.rows.values()))
-        details |= {"bound": state.bound, "evaluations": state.evaluations}
+        details |= {"bound": state.bound, "evaluations": state.evaluations, "num_inducing": found.mean.shape[-1]}
         return Predicted(found, pooled_bound.saved(found, self.problem.model), details)
 
     def adopt(self, state: SVGPState, arrays: NamedArrays) -> SVGPState:

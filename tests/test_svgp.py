@@ -326,6 +326,14 @@ def test_a_site_that_stays_silent_is_waited_for_and_then_left_out() -> None:
     assert strategy.current.sites == ("0", "2")
 
 
+@pytest.mark.parametrize(("given", "points"), [(0, 24), (60, 60)])
+def test_by_default_rows_are_three_for_each_inducing_point(given: int, points: int, tmp_path: Any) -> None:
+    keys = ALONE | {"model.likelihood": "bernoulli", "model.num-inducing": given, "sgpr.exchanges": 4}
+    found = fg.run(table_of("bernoulli"), target="target", sites=2, options=keys | {"output-dir": str(tmp_path)})
+    assert found.metrics.method_details["num_inducing"] == points
+    assert any("can reveal whether a row" in words for words in found.metrics.warnings) == (given > 0)
+
+
 def table_of(likelihood: str) -> pd.DataFrame:
     x, y = (part.numpy() for part in rows_of(likelihood, 90))
     target = np.where(y > 0, "yes", "no") if likelihood == "bernoulli" else y

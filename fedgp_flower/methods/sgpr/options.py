@@ -58,7 +58,6 @@ class SVGPOptions(SGPROptions):
     likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS | REAL_VALUED | MULTICLASS | {*SECOND_COLUMN}
     where_sites_differ: ClassVar[str] = ""
     default_kernel: ClassVar[str] = "steps(rbf)"
-    default_megabytes: ClassVar[int] = 0
     takes_steps: ClassVar[bool] = True
 
     def kernel_for(self, likelihood: str) -> str:
