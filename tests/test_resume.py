@@ -30,7 +30,7 @@ def killed():
     raise Killed
 
 
-def execute(folder, kill_at=0, then=killed, resume=False):
+def execute(folder, kill_at=0, then=killed, resume=False, keys=KEYS, nodes=3):
     """The ServerApp over three sites; killed after the history of a round, before its checkpoint."""
 
     def progress(row, total):
@@ -38,10 +38,10 @@ def execute(folder, kill_at=0, then=killed, resume=False):
             then()
 
     kept = {"evaluate_every": 3, "name": "run", "output_dir": str(folder), "resume": resume}
-    flat = configured(**KEYS, num_server_rounds=ROUNDS, **kept)
+    flat = configured(**keys, num_server_rounds=ROUNDS, **kept)
     with no_waiting(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedgp_flower.run.report.write_report", lambda path: None)
-        return server_app.execute(FaultyGrid(flat, 3), flat, progress)
+        return server_app.execute(FaultyGrid(flat, nodes), flat, progress)
 
 
 def read(path):
@@ -78,6 +78,17 @@ def test_a_killed_run_ends_where_it_would_have_ended(tmp_path, calm):
     assert sum(int(row["bytes_up"]) for row in own) <= found["bytes"]["up"]
     assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
     alike(read_posterior(resumed).arrays, read_posterior(calm).arrays)
+
+
+def test_sites_of_a_resumed_run_describe_the_target_before_its_transformation(tmp_path):
+    """Their sums are of the transformed target, and no contradiction."""
+    frames = {str(k): waves(40, k).assign(y=lambda own: np.exp(3 + own["y"])) for k in range(3)}
+    run = {"keys": {"method": "sgpr", "transform__target": "log"}, "nodes": csv_nodes(tmp_path, frames)}
+    with pytest.raises(Killed):
+        execute(tmp_path, kill_at=2, **run)
+    found, history = read(execute(tmp_path, resume=True, **run))
+    assert found["failures"] == []
+    assert len(history) > 2
 
 
 def test_a_full_disk_ends_the_run_with_words_and_nothing_is_lost(disk, calm):

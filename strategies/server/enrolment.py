@@ -45,7 +45,8 @@ def described(agreement: Agreement, site: str) -> wire.Described:
     squares = squares_about(rows, sums, mean) / scale**2
     means = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
     spread = np.maximum(squares[:-1] / rows - means**2, 0.0)
-    return wire.Described(rows, squares[:-1], float(squares[-1]), means, np.sqrt((rows - 1) * spread))
+    square = np.nan if agreement.transformed else float(squares[-1])  # sites describe the target as it is
+    return wire.Described(rows, squares[:-1], square, means, np.sqrt((rows - 1) * spread))
 
 
 def restored(snapshot: Snapshot) -> Agreement:
@@ -211,9 +212,7 @@ def transformed(agreement: Agreement, name: str, sites: tuple[str, ...]) -> Aski
     schema = json.loads(agreement.schema)
     schema["target"]["transform"] = Transform(name, float(powers[best])).as_json()
     scales = {"target.mean": np.array(mean), "target.scale": np.array(scale)}
-    unknown = np.full((1, 3), np.nan)  # sites described the target before its transformation
-    sums = {site: np.vstack([known[:-1], unknown]) for site, known in agreement.sums.items()}
-    return replace(agreement, schema=json.dumps(schema), arrays={**agreement.arrays, **scales}, sums=sums)
+    return replace(agreement, schema=json.dumps(schema), arrays={**agreement.arrays, **scales})
 
 
 def related(agreement: Agreement, sites: tuple[str, ...]) -> Asking[Agreement]:
