@@ -151,7 +151,8 @@ def test_the_first_sentence_is_the_error_beside_the_others(line_run):
     [
         (True, {}, ""),
         (None, {}, ""),
-        (False, {"forecast_rise": 3.4, "latest_gain_per_row": 0.5}, ""),  # .0094 nats a row
+        (False, {"forecast_rise": 3.4, "latest_gain_per_row": 0.001}, ""),  # .0094 nats a row
+        (False, {"forecast_rise": 3.4, "latest_gain_per_row": 0.08}, "may gain 0.08 nats a row"),
         (False, {"forecast_rise": 36.6}, "may gain 0.1 nats a row"),
         (False, {"latest_gain_per_row": 0.02}, "may gain 0.02 nats a row"),
         (False, {}, "before it had converged: raise `sgpr.exchanges` or `num-server-rounds`"),

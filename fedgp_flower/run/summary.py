@@ -245,10 +245,11 @@ def convergence_note(metrics: RunMetrics) -> str:
     forecasts = [number(facts.get(name)) / rows for name in ("forecast_rise", "promised_rise")]
     forecasts += [number(facts.get(name)) for name in ("latest_gain_per_row", "forecast_per_row")]
     known = [rise for rise in forecasts if math.isfinite(rise)]
+    rise = max(known, default=0.0)  # a forecast from gains of which one was huge is too small
     unsettled = facts.get("unsettled") or {}
-    if known and known[0] < NOTABLE_GAIN and not unsettled:
+    if known and rise < NOTABLE_GAIN and not unsettled:
         return ""
-    more = f"; more training may gain {_short(known[0])} nats a row" if known and known[0] >= NOTABLE_GAIN else ""
+    more = f"; more training may gain {_short(rise)} nats a row" if rise >= NOTABLE_GAIN else ""
     if unsettled:
         name = max(unsettled, key=lambda name: unsettled[name])
         more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from its limit"
