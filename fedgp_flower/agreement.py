@@ -213,6 +213,8 @@ class Agreement:
     """Feature columns with a single value over all accepted sites; they become zero inputs."""
     target_differs: list[Site] = field(default_factory=list)
     """Sites whose mean of a numeric target is far from that of the others."""
+    target_alone: dict[str, Site] = field(default_factory=dict)
+    """Classes of the target that one site has alone, with the site."""
 
     @property
     def target_scale(self) -> float:
@@ -246,9 +248,11 @@ class Agreement:
     @property
     def data(self) -> Facts:
         """Summary of the training rows for ``metrics.json``."""
-        target = {"target": json.loads(self.schema)["target"]["name"]}
+        target: Json = {"target": json.loads(self.schema)["target"]["name"]}
         if self.target_differs:
             target["target_differs"] = [self.labels.get(site, site) for site in self.target_differs]
+        if self.target_alone:
+            target["target_alone"] = {level: self.labels.get(site, site) for level, site in self.target_alone.items()}
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
         columns = [dict(column) for column in self.columns]
         for column in (column for column in columns if "differs" in column):
@@ -324,7 +328,8 @@ def agree(
         sums={site: encoded_sums(description, schema) for site, description in accepted.items()},
         refused=refused,
         constant=tuple(pooled.column.name for pooled in pooled_features if pooled.constant),
-        target_differs=pooled_target.facts.get("differs", []),
+        target_differs=[] if classes else pooled_target.facts["differs"],
+        target_alone=_alone({site: columns[target] for site, columns in sites.items()}),
     )
 
 
@@ -404,7 +409,9 @@ def _pooled(
         column, constant = Column(name, "categorical", tuple(sorted(counts, key=rank))), len(counts) == 1
         mean = np.array([counts[level] for level in column.shown]) / counts.total()
         scale = np.ones(1) if constant else np.sqrt(mean * (1 - mean))
-        facts = {"kind": "text", "levels": len(counts)}
+        alone = _alone(by_site)
+        differs = [site for site, column in by_site.items() if {*column.counts} <= alone.keys()]
+        facts = {"kind": "text", "levels": len(counts), "differs": differs}
     rows = sum(columns[name].rows for columns in sites.values())
     num_missing = rows - int(filled.sum())
     if missing in {"impute", "indicator"}:
@@ -414,6 +421,14 @@ def _pooled(
         mean, scale = np.append(mean, share), np.append(scale, np.sqrt(share * (1 - share)))
     facts = {"name": name, "inputs": len(column.names), "missing": num_missing, **facts}
     return _PooledColumn(column, mean, scale, constant, facts)
+
+
+def _alone(sites: Mapping[Site, _ColumnSummary]) -> dict[str, Site]:
+    """Return the levels that one site of several has alone, with the site."""
+    held = Counter(level for column in sites.values() for level in column.counts)
+    return {
+        level: site for site, column in sites.items() for level in column.counts if held[level] == 1 and len(sites) > 1
+    }
 
 
 def _moments(rows: Array, sums: Array) -> tuple[float, float]:
@@ -498,6 +513,7 @@ def _other_levels(sites: Mapping[Site, _Description], order: Sequence[str]) -> d
     }
 
 
+FAR_MEAN = "mean far from that of the other sites"
 OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "differs at")
 
 
@@ -513,18 +529,16 @@ def overview_lines(data: Facts) -> list[str]:
         f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
     ]
     if differing := data.get("target_differs", ()):
-        lines += [f"{target}{_differing(differing)}; are its units the same everywhere?"]
+        lines += [f"{target}{FAR_MEAN} at {', '.join(differing[:5])}; are its units the same everywhere?"]
+    if alone := data.get("target_alone"):
+        lines += [f"{target}only {site} has `{level}`; is it spelt as elsewhere?" for level, site in alone.items()][:5]
     for column in columns:
         notes = [f"{column['missing']:,} missing cell{'s' * (column['missing'] != 1)}"] if column["missing"] else []
         if column.get("differs"):
-            notes += [_differing(column["differs"])]
+            what = "no level in common with the other sites" if "levels" in column else FAR_MEAN
+            notes += [f"{what} at {', '.join(column['differs'][:5])}"]
         lines += [f"`{column['name']}`: {'; '.join(notes)}"] if notes else []
     return lines
-
-
-def _differing(sites: Sequence[str]) -> str:
-    """Say at which sites a column has another mean."""
-    return f"mean far from that of the other sites at {', '.join(sites[:5])}"
 
 
 def overview_rows(data: Facts) -> list[list[str]]:

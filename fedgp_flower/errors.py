@@ -12,7 +12,8 @@ from collections.abc import Collection
 
 def similar(name: str, known: Collection[str]) -> str:
     """Return a question about a misspelt name, with up to three similar known ones; empty without any."""
-    close = [f"`{other}`" for other in difflib.get_close_matches(name, known, n=3, cutoff=0.5)]
+    folded = {other.casefold(): other for other in known}
+    close = [f"`{folded[own]}`" for own in difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)]
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 

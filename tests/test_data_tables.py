@@ -121,6 +121,7 @@ CASES = {
         ["missing column `jobs` (did you mean `job` or `dose`?), `does` (did you mean `dose`?); it has"],
     ),
     "misspelt target": (lines(header="age,job,dose,days"), {"target": "day"}, ["`day` (did you mean `days`?)"]),
+    "another case": (lines(), {"target": "DOSE"}, ["`DOSE` (did you mean `dose`?)"]),
     "misspelt formula": (lines(), {"formula": "y ~ ages + job"}, ["`ages` (did you mean `age`?)"]),
     "header only": (HEADER + "\n", {}, ["no data rows"]),
     "empty file": ("", {}, ["the file is empty"]),
@@ -679,6 +680,29 @@ def test_a_site_with_other_units_of_the_target_is_named(tmp_path: Path, fedgp: A
     assert (data["target_differs"], problems) == (["south"], [])
     out = " ".join(fedgp("check", *files, "missing=impute", "target=y")[1].split())
     assert "target `y`: mean far from that of the other sites at south; are its units the same everywhere?" in out
+
+
+def test_a_site_with_other_levels_or_another_class_is_named(tmp_path: Path, fedgp: Any) -> None:
+    files = hospitals(tmp_path)
+    cause = np.where(np.arange(90) % 3, "virus", "fungus")
+    for k, file in enumerate(files):
+        own = patients(seed=k).drop(columns=["y", "weight"]).assign(cause=cause)
+        own.loc[:9, "cause"] = ["virus", "Virus"][k == 2]
+        own.assign(ward=own["ward"].str.upper() if k == 1 else own["ward"]).to_csv(file, index=False)
+    keys = ("missing=impute", "target=cause", "model.likelihood=categorical")
+    out = " ".join(fedgp("check", *files, *keys)[1].split())
+    assert "missing cells; no level in common with the other sites at south" in out
+    assert "target `cause`: only grams has `Virus`; is it spelt as elsewhere?" in out
+    assert (out.count("no level in common"), out.count("only")) == (1, 1)
+
+
+def test_a_target_that_is_the_same_in_every_row_of_a_site_is_told(tmp_path: Path) -> None:
+    files = hospitals(tmp_path)
+    patients(seed=1).dropna().assign(y=5.0).to_csv(files[1], index=False)
+    _, said, _ = check(files, settings("impute"))
+    assert [line for line in said if "same in every row" in line] == [
+        "south.csv: target `y` is the same in every row; if that is a mistake, correct it"
+    ]
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path, fedgp: Any) -> None:

@@ -236,8 +236,8 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
     if gaussian and is_skewed(frame[target]):
         events = [str(name) for name, column in inputs.items() if {*column.dropna().unique()} == {0, 1}]
         warnings += [
-            f"target `{target}` is above zero and skewed: with `transform.target` = 'log' no prediction is below zero,"
-            " and intervals fit better"
+            f"target `{target}` is above zero and skewed: with `transform.target` = 'log' (with a `formula`: a column"
+            " of its logarithms) no prediction is below zero, and intervals fit better"
             + (
                 f"; if it is the time to an event that {' or '.join(f'`{name}`' for name in events)} records, set"
                 f" `target` to '{target},{events[0] if len(events) == 1 else 'COLUMN'}' and `model.likelihood` to"
@@ -245,6 +245,8 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
             )
             * bool(events)
         ]
+    if frame[target].nunique() == 1:
+        warnings += [f"target `{target}` is the same in every row; if that is a mistake, correct it"]
     if gaussian and is_graded(frame[target]):
         advice = (
             "two whole numbers, taken as numbers with noise: for two classes set `model.likelihood` to 'bernoulli'"
