@@ -82,8 +82,9 @@ def parse(text: str) -> Formula:
     left, tilde, right = text.partition("~")
     odd = [name for name, called in called_in(text) if called and name not in (*FUNCTIONS, "offset", "s")]
     if not tilde or "~" in right or len(columns_of(left)) != 1 or not ALLOWED.fullmatch(text):
-        hint = "; a name with a dot needs backquotes, and `.` for all columns is not known" if "." in text else ""
-        raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}{hint}")
+        dotted = "; a name with a dot needs backquotes, and `.` for all columns is not known" * ("." in text)
+        quoted = "; a name in backquotes has only letters, digits, blanks and _.%/°-; rename others" * ("`" in text)
+        raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}{quoted or dotted}")
     if not re.fullmatch(r"`[^`]+`|\w+", left.strip()):
         raise ValueError(f"`{left.strip()}` on the left: a formula takes a column as it is; write it into a new column")
     if odd or "__" in text:

@@ -624,6 +624,7 @@ def test_a_formula_takes_its_target_as_it_is(left):
         ("x + (1 - x || g)", "only the intercept can be taken out"),
         ("x + I(z^2)", "inside I"),
         ("age.v", "a name with a dot needs backquotes"),
+        ("`age (years)`", "a name in backquotes has only letters"),
     ],
 )
 def test_a_formula_that_would_be_read_as_another_is_refused(terms, words):

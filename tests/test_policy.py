@@ -181,7 +181,8 @@ def test_levels_that_may_leave(counts, kept):
 def test_a_rare_class_of_the_target_and_identifiers_are_refused():
     frame = hospital(1).assign(y=["ill", "ill", *["well"] * 118])
     with pytest.raises(
-        PolicyError, match=r"a class of `y` is too rare; merge it with another: `least-cell` = 3 in site\.toml"
+        PolicyError,
+        match=r"a class of `y` has too few rows; .*, or leave out this site: `least-cell` = 3 in site\.toml",
     ):
         rules(Policy()).site(site_of(frame))
     assert len(rules(Policy()).site(site_of(hospital(1))).test) == 0  # two held-out rows are too few to be scored

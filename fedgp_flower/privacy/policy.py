@@ -167,7 +167,7 @@ class Rules:
         for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
             counts = train[name].value_counts()
             if name == raw.target:
-                rare = f"a class of `{name}` is too rare; merge it with another"
+                rare = f"a class of `{name}` has too few rows; correct its spelling, merge it, or leave out this site"
                 self._require("least-cell", bool(counts.min() >= limits.least_cell), rare)
                 continue
             identifies = is_identifier(counts, limits.rows_per_level)
