@@ -242,7 +242,7 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
     if not np.isin(y, np.arange(p.shape[1])).all():
         raise NumericsError(f"a label is not one of the {p.shape[1]} classes 0 to {p.shape[1] - 1}")
-    observed, hit = y[:, None] == np.arange(p.shape[1]), p.argmax(axis=1) == y
+    observed, hit = y[:, None] == np.arange(p.shape[1]), (p.argmax(axis=1) == y).astype(np.float64)
     nll, brier = -special.xlogy(observed, p).sum(axis=1), ((p - observed) ** 2).sum(axis=1)
     return _classified(hit, nll, brier, p.max(axis=1), hit)
 

@@ -394,6 +394,8 @@ def test_class_scores_by_hand():
     reliability = scores.arrays["evaluation.reliability"]
     filled = {i: tuple(row) for i, row in enumerate(reliability) if row.any()}
     assert filled == {5: (1, 0.5, 1), 7: (1, 0.75, 0), 9: (1, 1.0, 1)}  # bin 5 is [0.5, 0.6)
+    alike = measures.class_scores(np.tile(p[0], (4, 1)), [0, 0, 0, 1]).arrays["evaluation.reliability"]
+    assert tuple(alike[5]) == (4, 2.0, 3)  # every hit counts
 
 
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))

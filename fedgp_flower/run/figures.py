@@ -287,7 +287,7 @@ def confusion(counts: Array, levels: Sequence[str]) -> Figure:
         ax.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
         ax.set_yticklabels(names)
     ax.grid(visible=False)
-    figure.colorbar(image, ax=ax, label="share of the observed class (%)", shrink=0.8)
+    figure.colorbar(image, ax=ax, label="share of the row (%)", shrink=0.8)
     return figure
 
 
