@@ -73,7 +73,7 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
         copied = re.findall(r"/fedgp/([\w.]+)", (machine / "Dockerfile").read_text())
         assert all((Path(content["build"]) / file).is_file() for file in ("pyproject.toml", *copied))
     said = capsys.readouterr().out
-    assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 2 inputs" in said
+    assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 3 columns" in said
     assert f"PROBLEM SuperLink: {HOST}:8000 cannot be reached" in said
     for again in (["deploy", "init", "--host", HOST], ["site", "join", "north.toml", "--data", "north.csv"]):
         with pytest.raises(ConfigError, match="exists; choose another folder"):
@@ -234,10 +234,15 @@ def test_what_a_site_adds_to_its_file_reaches_its_node_or_is_refused(both: tuple
             SiteFolder.read(site.folder)
 
 
+def test_a_table_that_needs_keys_of_a_run_is_no_problem_of_its_site(both: object, fedgp: Any) -> None:
+    Path("north.csv").write_text("id,admitted,age,died\n" + "".join(f"P{k},2024-01-{k},,no\n" for k in range(10, 20)))
+    assert "ok      table: " in fedgp("doctor", "north")[1]
+
+
 def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder], fedgp: Any) -> None:
     _, site = both
     (site.folder / "site-key").chmod(0o644)
-    Path("north.csv").write_text("x1,y\n1,\n")
+    Path("north.csv").write_text("x1,y\n")
     line = {"line": 1, "refused": "`methods` forbids it", "time": "9999-01-01", "before": audit.BEGINNING}
     text = json.dumps(line)
     digest = hashlib.sha256(text.encode()).hexdigest()
