@@ -188,7 +188,7 @@ def test_what_names_no_class_is_refused(tmp_path):
     options = {"output-dir": str(tmp_path), "features": "x0,x1"}
     with pytest.raises(DataError, match=r"3 levels; .*set `model.likelihood` to 'categorical', for grades to"):
         fg.run(frame, target="species", options=options)
-    with pytest.raises(DataError, match="'bernoulli' takes at most 2 classes: set"):
+    with pytest.raises(DataError, match="'bernoulli' takes at most 2 classes: correct one that is misspelt, set"):
         fg.run(frame, target="species", options=options | {"model.likelihood": "bernoulli"})
     with pytest.raises(DataError, match="like an identifier"):
         fg.run(frame, target="x0", options=options | {"features": "x1", "model.likelihood": "categorical"})

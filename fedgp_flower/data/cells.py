@@ -303,7 +303,7 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
         like = ", like an identifier" if many else ""
         raise DataError(
             f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = {likelihood!r} takes at most"
-            f" {most} classes: {advice}"
+            f" {most} classes: correct one that is misspelt, {advice}"
         )
     if likelihood == "ordinal":
         check_grades(target, order, name)
