@@ -91,7 +91,7 @@ def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequ
     """Plot mean and 95 % band of a noisy observation at values x [n] of one input, with held-out rows."""
     figure, (ax,) = axes_of(1, width=7.6, height=3.6)
     low, high = predictor.quantiles(x[:, None], (0.025, 0.975))
-    _band(ax, x, low, predictor(x[:, None])[0], high)
+    band(ax, x, low, predictor(x[:, None])[0], high)
     if rows is not None:
         some = subsample(rows)
         ax.plot(some[f"input.{names[0]}"], some["target"], "o", color=POOLED, ms=2.6, alpha=0.75, label="held-out rows")
@@ -131,7 +131,7 @@ def site_curves(predictors: Mapping[str, Predictor], frame: pd.DataFrame) -> Fig
     for ax, (site, predictor) in zip(axes, predictors.items(), strict=True):
         table = predictor.predict(frame)
         x = predictor.inputs(frame)[:, 0].numpy() * agreed.input_scale + agreed.input_mean
-        _band(ax, x, table["q2.5"], table["mean"], table["q97.5"])
+        band(ax, x, table["q2.5"], table["mean"], table["q97.5"])
         if predictor.site is not None:
             rows = predictor.site.encode(agreed)
             for inputs, y, colour in ((rows.x, rows.y, "#888888"), (rows.x_test, rows.y_test, MISS)):
@@ -349,7 +349,7 @@ def effects(found: Sequence[Effect], target: str, make: Make = Figure) -> Figure
         else:
             since = (86400 * effect.values).round().astype("timedelta64[s]")
             x = np.datetime64("2000-01-01") + since if effect.dates else effect.values
-            _band(ax, x, effect.low, effect.median, effect.high)
+            band(ax, x, effect.low, effect.median, effect.high)
             if effect.dates:
                 ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
                 ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
@@ -364,19 +364,37 @@ def relevance(found: Mapping[str, pd.DataFrame]) -> Figure:
     rows = min(MAX_INPUTS, max(map(len, found.values())))
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
     for ax, (part, table) in zip(axes, found.items(), strict=True):
-        y, shown = np.arange(rows), table.head(rows)
-        ax.hlines(y, shown["low"], shown["high"], color=BAND, lw=6)
-        ax.plot(shown["value"], y, "o", color=FEDERATED, ms=4)
-        ax.set_yticks(y, [label_text(str(name)) for name in shown.index])
+        shown = table.head(rows)
+        _intervals(ax, shown, positive=True)
         ends = shown.assign(high=shown["high"].clip(upper=MAX_LENGTHSCALE)).to_numpy()
-        ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlim(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends))
         ax.set_xlabel("lengthscale (standard deviations of the input)")
         if len(found) > 1:
             ax.set_title(part, fontsize=9, loc="left")
     return figure
+
+
+def intervals(table: pd.DataFrame, label: str, *, positive: bool = False) -> Figure:
+    """Plot ``value`` and interval from ``low`` to ``high`` of each quantity, on a logarithmic scale if ``positive``."""
+    figure, (ax,) = axes_of(1, width=6.4, height=0.9 + min(0.24 * len(table), 12.0))
+    _intervals(ax, table, positive=positive)
+    ax.set_xlabel(label)
+    return figure
+
+
+def _intervals(ax: Axes, table: pd.DataFrame, *, positive: bool) -> None:
+    y = np.arange(len(table))
+    ax.hlines(y, table["low"], table["high"], color=BAND, lw=6)
+    ax.plot(table["value"], y, "o", color=FEDERATED, ms=4)
+    ax.set_yticks(y, [label_text(str(name)) for name in table.index])
+    ax.set_ylim(len(table) - 0.4, -0.6)
+    if not positive:
+        ax.axvline(0, color=POOLED, lw=0.7)
+        return
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 def roc(counts: Sequence[Sequence[float]], auc: float) -> Figure:
@@ -466,7 +484,8 @@ def label_text(label: str, longest: int = 28) -> str:
     return (line if len(line) <= longest else f"{line[: longest - 1]}…").replace("$", r"\$")
 
 
-def _band(ax: Axes, x: ArrayLike, low: ArrayLike, middle: ArrayLike, high: ArrayLike) -> None:
+def band(ax: Axes, x: ArrayLike, low: ArrayLike, middle: ArrayLike, high: ArrayLike) -> None:
+    """Plot a mean as a line in its 95 % band."""
     ax.fill_between(x, low, high, color=BAND, alpha=0.7, lw=0, label="95 % interval")
     ax.plot(x, middle, color=FEDERATED, lw=1.8, label="mean")
 

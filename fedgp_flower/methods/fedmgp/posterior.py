@@ -17,7 +17,7 @@ from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.messages import Known, View
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import BAND, DPI, POOLED, Z95, label_text, site_curves
+from fedgp_flower.run.figures import FEDERATED, Z95, axes_of, band, label_text, site_curves
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.report import Panel
 from fedgp_flower.typing import NamedArrays
@@ -64,15 +64,13 @@ def panels(run: Run) -> list[Panel]:
 def latents(saved: Posterior, W: np.ndarray) -> Figure:
     """Mean and 95 % band of every latent function at the pseudo-inputs."""
     shape = len(saved.arrays["latents.scales"]), len(W)
-    figure = Figure(figsize=(8.6, 2.4), dpi=DPI, layout="constrained")
-    axes = figure.subplots(1, shape[0], squeeze=False)[0]
+    figure, axes = axes_of(shape[0], height=2.4)
     means, variances = saved.arrays["latents.mean"], np.diag(saved.arrays["latents.covariance"])
     parts = zip(axes, means.reshape(shape), np.sqrt(variances).reshape(shape), strict=True)
     for index, (ax, mean, sd) in enumerate(parts, 1):
-        ax.fill_between(W, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
-        ax.plot(W, mean, "o-", color=POOLED, ms=2.5, lw=1.2)
+        band(ax, W, mean - Z95 * sd, mean, mean + Z95 * sd)
+        ax.scatter(W, mean, 7, color=FEDERATED)
         ax.set_title(f"g{index}", fontsize=8)
-        ax.tick_params(labelsize=7)
     figure.supxlabel(label_text(saved.inputs[0]), fontsize=9)
     figure.supylabel("value (standardised)", fontsize=9)
     return figure

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
@@ -20,7 +21,7 @@ from fedgp_flower.methods.mixed_model.messages import pieces
 from fedgp_flower.methods.mixed_model.smooth import smooths
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import DPI
+from fedgp_flower.run.figures import PANELS_PER_ROW, axes_of, band, intervals, label_text
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import ends, interval, restricted, show
 from fedgp_flower.typing import Array, Facts
@@ -128,36 +129,20 @@ def panels(run: Run) -> list[Panel]:
         sections.append(Panel("Smooth terms", curves(model), words))
     if sites := facts.get("sites"):
         words = "Random intercepts of the sites: estimate and 95 % interval. Few rows shrink an estimate towards 0."
-        sections.append(Panel("Effects of sites", site_effects(sites, family), words))
+        table = pd.DataFrame(sites).set_index("effect").rename(columns={"estimate": "value"})
+        sections.append(Panel("Effects of sites", intervals(table, unit(family)), words))
     return sections
 
 
 def curves(model: NewGroup) -> Figure:
     """The figure of each smooth term along each of its inputs, in units of the table."""
     places = [(k, d) for k, length in enumerate(model.smooth.lengths) for d in range(length)]
-    figure = Figure(figsize=(3.2 * len(places), 2.6), dpi=DPI, layout="constrained")
+    figure, axes = axes_of(len(places), width=3.2 * min(len(places), PANELS_PER_ROW), height=2.6)
     grid = np.linspace(-2, 2, 121)
-    for ax, (k, d) in zip(figure.subplots(1, len(places), squeeze=False)[0], places, strict=True):
+    for ax, (k, d) in zip(axes, places, strict=True):
         term, (mean, sd) = model.smooth.terms[k], model.curve(k, d, grid)
-        x = term.mean[d] + term.scale[d] * grid
-        ax.fill_between(x, mean - Z95 * sd, mean + Z95 * sd, alpha=0.25, lw=0)
-        ax.plot(x, mean, lw=1.4)
-        ax.set_xlabel(term.inputs[d], fontsize=8)
-        ax.set_ylabel(f"{term.called}, {unit(model.likelihood)}", fontsize=8)
-        ax.tick_params(labelsize=7)
-    return figure
-
-
-def site_effects(sites: Sequence[Facts], family: str) -> Figure:
-    """The figure of the random intercepts of the sites with their intervals, in increasing order."""
-    figure = Figure(figsize=(6.4, 0.8 + min(0.22 * len(sites), 12.0)), dpi=DPI, layout="constrained")
-    axes, places = figure.subplots(), np.arange(len(sites))
-    middle, low, high = (np.array([row[name] for row in sites]) for name in ("estimate", "low", "high"))
-    axes.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, lw=1.2)
-    axes.axvline(0, color="black", lw=0.7)
-    axes.set_yticks(places, [str(row["effect"]) for row in sites], fontsize=8)
-    axes.set_xlabel(unit(family), fontsize=8)
-    axes.tick_params(axis="x", labelsize=7)
+        band(ax, term.mean[d] + term.scale[d] * grid, mean - Z95 * sd, mean, mean + Z95 * sd)
+        ax.set(xlabel=label_text(term.inputs[d]), ylabel=f"{label_text(term.called)}, {unit(model.likelihood)}")
     return figure
 
 

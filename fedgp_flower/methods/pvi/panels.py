@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
 from fedgp_flower.gp.gaussian import Gaussian
@@ -19,11 +19,11 @@ from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.posterior import read_marginal
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
+from fedgp_flower.run.figures import Z95, intervals
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import NamedArrays
 
 STRENGTHS = {
     "rows": "training rows",
@@ -87,28 +87,12 @@ def product_panels(run: Run) -> list[Panel]:
     return sections
 
 
-def intervals(low: Array, centre: Array, high: Array, names: Sequence[str], label: str) -> Figure:
-    """Horizontal interval plot, one line per quantity."""
-    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(centre)), dpi=DPI, layout="constrained")
-    axes, rows = figure.subplots(), np.arange(len(centre))[::-1]
-    axes.hlines(rows, low, high, color=FEDERATED, linewidth=2)
-    axes.plot(centre, rows, "o", color=FEDERATED, markersize=4)
-    axes.set(xlabel=label, yticks=rows, yticklabels=names)
-    return figure
-
-
-def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
+def hyperparameters(arrays: NamedArrays, names: list[str]) -> Figure:
     """Log-normal 95 % intervals of every hyperparameter."""
     mean = np.asarray(arrays["hyper.mean"])
     spread = Z95 * np.asarray(arrays.get("hyper.scale", np.zeros_like(mean)))
-    low, centre, high = (np.exp(mean + by) for by in (-spread, 0.0, spread))
-    figure = intervals(low, centre, high, [label_text(name) for name in names], "value in standardised units")
-    axes = figure.axes[0]
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    return figure
+    ends = {"low": np.exp(mean - spread), "value": np.exp(mean), "high": np.exp(mean + spread)}
+    return intervals(pd.DataFrame(ends, index=names), "value in standardised units", positive=True)
 
 
 def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str:

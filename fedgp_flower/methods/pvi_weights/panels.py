@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
-from fedgp_flower.methods.pvi.panels import intervals, product_panels
+from fedgp_flower.methods.pvi.panels import product_panels
 from fedgp_flower.methods.pvi_weights.model import q_of
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import Z95
+from fedgp_flower.run.figures import Z95, intervals
 from fedgp_flower.run.report import Panel, html_table
 
 MOST_WEIGHTS = 30
@@ -26,10 +27,8 @@ def panels(run: Run) -> list[Panel]:
     order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST_WEIGHTS]
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
     caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
-    centre, reach = mean[order], Z95 * sd[order]
-    figure = intervals(centre - reach, centre, centre + reach, [names[i] for i in order], "weight")
-    figure.axes[0].axvline(0, color="0.6", linewidth=0.8)
-    return [Panel("Weights", figure, caption), *product_panels(run)]
+    table = pd.DataFrame({"low": mean - Z95 * sd, "value": mean, "high": mean + Z95 * sd}, index=names)
+    return [Panel("Weights", intervals(table.iloc[order], "weight"), caption), *product_panels(run)]
 
 
 def network_panels(run: Run) -> list[Panel]:

@@ -26,7 +26,7 @@ from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, Structur
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
-from fedgp_flower.run.figures import DPI
+from fedgp_flower.run.figures import axes_of
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import show
 from fedgp_flower.shared_messages import Parameters
@@ -108,8 +108,9 @@ def panels(run: Run) -> list[Panel]:
 
 def deviations(rows: pd.DataFrame, columns: list[str], label: str) -> Figure:
     """Plot deviations of held-out rows against each column, with lines per site for a single input."""
-    figure = Figure(figsize=(8.6, 3.0), dpi=DPI, layout="constrained")
-    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    figure, axes = axes_of(len(columns))
+    for ax in axes[1:]:
+        ax.sharey(axes[0])
     sites = rows.groupby("site", sort=False)
     for ax, column in zip(axes, columns, strict=True):
         for site, of_site in sites:
@@ -118,9 +119,8 @@ def deviations(rows: pd.DataFrame, columns: list[str], label: str) -> Figure:
             name = f"site {site}" if sites.ngroups <= MOST_NAMES else None
             ax.plot(shown[column], shown["deviation"], style, ms=2.5, lw=1.0, alpha=0.8, label=name)
         ax.axhline(0, color="black", lw=0.7)
-        ax.set_xlabel(f"trend of {label}" if column == "trend" else column.removeprefix("input."), fontsize=8)
-        ax.tick_params(labelsize=7)
-    axes[0].set_ylabel(f"deviation of {label}", fontsize=8)
+        ax.set_xlabel(f"trend of {label}" if column == "trend" else column.removeprefix("input."))
+    axes[0].set_ylabel(f"deviation of {label}")
     if sites.ngroups <= MOST_NAMES:
         axes[-1].legend(frameon=False, fontsize=7)
     return figure
