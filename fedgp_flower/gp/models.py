@@ -161,6 +161,15 @@ class WhitenedGP(ApproximateGP):
         return whitened(kzz, kzx, variance=prior_variance(kernel, points), jitter=self.jitter)
 
 
+def set_parameters(parameters: Mapping[str, Tensor], arrays: Mapping[str, Array | Tensor]) -> None:
+    """Set parameters by name; a scalar may be an array of one number. Raise ProtocolError for other shapes."""
+    for name, parameter in parameters.items():
+        shape, found = tuple(parameter.shape), tuple(arrays[name].shape) if name in arrays else "nothing"
+        if found not in (shape, shape or (1,)):
+            raise ProtocolError(f"array `{name}`: expected shape {shape}, found {found}")
+        parameter.data.copy_(torch.as_tensor(arrays[name]).view(shape))
+
+
 class WiredModel(gpytorch.Module):
     """A kernel and a Gaussian likelihood whose log parameters have wire names, those of the messages."""
 
@@ -196,13 +205,8 @@ class WiredModel(gpytorch.Module):
         return {n: p.detach().cpu().double().numpy().copy() for n, p in self.wire_parameters().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters; a scalar may be an array of one number. Raise ProtocolError for other shapes."""
-        for name, parameter in self.wire_parameters().items():
-            shape = tuple(parameter.shape)
-            if name not in arrays or arrays[name].shape not in (shape, shape or (1,)):
-                found = arrays[name].shape if name in arrays else "nothing"
-                raise ProtocolError(f"array `{name}`: expected shape {shape}, found {found}")
-            parameter.data.copy_(torch.as_tensor(arrays[name]).view(shape))
+        """Set all parameters by :func:`set_parameters`."""
+        set_parameters(self.wire_parameters(), arrays)
 
 
 class SparseGP(WiredModel, WhitenedGP):

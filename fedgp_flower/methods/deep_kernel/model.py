@@ -22,8 +22,9 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor, nn
 
-from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.errors import DataError
 from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.gp.models import set_parameters
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
@@ -227,12 +228,7 @@ class DeepKernel(nn.Module):
 
     def load(self, values: Mapping[str, np.ndarray]) -> DeepKernel:
         """Set the weights, and return the model."""
-        parameters = dict(self.named_parameters())
-        expected, got = ({n: tuple(v.shape) for n, v in these.items()} for these in (parameters, values))
-        if expected != got:
-            raise ProtocolError(f"weights: expected {expected}, got {got}. Is `deep.*` the same everywhere?")
-        for name, parameter in parameters.items():
-            parameter.data.copy_(torch.from_numpy(values[name]))
+        set_parameters(dict(self.named_parameters()), values)
         return self
 
 

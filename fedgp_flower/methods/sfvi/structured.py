@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
 from fedgp_flower.gp.likelihoods import PointLikelihood
+from fedgp_flower.gp.models import set_parameters
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, held, unit_noise
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import load
@@ -158,14 +158,7 @@ class StructuredModel(nn.Module, ABC):
 
     def load_theta(self, values: Mapping[str, Tensor | np.ndarray]) -> None:
         """Set θ from the arrays of a message."""
-        theta = self.theta()
-        given = {name: torch.as_tensor(value) for name, value in values.items() if name.startswith("theta.")}
-        expected, got = ({name: tuple(value.shape) for name, value in part.items()} for part in (theta, given))
-        if expected != got:
-            raise ProtocolError(f"model parameters: expected {expected}, got {got}. Is `model.*` the same everywhere?")
-        with torch.no_grad():
-            for name, parameter in theta.items():
-                parameter.copy_(given[name])
+        set_parameters(self.theta(), values)
 
 
 def configured(
