@@ -15,7 +15,7 @@ from torch.distributions import Normal, StudentT
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.gp.likelihoods.integrals import SPACING, logarithmic_rule
 from fedgp_flower.gp.likelihoods.point import NODES, PointLikelihood, in_float64, trapezoidal_rule
-from fedgp_flower.scores import mixture_quantiles
+from fedgp_flower.scores import Prediction, Scores, TargetUnits, mixture_quantiles
 from fedgp_flower.typing import Array
 
 
@@ -53,6 +53,11 @@ class GaussianNoise(PointLikelihood):
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean m and variance v + σ²."""
         return mean, variance + (2.0 * hyper[..., -1:]).exp()
+
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, units: TargetUnits) -> Scores:
+        """Scores in original units, also of a transformed target."""
+        moments = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper.detach().double().cpu())
+        return units.gaussian_scores(Prediction(*(part.numpy() for part in moments)), target)
 
 
 class MixedNoise(PointLikelihood):

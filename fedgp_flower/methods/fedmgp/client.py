@@ -132,8 +132,6 @@ class FedMGPClient(SiteClient):
 
     def score(self, request: View) -> Scores:
         """Scores of held-out rows in original units."""
-        if self.gaussian:
-            return super().score(request)
         mean, variance, phi = self.function(request, self.rows.x_test)
         point, learned = model.observed(self.likelihood, phi)
         return point.scores(mean, variance, self.rows.y_test, learned, self.units)

@@ -11,8 +11,6 @@ import torch
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.gp.likelihoods.counts import Counts
-from fedgp_flower.gp.likelihoods.point import NONE
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
@@ -63,12 +61,10 @@ class GLMClient(SiteClient):
         return self.scored_by(prior * done.factor, data)
 
     def scored_by(self, q: Gaussian, data: SiteData) -> Scores:
-        """Scores of held-out rows; those of counts from the moments of f."""
-        section, counts = self.config.model, self.config.model.likelihood == "poisson"
-        moments = model.predicted(section, q, data.x_test, link=counts)
-        if counts:
-            return Counts().scores(*moments, data.y_test, NONE, self.units)
-        return self.scores_of(Prediction(*moments), data.y_test)
+        """Scores of held-out rows."""
+        rows = model.glm_rows(self.config.model, data.x_test, data.y_test)
+        mean, variance = (part.numpy() for part in rows.marginals(q))
+        return rows.likelihood.scores(mean, variance, data.y_test, rows.hyper, self.units)
 
 
 class BNNClient(SiteClient):

@@ -151,11 +151,10 @@ def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
     return NaturalParameters.of(Gaussian.standard(options.num_weights(num_inputs), full=options.full))
 
 
-def predicted(section: ModelSection, q: Gaussian, inputs: Array, *, link: bool = False) -> tuple[Array, Array]:
-    """Mean and variance of an observation [N] at standardised inputs [N, D]; with ``link`` of f = θ₀ + θᵀx."""
+def predicted(section: ModelSection, q: Gaussian, inputs: Array) -> tuple[Array, Array]:
+    """Mean and variance of an observation [N] at standardised inputs [N, D]."""
     rows = glm_rows(section, inputs, np.zeros(len(inputs)))
-    moments = rows.marginals(q)
-    mean, variance = moments if link else rows.likelihood.moments(*moments, rows.hyper)
+    mean, variance = rows.likelihood.moments(*rows.marginals(q), rows.hyper)
     return mean.numpy(), variance.numpy()
 
 
