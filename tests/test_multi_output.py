@@ -189,7 +189,7 @@ def test_slopes_of_the_risk_are_those_of_the_model(num_latents: int, dims: int) 
     inner = one_unit.squared_gaps(latents.inducing, latents.inducing)
     slopes, _ = one_unit.risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
     expected = {SCALES: model.kernel.raw_scales.grad, one_unit.AMPLITUDES: model.kernel.amplitudes.grad}
-    expected |= {one_unit.NOISE: model.likelihood.hyper.grad / 2, one_unit.SMOOTHING: model.kernel.raw_smoothing.grad}
+    expected |= {one_unit.NOISE: model.hyper.grad / 2, one_unit.SMOOTHING: model.kernel.raw_smoothing.grad}
     for name, gradient in expected.items():
         np.testing.assert_allclose(slopes[name], gradient.numpy(), rtol=1e-7, atol=1e-8, err_msg=name)
 

@@ -9,13 +9,12 @@ from fedgp_flower.gp.likelihoods.counts import Counts, OverdispersedCounts, Succ
 from fedgp_flower.gp.likelihoods.grades import Grades
 from fedgp_flower.gp.likelihoods.labels import Logit, Probit
 from fedgp_flower.gp.likelihoods.numbers import GaussianNoise, HeavyTailed, Heteroscedastic, gaussian_likelihood
-from fedgp_flower.gp.likelihoods.point import NONE, LearnedLikelihood, Noise, PointLikelihood
+from fedgp_flower.gp.likelihoods.point import NONE, Noise, PointLikelihood
 from fedgp_flower.gp.likelihoods.times import LogLogisticTimes, LogNormalTimes, WeibullTimes
 
 __all__ = [
     "NONE",
     "GaussianNoise",
-    "LearnedLikelihood",
     "Logit",
     "Noise",
     "PointLikelihood",

@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import gpytorch
 import numpy as np
 import torch
-from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from jaxtyping import Float
@@ -197,22 +195,6 @@ class ClassLikelihood(PointLikelihood):
         moments = torch.from_numpy(mean), torch.from_numpy(variance)
         probability = self.probability(*moments, hyper.detach().double().cpu()).numpy()
         return bernoulli_scores(probability, target) if probability.ndim == 1 else class_scores(probability, target)
-
-
-class LearnedLikelihood(gpytorch.Module):
-    """A likelihood with trainable parameters [R], called like a GPyTorch likelihood."""
-
-    def __init__(self, point: PointLikelihood, hyper: Tensor) -> None:
-        super().__init__()
-        self.point = point
-        if hyper.numel():
-            self.register_parameter("hyper", torch.nn.Parameter(hyper.clone()))
-        else:
-            self.register_buffer("hyper", hyper)
-
-    def expected_log_prob(self, observations: Tensor, function_dist: MultivariateNormal) -> Tensor:
-        """E log p(y_n | f_n) of each row [N]."""
-        return self.point.expected(observations, function_dist.mean, function_dist.variance, self.hyper)
 
 
 class ConditionalLikelihood(Likelihood):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
-from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood
+from fedgp_flower.gp.likelihoods import PointLikelihood, build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.gp.models import whitened
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, ascend, maximise
@@ -41,7 +41,8 @@ class MultiOutputGP(GP):
         self.register_buffer("inducing", torch.tensor(inducing))  # a copy: a message may be read-only
         smoothing, amplitudes = torch.from_numpy(phi.smoothing), torch.tensor(phi.amplitudes)
         self.kernel = ConvolvedKernel(torch.tensor(theta[SCALES]), smoothing.log(), amplitudes)
-        self.likelihood, self.jitter = LearnedLikelihood(*observed(likelihood, phi)), jitter
+        self.observed, hyper = observed(likelihood, phi)
+        self.hyper, self.jitter = torch.nn.Parameter(hyper.clone()), jitter
         self.mean, self.factor = (torch.nn.Parameter(torch.tensor(theta[name])) for name in (MEAN, FACTOR))
 
     def forward(self, x: Tensor) -> MultivariateNormal:
@@ -59,7 +60,8 @@ class MultiOutputGP(GP):
 
     def expected_log_likelihood(self, x: Tensor, y: Tensor) -> Tensor:
         """E_q log p(y_n | f_n) of each row.  [N]."""
-        return self.likelihood.expected_log_prob(y, self(x))
+        q = self(x)
+        return self.observed.expected(y, q.mean, q.variance, self.hyper)
 
     def kl(self) -> Tensor:
         """KL(q(g) ‖ p(g)) = ½ Σ_b [‖T_b‖² + ‖m_b‖² − K − log |T_b T_bᵀ|]."""
@@ -79,12 +81,12 @@ class MultiOutputGP(GP):
     @property
     def personal(self) -> list[Tensor]:
         """φ_m, which never leaves the unit."""
-        return [self.kernel.raw_smoothing, self.kernel.amplitudes, *self.likelihood.parameters()]
+        return [self.kernel.raw_smoothing, self.kernel.amplitudes, self.hyper]
 
     def unit_parameters(self) -> UnitParameters:
         """φ_m with σ² = 1."""
         smoothing, amplitudes = (p.detach().numpy().copy() for p in (self.kernel.smoothing, self.kernel.amplitudes))
-        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.hyper.tolist()))
+        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.hyper.tolist()))
 
 
 def observed(kind: str, parameters: UnitParameters) -> tuple[PointLikelihood, Tensor]:
