@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedgp_flower.lazy import special
 from fedgp_flower.typing import Array, Json
 
 TRANSFORMS = {
@@ -52,16 +53,13 @@ class Transform:
         """Return the transformed target g(y)."""
         if self.positive:
             return np.log(y) if self.name == "log" else np.sqrt(y)
-        side, size = np.where(y >= 0, self.power, 2 - self.power), np.log1p(np.abs(y))
-        return np.sign(y) * np.where(side == 0, size, np.expm1(side * size) / np.where(side == 0, 1, side))
+        return np.sign(y) * special.boxcox1p(np.abs(y), np.where(y >= 0, self.power, 2 - self.power))
 
     def inverse(self, t: Array) -> Array:
         """Return the target g⁻¹(t)."""
         if self.positive:
             return np.exp(t) if self.name == "log" else np.square(t)
-        side, size = np.where(t >= 0, self.power, 2 - self.power), np.abs(t)
-        plain = np.log1p(side * size) / np.where(side == 0, 1, side)
-        return np.sign(t) * np.expm1(np.where(side == 0, size, plain))
+        return np.sign(t) * special.inv_boxcox1p(np.abs(t), np.where(t >= 0, self.power, 2 - self.power))
 
     def log_slope(self, y: Array) -> Array:
         """Return log g'(y)."""

@@ -340,8 +340,7 @@ def logistic(client: SiteClient, request: wire.OneArray) -> wire.LogisticSums:
 
 def log_probabilities(design: Array, weights: Array) -> Array:
     """Log class probabilities [N, C] from X̃ [N, P] and the weights [C − 1, P] of the classes after the first."""
-    log_odds = np.column_stack([np.zeros(len(design)), design @ weights.T])
-    return np.asarray(log_odds - special.logsumexp(log_odds, axis=1, keepdims=True))
+    return np.asarray(special.log_softmax(np.column_stack([np.zeros(len(design)), design @ weights.T]), axis=1))
 
 
 def follow_up(client: SiteClient, request: wire.OneArray) -> wire.TimeCounts:
