@@ -65,9 +65,8 @@ class MixedState:
     whitening: Mapping[str, AnyShape]
     trials: Float[ndarray, "K B"]
     point: Float[ndarray, " B"]
-    value: float
-    gradient: Float[ndarray, " B"]
-    hessian: Float[ndarray, "B B"]
+    near: Expansion
+    """The log likelihood around the best trial."""
     totals: Mapping[str, AnyShape]
     """The sums log|V| and S of a Gaussian model at the best trial; empty for other models."""
     radius: float
@@ -83,7 +82,7 @@ class MixedState:
     @property
     def step(self) -> Array:
         """The Newton step from the best trial; the radius bounds its entries other than the feature weights."""
-        gradient, hessian, n = self.gradient, self.hessian, self.inner
+        gradient, hessian, n = self.near.gradient, self.near.hessian, self.inner
         weights = np.linalg.solve(-hessian[:n, :n], np.column_stack([gradient[:n], hessian[:n, n:]]))
         schur = np.column_stack([gradient[n:], hessian[n:, n:]]) + hessian[n:, :n] @ weights
         outer = uphill(schur[:, 0], schur[:, 1:], self.radius)
@@ -93,17 +92,12 @@ class MixedState:
     def promised(self) -> float:
         """The increase in nats that the expansion predicts for :attr:`step`; ∞ before the first exchange."""
         step = self.step
-        return float(self.gradient @ step + 0.5 * step @ self.hessian @ step) if self.sites else np.inf
+        return float(self.near.gradient @ step + 0.5 * step @ self.near.hessian @ step) if self.sites else np.inf
 
     @property
     def converged(self) -> bool:
         """Whether the last step is so short that no exchange needs to evaluate it."""
         return self.promised < SETTLED and len(self.trials) == 1
-
-    @property
-    def near(self) -> Expansion:
-        """The log likelihood around the best trial."""
-        return Expansion(self.value, self.gradient, self.hessian)
 
 
 def uphill(gradient: Array, hessian: Array, radius: float) -> Array:
@@ -221,17 +215,15 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
     near, rows = expansions[best], float(sums.count)
     if state.inner and not len(state.turns):
         return settling(problem, state, state.trials[best], near), {}
-    slack = 1e-9 * (1 + abs(state.value)) + (min(state.promised, NEAR) if state.inner else 0.0)
-    if summed.sites == state.sites and not near.value >= state.value - slack:
+    slack = 1e-9 * (1 + abs(state.near.value)) + (min(state.promised, NEAR) if state.inner else 0.0)
+    if summed.sites == state.sites and not near.value >= state.near.value - slack:
         state = replace(state, radius=0.1 * min(state.radius, float(np.abs(state.step).max())))
     else:
         grown = np.abs(state.trials[best] - state.point)[state.inner :].max(initial=0.0) if state.sites else 0.0
         state = replace(
             state,
             point=state.trials[best],
-            value=near.value,
-            gradient=near.gradient,
-            hessian=near.hessian,
+            near=near,
             totals=gaussian_sums(sums, best) if isinstance(sums, messages.Restricted) else {},
             radius=max(state.radius, 2 * float(grown)),
             count=rows,
@@ -243,7 +235,7 @@ def one_round(problem: Fitting, state: MixedState, roster: Roster) -> Asking[tup
     if state.inner:
         trials[:, : state.inner] = [problem.followed(state.point, state.near, trial) for trial in trials]
     state = replace(state, trials=trials, turns=state.turns[:0])
-    return state, {"objective": state.value / rows, "promised": promised}
+    return state, {"objective": state.near.value / rows, "promised": promised}
 
 
 def settling(problem: Fitting, state: MixedState, best: Array, near: Expansion) -> MixedState:
@@ -384,9 +376,9 @@ class MixedModel(FederatedStrategy[MixedState]):
             repeats = len(trials), 1
             trials = np.hstack([np.tile(beta, repeats), trials, np.tile(SHAPES.get(problem.family, ()), repeats)])
         width = trials.shape[1]
-        expansion = np.zeros(width), 0.0, np.zeros(width), -np.eye(width)
+        first = np.zeros(width), Expansion(0.0, np.zeros(width), -np.eye(width))
         radius, groups = 0.1 * RADIUS if inner else RADIUS, np.zeros(len(problem.factors))
-        return MixedState(arrays, trials, *expansion, {}, radius, count, groups, (), 2, np.empty((0, width)), inner)
+        return MixedState(arrays, trials, *first, {}, radius, count, groups, (), 2, np.empty((0, width)), inner)
 
     def constants(self, state: MixedState) -> NamedArrays:
         """The arrays that whiten the design matrices, for the sites."""

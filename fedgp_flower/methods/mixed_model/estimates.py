@@ -19,11 +19,12 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy import ndarray
 from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.messages import unpacked
+from fedgp_flower.messages import message, unpacked
 from fedgp_flower.methods.mixed_model.effects import LOG_2PI, Terms
 from fedgp_flower.methods.mixed_model.smooth import Smooths
 from fedgp_flower.typing import Array, Facts, Json, Scalar
@@ -34,13 +35,13 @@ UNBOUNDED = 100.0
 Function: TypeAlias = Callable[[Tensor], Scalar]
 
 
-@dataclass(frozen=True, slots=True)
+@message()
 class Expansion:
     """The second-order Taylor expansion of a log likelihood at a point."""
 
     value: float
-    gradient: Array  # [B]
-    hessian: Array  # [B, B]
+    gradient: Float[ndarray, " B"]
+    hessian: Float[ndarray, "B B"]
 
     def expansion(self) -> Expansion:
         """This expansion, as :meth:`Totals.expansion` for other likelihoods."""
