@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -53,6 +53,20 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     return Predictor.of(Run(Path("(fitted in memory)"), dict(config.flat()), pd.DataFrame(), metrics, posterior, None))
 
 
+def _renamed(predictor: Predictor, names: Mapping[str, str], classes: Sequence[str]) -> Predictor:
+    """Return the predictor with new names of its columns, and of its classes if it has any."""
+    schema = dict(predictor.saved.schema)
+    for column in (*schema["features"], *predictor.run.metrics.data["columns"]):
+        column["name"] = names[column["name"]]
+    if classes:
+        schema["target"] = {**schema["target"], "levels": [*classes]}
+    return Predictor.of(replace(predictor.run, saved=replace(predictor.saved, schema=schema)))
+
+
+def _plain_names(count: int) -> list[str]:
+    return [f"x{column}" for column in range(count)]
+
+
 class _FederatedGP(BaseEstimator):
     """Base of regressor and classifier.
 
@@ -76,12 +90,20 @@ class _FederatedGP(BaseEstimator):
         self.options = options
         self.random_state = random_state
 
-    def _fit(self, x: NDArray[Any], y: NDArray[Any], groups: ArrayLike | None, likelihood: str) -> None:
+    def _fit(
+        self,
+        x: NDArray[Any],
+        y: NDArray[Any],
+        groups: ArrayLike | None,
+        likelihood: str,
+        classes: Sequence[str] = (),
+    ) -> None:
         given = self.random_state
         seed = int(given if isinstance(given, Integral) else check_random_state(given).randint(2**31 - 1))
         flat: dict[str, Value] = {"method": self.method, "seed": seed, "model.likelihood": likelihood}
         flat |= {} if self.num_rounds is None else {"num-server-rounds": self.num_rounds}
-        table = self._frame(x).assign(**{TARGET: y})
+        plain = _plain_names(x.shape[1])  # a run reads names such as `split`
+        table = pd.DataFrame(x, columns=plain).assign(**{TARGET: y})
         if groups is None:
             if not isinstance(self.sites, Integral) or self.sites < 1:
                 raise ValueError(f"`sites` = {self.sites!r}: expected a whole number, at least 1")
@@ -95,16 +117,18 @@ class _FederatedGP(BaseEstimator):
                 raise ValueError(f"`groups` names no site for row {site_of_row.isna().argmax() + 1}")
             tables = {str(site): part for site, part in table.groupby(site_of_row.astype(str).to_numpy())}
         try:
-            self.posterior_: Predictor = fit_in_memory({**flat, **(self.options or {})}, tables, TARGET)
+            fitted = fit_in_memory({**flat, **(self.options or {})}, tables, TARGET)
         except FedGPError as error:
             raise ValueError(f"{error} ({len(x)} samples, {x.shape[1]} features)") from error
+        self.posterior_ = _renamed(fitted, dict(zip(plain, self._names(plain), strict=True)), classes)
 
-    def _frame(self, x: NDArray[Any]) -> pd.DataFrame:
-        return pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])])
+    def _names(self, plain: list[str]) -> list[str]:
+        return [*self.feature_names_in_] if hasattr(self, "feature_names_in_") else plain
 
     def _predicted(self, x: ArrayLike) -> pd.DataFrame:
         check_is_fitted(self)
-        return self.posterior_.predict(self._frame(validate_data(self, x, reset=False, dtype=np.float64)))
+        inputs = validate_data(self, x, reset=False, dtype=np.float64)
+        return self.posterior_.predict(pd.DataFrame(inputs, columns=self._names(_plain_names(inputs.shape[1]))))
 
 
 class FederatedGPRegressor(RegressorMixin, _FederatedGP):
@@ -140,7 +164,8 @@ class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
         likelihood = "bernoulli" if len(self.classes_) == 2 else "categorical"
-        self._fit(x, np.array([str(number) for number in range(len(self.classes_))])[codes], groups, likelihood)
+        plain = np.array([str(number) for number in range(len(self.classes_))])
+        self._fit(x, plain[codes], groups, likelihood, [str(label) for label in self.classes_])
         return self
 
     def predict_proba(self, X: ArrayLike) -> Array:

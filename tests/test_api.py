@@ -327,6 +327,20 @@ def test_classes_keep_their_names():
     assert np.mean(model.predict(x) == thirds) > 0.8
 
 
+def test_the_posterior_of_an_estimator_has_the_names_of_its_table_and_its_classes():
+    """It would be wrong without a word if `x1` meant the second column of a table whose first is `x1`."""
+    x, y = rows()
+    table = pd.DataFrame(x, columns=["x1", "x0"])
+    model = fg.FederatedGPRegressor(sites=2, num_rounds=3, options=SMALL).fit(table, y)
+    found = model.posterior_.predict(table[["x0", "x1"]])
+    np.testing.assert_array_equal(found["mean"], model.predict(table))
+    assert model.posterior_.outside(pd.DataFrame({"x1": [0.0, 9.0], "x0": [-9.0, 0.0]})).tolist() == ["x0", "x1"]
+    grades = fg.FederatedGPClassifier(sites=2, num_rounds=3, options=SMALL).fit(table, np.digitize(y, (50,)) + 1)
+    shares = grades.posterior_.predict(table)
+    assert list(shares) == ["probability of 1", "probability of 2"]
+    np.testing.assert_array_equal(shares, grades.predict_proba(table))
+
+
 def test_groups_sites_and_random_states_of_any_kind(fitted):
     x, y = rows()
     groups = np.array([[1, "b", None][k % 3] for k in range(60)], dtype=object)
