@@ -41,10 +41,14 @@ WITHOUT_INPUTS = {"mean of the target", "class shares", "Kaplan–Meier curve"}
 CENTRALISED = ("pooled", "gradient boosting")
 """Baselines that see all rows."""
 HIGHER, LOWER = "has a higher NLL than", "has a lower NLL than"
+UNCLEAR = "is not clearly better or worse than"
+"""Comparison whose interval holds zero and large differences."""
 NEGLIGIBLE = 0.003
 """Difference of two NLLs, in nats per row, that counts as none."""
 LARGE = 0.05
-"""Difference, in nats per row, that is reported without a significant interval if its sign is the same at all sites."""
+"""Difference, in nats per row, that is reported without a significant interval if its sign is the same at all sites.
+
+An interval that holds zero and larger differences does not say that two models are about as good."""
 ROUNDING = 1e-6
 """Relative difference of two means or standard deviations that rounding can cause."""
 MAX_DIFFERENCES = 5
@@ -164,7 +168,7 @@ def verdict(metrics: RunMetrics) -> str:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
     weaker = sorted((name for name in CENTRALISED if name in compared), key=lambda name: compared[name].mean)[:-1]
     clauses = []
-    for comparison in ("is worse than", HIGHER, "is better than", "is about as good as", LOWER):
+    for comparison in ("is worse than", HIGHER, "is better than", "is about as good as", UNCLEAR, LOWER):
         names = [name for name, d in compared.items() if _comparison(d) == comparison and name not in weaker]
         described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
         clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
@@ -181,6 +185,8 @@ def _comparison(found: Difference) -> str:
     """Return the words of a comparison. Without a significant interval they only say which NLL is lower."""
     uncertain = found.low <= 0 <= found.high
     same_sign = found.lower_at in {0, found.sites} and abs(found.mean) > LARGE
+    if uncertain and not same_sign and max(-found.low, found.high) > LARGE:
+        return UNCLEAR
     if abs(found.mean) <= NEGLIGIBLE or (uncertain and not same_sign):
         return "is about as good as"
     if uncertain or math.isnan(found.low):
