@@ -379,11 +379,19 @@ class RunConfig(CoreConfig):
     options: MethodOptions = MethodOptions()
     shared: MethodOptions = MethodOptions()
     """Keys that the method shares with another method; ``options`` if it shares none."""
+    unread: tuple[str, ...] = ()
+    """Keys of other methods that differ from their defaults."""
 
     def flat(self) -> dict[str, Value]:
         """Return every key with its value, the method's keys under the method's prefix."""
         tables = {section.table: section.model_dump(by_alias=True) for section in (self.shared, self.options)}
-        return flatten(self.model_dump(by_alias=True, exclude={"options", "shared"}) | tables)
+        return flatten(self.model_dump(by_alias=True, exclude={"options", "shared", "unread"}) | tables)
+
+    @property
+    def ignored(self) -> list[str]:
+        """A note on keys of other methods, if any differ from their defaults."""
+        named = ", ".join(f"`{key}`" for key in self.unread)
+        return [f"`method` = {self.method!r} does not read {named}"] if named else []
 
     @property
     def resumable_keys(self) -> set[str]:
@@ -496,7 +504,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)
     core.require_private(chosen)
-    return RunConfig.model_construct(**dict(core), options=chosen, shared=shared)
+    config = RunConfig.model_construct(**dict(core), options=chosen, shared=shared)
+    unread = {key for key, value in {**given, **numbers}.items() if value != known[key]} - {*config.flat()}
+    return config.model_copy(update={"unread": tuple(sorted(unread))})
 
 
 @cache

@@ -60,6 +60,8 @@ def execute(
             with folder.logging_to_file():
                 if flat.get("method", AUTO) == AUTO:
                     logger.info("method auto is %s: the likelihood is %s", config.method, config.model.likelihood)
+                for note in config.ignored:
+                    logger.warning(note)
                 snapshot = folder.restore() if config.resume else None
                 observer = Observer(on_round, folder.checkpoint)
                 strategy = strategy_class(config).from_config(config, observer, snapshot)

@@ -114,6 +114,7 @@ def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
 @pytest.mark.parametrize(
     ("data", "keys", "error", "words"),
     [
+        ({}, {}, DataError, "`data` holds no table; expected one for each site"),
         (table().rename(columns={"ward": "x"}), {}, DataError, "table: .* named more than once: `x`"),
         (table().assign(x=1j), {}, DataError, "table: expected columns of numbers, text or dates; .*column x"),
         ([table()], {}, DataError, "expected a DataFrame, .*; got list"),

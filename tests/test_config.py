@@ -141,6 +141,16 @@ def test_keys_that_make_no_sense_together_are_refused(method, keys, words):
         parse_config({"method": method, **keys})
 
 
+def test_keys_of_another_method_are_told():
+    """Taken without a word, they let someone believe that they had changed the run."""
+    config = parse_config({"pvi.damping": 0.3, "hierarchical.deviation": "rough", "pvi.steps": 0, "sgpr.exchanges": 4})
+    [note] = config.ignored
+    assert note == "`method` = 'sgpr' does not read `hierarchical.deviation`, `pvi.damping`"
+    assert not parse_config({"method": "pvi", "pvi.damping": 0.3}).ignored
+    assert not parse_config(default_config()).ignored
+    assert parse_config(config.flat()).digest() == config.digest()
+
+
 def test_digest_ignores_where_and_how_long_but_not_what():
     base = parse_config({}).digest()
     elsewhere = {"output-dir": "elsewhere", "num-server-rounds": 7, "resume": True, "name": "x"}

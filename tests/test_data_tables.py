@@ -56,6 +56,11 @@ CASES = {
         {},
         ["column `dose`", "text in a numeric cell in row 3 and 1 more row"],
     ),
+    "mark of missing numbers": (
+        lines((3, "22,ax,?,4"), (7, "26,ax,?,4")),
+        {},
+        ["in row 3 and 1 more row, the same text everywhere; if it says that a number is missing, leave"],
+    ),
     "empty numeric cell": (lines((5, f"24,{SECRET},,16")), {}, ["column `dose`", "empty or NaN cell in row 5"]),
     "empty category": (lines((2, "21,,0.5,1")), {}, ["column `job`", "empty or NaN cell in row 2"]),
     "two columns at once": (lines((6, ",ax,-inf,25")), {}, ["`age`: empty or NaN cell in row 6", "`dose`: infinite"]),

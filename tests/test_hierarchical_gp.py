@@ -17,7 +17,7 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 from structured_problems import gp_sites, shaped_gp
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.messages import add
@@ -598,6 +598,9 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     frame[frame["unit"] == "c"].iloc[:9][["t", "y"]].to_csv(tmp_path / "new.csv", index=False)
     joined = Predictor.joined(folder, "new", tmp_path / "new.csv").predict(frame[frame["unit"] == "c"])
     assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
+    frame[frame["unit"].isin(["b", "c"])].to_csv(tmp_path / "two.csv", index=False)
+    with pytest.raises(DataError, match=r"two\.csv: the column `unit` names 2 sites; give the rows of one"):
+        Predictor.joined(folder, "two", tmp_path / "two.csv")
 
 
 def test_units_whose_names_are_numbers_are_not_taken_for_ids(tmp_path):

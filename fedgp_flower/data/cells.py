@@ -54,6 +54,8 @@ REMEDIES = {
     "": ". Fill the cells, or remove the rows",
 }
 """Advice on empty cells of columns that are inputs, and of those that name sites or groups."""
+ALIKE = ", the same text everywhere; if it says that a number is missing, leave these cells empty"
+"""Advice on text such as ``?`` in a column of numbers."""
 LEFT_OUT = "leave it out (`features` = '-{}')"
 """Advice to train without a column."""
 ROWS_PER_LEVEL = 3
@@ -126,7 +128,8 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
     words = numbers.isna() & text.notna()
     if kind != "numeric" and (kind or is_bool or words.sum() * 2 > text.notna().sum()):
         return text, _problems(text)
-    problems = [f"text in a numeric cell {_at(words.to_numpy())}"] if words.any() else []
+    same = ALIKE if words.sum() > 1 and text[words].nunique() == 1 else ""
+    problems = [f"text in a numeric cell {_at(words.to_numpy())}{same}"] if words.any() else []
     problems += _problems(numbers.where(~words, 0.0))
     if commas.any() and text[commas].str.fullmatch(THOUSANDS).all():
         rows = _at(commas.to_numpy(dtype=bool))

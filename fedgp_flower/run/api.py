@@ -73,6 +73,8 @@ def run(
     if isinstance(data, Mapping):
         if site:
             raise ConfigError("tables of sites are a site each: leave `site` out, or give one table with that column")
+        if not data:
+            raise DataError("`data` holds no table; expected one for each site")
         paths = [_save_table(table, flat, re.sub(r"[/\\,]", "-", str(name))) for name, table in data.items()]
         flat["dataset"], sites = ",".join(str(path.resolve()) for path in paths), len(paths)
     elif isinstance(data, str | Path):

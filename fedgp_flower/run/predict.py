@@ -130,10 +130,14 @@ class Predictor:
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(f"a site {name!r} took part in {run}: use `fedgp predict --site`, or rename the table")
-        present = read_table(data).columns  # which need not have a column that the run left out
+        table = read_table(data)
+        present = table.columns  # which need not have a column that the run left out
         named = [name.strip() for name in str(read.config.get("features", "")).split(",")]
         features = ",".join(name for name in named if name.removeprefix("-") in present or not name.startswith("-"))
         config = parse_config(read.config | {"split": -1, "test-fraction": 0.0, "features": features})
+        site = config.partition.column if config.partitioner == "natural" else ""
+        if site in present and (count := table[site].nunique()) > 1:
+            raise DataError(f"{data}: the column `{site}` names {count} sites; give the rows of one")
         rows = load_site(config, _node(read, name, data))
         unusable = f"a new site cannot join a run of {read.metrics.method!r} as configured"
         return _at_node(read, config, rows, {}, unusable)

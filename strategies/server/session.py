@@ -316,8 +316,8 @@ class Session:
             for warning, sites in self.network.warned.items()
         ]
         found += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]
-        found = self.network.failed_sites() + self.config.excluded + self.preparation.warnings + found
-        return found + ([] if self.masking is None else self.masking.warnings())
+        known = self.config.excluded + self.preparation.warnings + self.config.ignored
+        return self.network.failed_sites() + known + found + ([] if self.masking is None else self.masking.warnings())
 
     def ask(self, question: Question) -> Any:
         """Return the answer to a question of an algorithm."""
