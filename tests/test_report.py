@@ -200,6 +200,7 @@ def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
 def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words):
     sentence = summary.calibration_verdict(judged(line_run, [1.0], None, [400], coverage))
     assert words in sentence if words else not sentence
+    assert "of independent rows" in sentence or coverage is None  # those of a curve are none
 
 
 def test_arms_scored_on_different_rows_are_flagged(tmp_path):

@@ -237,7 +237,7 @@ def calibration_verdict(metrics: RunMetrics) -> str:
     if not math.isfinite(observed) or rows == 0:
         return ""
     low, high = expected_coverage(rows)
-    chance = f"the {percent(low)} to {percent(high)} that chance alone allows"
+    chance = f"the {percent(low)} to {percent(high)} that chance alone allows of independent rows"
     narrow, wide = (f"{chance}: the intervals are too {word}" for word in ("narrow", "wide"))
     judgement = f"below {narrow}" if observed < low else f"above {wide}" if observed > high else f"within {chance}"
     return f"Its 95 % intervals hold {percent(observed)} of {rows:,} held-out rows, {judgement}."
