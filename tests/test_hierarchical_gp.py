@@ -587,6 +587,8 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path):
     frame = series()
     folder = run_of_units(tmp_path, frame.assign(dew=1.0), features="-dew", **ROUGH)
     told = pd.read_csv(folder / "predictions.csv")
+    assert read_run(folder).posterior is None
+    assert "in Python, `fedgp_flower.run.predict.Predictor.at_site(run.path" in read_run(folder).why_no_posterior
     assert (np.abs(told["mean"] - told["target"]) < 1.96 * told["sd"]).mean() > 0.8
     assert np.sqrt(np.mean((told["mean"] - told["target"]) ** 2)) < 0.3
     details = pd.read_json(folder / "metrics.json", typ="series")["method_details"]

@@ -59,6 +59,9 @@ HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down
 PREDICTION_COLUMNS = ("target", "mean", "sd", "low", "high", "probability", "trend", "deviation")
 """Possible columns of ``predictions.csv``."""
 
+PYTHON_AT_SITE = "`fedgp_flower.run.predict.Predictor.at_site(run.path, site)`"
+"""How to predict at a site from Python."""
+
 POSITIVE = ("input.scale", "target.scale", "likelihood.noise", "kernel.lengthscale")
 """Arrays of a posterior that must be positive."""
 
@@ -183,7 +186,8 @@ class Run:
             if "why_no_posterior" not in self.saved.model:
                 return ""
             reason = str(self.saved.model["why_no_posterior"])
-        return f"with `method` = {self.metrics.method!r} {reason}"
+        at_site = f"; in Python, {PYTHON_AT_SITE}" if self.method.at_site else ""
+        return f"with `method` = {self.metrics.method!r} {reason}{at_site}"
 
     def summary(self) -> pd.DataFrame:
         """Return the fixed, random and site effects with intervals, in units of the data."""
