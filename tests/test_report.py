@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -209,6 +210,19 @@ def test_arms_scored_on_different_rows_are_flagged(tmp_path):
     content["local_only"]["per_site"].pop()
     write_json(run / "metrics.json", content)
     assert "different numbers of held-out rows" in write_page(read_run(run)).read_text()
+
+
+@pytest.mark.parametrize("longest", [30.0, 2e6])
+def test_lengthscales_of_any_range_have_ticks_apart(longest):
+    table = pd.DataFrame({"value": [1.5, longest], "low": np.nan, "high": np.nan}, index=["x1", "x2"])
+    figure = figures.relevance({"rbf": table, "l1": table})
+    figure.canvas.draw()
+    for ax in figure.axes:
+        low, high = ax.get_xlim()
+        labels = [own for own in ax.get_xticklabels() if low <= own.get_position()[0] <= high]
+        boxes = [own.get_window_extent() for own in labels]
+        assert len(boxes) > 2
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_the_curve_draws_mean_and_the_95_percent_band():

@@ -43,6 +43,8 @@ Z95 = 1.959963984540054
 MAX_POINTS, PANELS_PER_ROW = 400, 3
 MAX_INPUTS, MAX_LENGTHSCALE = 15, 300.0
 """Limits of the figure of lengthscales."""
+MANY_TICKS = 1000.0
+"""Ratio of the ends of a logarithmic axis from which it has only powers of ten."""
 MAX_CLASS_LETTERS = 18
 SURVIVAL_GROUPS = 8
 """Largest number of groups of rows by predicted survival."""
@@ -365,9 +367,7 @@ def relevance(found: Mapping[str, pd.DataFrame]) -> Figure:
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
     for ax, (part, table) in zip(axes, found.items(), strict=True):
         shown = table.head(rows)
-        _intervals(ax, shown, positive=True)
-        ends = shown.assign(high=shown["high"].clip(upper=MAX_LENGTHSCALE)).to_numpy()
-        ax.set_xlim(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends))
+        _intervals(ax, shown, _outer(shown.assign(high=shown["high"].clip(upper=MAX_LENGTHSCALE))))
         ax.set_xlabel("lengthscale (standard deviations of the input)")
         if len(found) > 1:
             ax.set_title(part, fontsize=9, loc="left")
@@ -377,22 +377,27 @@ def relevance(found: Mapping[str, pd.DataFrame]) -> Figure:
 def intervals(table: pd.DataFrame, label: str, *, positive: bool = False) -> Figure:
     """Plot ``value`` and interval from ``low`` to ``high`` of each quantity, on a logarithmic scale if ``positive``."""
     figure, (ax,) = axes_of(1, width=6.4, height=0.9 + min(0.24 * len(table), 12.0))
-    _intervals(ax, table, positive=positive)
+    _intervals(ax, table, _outer(table) if positive else None)
     ax.set_xlabel(label)
     return figure
 
 
-def _intervals(ax: Axes, table: pd.DataFrame, *, positive: bool) -> None:
+def _outer(table: pd.DataFrame) -> tuple[float, float]:
+    """Return the limits of a logarithmic axis that shows all numbers of a table."""
+    return 0.8 * float(np.nanmin(table)), 1.25 * float(np.nanmax(table))
+
+
+def _intervals(ax: Axes, table: pd.DataFrame, limits: tuple[float, float] | None) -> None:
     y = np.arange(len(table))
     ax.hlines(y, table["low"], table["high"], color=BAND, lw=6)
     ax.plot(table["value"], y, "o", color=FEDERATED, ms=4)
     ax.set_yticks(y, [label_text(str(name)) for name in table.index])
     ax.set_ylim(len(table) - 0.4, -0.6)
-    if not positive:
+    if limits is None:
         ax.axvline(0, color=POOLED, lw=0.7)
         return
-    ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.set(xscale="log", xlim=limits)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if limits[1] < MANY_TICKS * limits[0] else (1,)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(NullLocator())
 
