@@ -60,7 +60,7 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path,
     nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("abc")}, "")
     nodes[0]["label"] = "ward"
     caplog.set_level("INFO", "fedgp")
-    keys = {"method": "fsgp", "num_server_rounds": 1, "sites": 3}
+    keys = {"method": "fsgp", "num_server_rounds": 1, "sites": 3, "sgpr__exchanges": 0}
 
     def warned(points, **more):
         flat = configured(model__num_inducing=points, **keys, **more)
