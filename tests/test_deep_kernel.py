@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal
 
+from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import add
 from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, Heads, heads_of, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
@@ -120,6 +121,18 @@ def test_probabilities_are_those_of_a_softmax_of_draws():
 def test_the_noise_starts_at_the_configured_value():
     start = DeepKernel(Small(), ModelSection(noise=0.07), D).observed.log_noise
     assert start.exp().item() == pytest.approx(0.07, rel=1e-12)
+
+
+def test_weights_of_another_network_are_refused():
+    model = DeepKernel(Small(), ModelSection(), D)
+    weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    first, *others = weights
+    with pytest.raises(ProtocolError, match="the model has no array `other`"):
+        model.load(weights | {"other": np.zeros(2)})
+    with pytest.raises(ProtocolError, match=rf"`{first}`: expected shape .*, found \(99,\)"):
+        model.load(weights | {first: np.zeros(99)})
+    with pytest.raises(ProtocolError, match=rf"`{first}`: expected shape .*, found nothing"):
+        model.load({name: weights[name] for name in others})
 
 
 def test_images_are_square():

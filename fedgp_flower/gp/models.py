@@ -162,7 +162,9 @@ class WhitenedGP(ApproximateGP):
 
 
 def set_parameters(parameters: Mapping[str, Tensor], arrays: Mapping[str, Array | Tensor]) -> None:
-    """Set parameters by name; a scalar may be an array of one number. Raise ProtocolError for other shapes."""
+    """Set parameters by name; a scalar may be an array of one number. Raise ProtocolError for other names or shapes."""
+    if unknown := sorted(arrays.keys() - parameters.keys()):
+        raise ProtocolError(f"the model has no array `{unknown[0]}`; it has {', '.join(parameters)}")
     for name, parameter in parameters.items():
         shape, found = tuple(parameter.shape), tuple(arrays[name].shape) if name in arrays else "nothing"
         if found not in (shape, shape or (1,)):
@@ -205,8 +207,9 @@ class WiredModel(gpytorch.Module):
         return {n: p.detach().cpu().double().numpy().copy() for n, p in self.wire_parameters().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters by :func:`set_parameters`."""
-        set_parameters(self.wire_parameters(), arrays)
+        """Set all parameters by :func:`set_parameters`; arrays of other models are left out."""
+        known = self.wire_parameters()
+        set_parameters(known, {name: array for name, array in arrays.items() if name in known})
 
 
 class SparseGP(WiredModel, WhitenedGP):

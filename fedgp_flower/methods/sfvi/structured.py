@@ -158,7 +158,7 @@ class StructuredModel(nn.Module, ABC):
 
     def load_theta(self, values: Mapping[str, Tensor | np.ndarray]) -> None:
         """Set θ from the arrays of a message."""
-        set_parameters(self.theta(), values)
+        set_parameters(self.theta(), {name: value for name, value in values.items() if name.startswith("theta.")})
 
 
 def configured(
