@@ -487,10 +487,11 @@ def _other_columns(sites: Mapping[Site, _Description]) -> dict[Site, str]:
     [(target, agreed)] = [most for most, _ in Counter(layout.values()).most_common(1)] or [("", frozenset())]
     for site, found in layout.items():  # on a tie, the first site's columns are the most common
         kinds, here = dict(agreed), dict(found[1])
+        other_kinds = {name for name in kinds.keys() & here.keys() if kinds[name] != here[name]}
         parts = {
             "lacks the column": kinds.keys() - here.keys(),
             "has the extra column": here.keys() - kinds.keys(),
-            "has another kind of": {name for name in kinds.keys() & here.keys() if kinds[name] != here[name]},
+            "has another kind (number, or text like 01) of": other_kinds,
             "has as target": {found[0]} - {target},
         }
         if differences := [f"{what} `{'`, `'.join(sorted(names))}`" for what, names in parts.items() if names]:

@@ -602,6 +602,22 @@ def test_times_of_day_and_offsets_from_utc_are_read() -> None:
     assert dates_in(pd.Series(["2024-01-01 25:61"])) is None
 
 
+@pytest.mark.parametrize("missing", ["", "NA"])
+def test_a_column_with_a_leading_zero_is_text(tmp_path: Path, missing: str) -> None:
+    wards, path, new = ["01", "1", "10", missing] * 4, tmp_path / "a.csv", tmp_path / "new.csv"
+    path.write_text("ward,hour,share,y\n" + "".join(f"{ward},{i},0.{i},{i}\n" for i, ward in enumerate(wards)))
+    raw = read_table(path)
+    frame = checked(raw, ["ward", "hour", "share"], "y", CoreConfig(missing="drop"), "a.csv")
+    assert [frame[name].dtype == np.float64 for name in frame] == [False, True, True, True]
+    assert sorted(frame["ward"].unique()) == ["01", "1", "10"]
+    new.write_text("ward\n1\n10\n")
+    for rows, read in ((path, ["01", "1", "10"]), (new, ["1", "10"])):
+        assert typed(read_table(rows)[:3], ["ward"], "", {"ward": "categorical"})["ward"].tolist() == read
+    assert typed(raw[:3], ["ward"], "", {"ward": "numeric"})["ward"].tolist() == [1, 1, 10]
+    with pytest.raises(DataError, match=r"`ward` holds text, 3 levels, because a cell has a leading zero;"):
+        checked(raw, ["y"], "ward", CoreConfig(missing="drop"), "a.csv")
+
+
 def test_decimal_commas_are_read(tmp_path: Path) -> None:
     frame = pd.DataFrame({"dose": ["1,5", "2", "-0,25", "1.234,5"], "y": [1.0, 2, 3, 4]})
     assert typed(frame, ["dose"], "f")["dose"].tolist() == [1.5, 2.0, -0.25, 1234.5]

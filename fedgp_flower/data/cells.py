@@ -1,7 +1,8 @@
 """Determine the kind of each column, and reject unusable cells by file, column and row.
 
-A column is numeric if at least half of its filled cells are numbers; its other cells are then errors. Any other
-column is categorical, and its cells are levels. A decimal comma is read as a point. Rows are counted from 1.
+A column is numeric if at least half of its filled cells are numbers and none has a leading zero, as ids have; its other
+cells are then errors. Any other column is categorical, and its cells are levels. A decimal comma is read as a point.
+Rows are counted from 1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedgp_flower.agreement import Kind
 from fedgp_flower.data.dates import dates_in, source
-from fedgp_flower.data.tables import MISSING
+from fedgp_flower.data.tables import MISSING, PADDED
 from fedgp_flower.errors import DataError
 from fedgp_flower.formula import Formula, columns_of
 from fedgp_flower.lazy import Lazy, pd
@@ -126,7 +127,8 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
     plain = text.where(~commas, text.str.replace(".", "", regex=False).str.replace(",", ".", regex=False))
     numbers = pd.to_numeric(plain, errors="coerce").astype(np.float64)
     words = numbers.isna() & text.notna()
-    if kind != "numeric" and (kind or is_bool or words.sum() * 2 > text.notna().sum()):
+    padded = text.str.fullmatch(PADDED, na=False).any()
+    if kind != "numeric" and (kind or is_bool or padded or words.sum() * 2 > text.notna().sum()):
         return text, _problems(text)
     same = ALIKE if words.sum() > 1 and text[words].nunique() == 1 else ""
     problems = [f"text in a numeric cell {_at(words.to_numpy())}{same}"] if words.any() else []
@@ -314,6 +316,7 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
         return
     if kind_of(target) == "categorical":
         held = "truth values" if {*target.unique()} <= {"True", "False"} else f"text, {levels} levels"
+        held += ", because a cell has a leading zero" * bool(target.str.fullmatch(PADDED, na=False).any())
         raise DataError(f"{name} holds {held}; `model.likelihood` = '{likelihood}' needs numbers: {advice}")
     values = target.to_numpy(dtype=np.float64)
     wrong = (values < 0) | (values != np.round(values))

@@ -8,9 +8,9 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 from fedgp_flower.errors import DataError, similar
 from fedgp_flower.lazy import pd
@@ -21,6 +21,8 @@ MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
 """Spellings of a missing cell. A question mark is an ordinary level of a text column."""
 OTHER = "other"
 """Level that replaces levels of text with too few rows."""
+PADDED = r"\s*0\d+\s*"
+"""A cell with a leading zero, such as the id ``01``: its column is text."""
 HELD_OUT = ".test"
 """End of the stem of a file with the held-out rows of another file."""
 MOST_LISTED = 20
@@ -67,7 +69,7 @@ def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
-    """Read a table; missing cells are NaN. ``as_written`` keeps cells of a CSV as text, such as ids with zeros."""
+    """Read a table; missing cells are NaN. ``as_written`` keeps all cells of a CSV as text."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, not a table; name the tables in it, such as {path}/*.csv")
     if not path.is_file():
@@ -90,24 +92,33 @@ def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
 
 
 def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
+    def read(kind: type[str] | None = None, columns: list[str] | None = None) -> pd.DataFrame:
+        return pd.read_csv(
+            path,
+            sep=separator,
+            header=0,
+            names=names,
+            index_col=False,
+            usecols=columns,
+            keep_default_na=False,
+            na_values=[] if as_written else list(MISSING),
+            dtype=kind,
+            low_memory=False,
+            encoding="utf-8-sig",
+        )
+
     try:
         headers = {mark: _header(path, mark) for mark in SEPARATORS}
         separator = max(headers, key=lambda mark: len(headers[mark]))
         names = _checked_header(headers[separator], path.name)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
-            return pd.read_csv(
-                path,
-                sep=separator,
-                header=0,
-                names=names,
-                index_col=False,
-                keep_default_na=False,
-                na_values=[] if as_written else list(MISSING),
-                dtype=str if as_written else None,
-                low_memory=False,
-                encoding="utf-8-sig",
-            )
+            if as_written or not _may_be_padded(path):
+                return read(str if as_written else None)
+            frame = read()
+            text = read(str, [*frame.select_dtypes("number")])
+            padded = [name for name in text if text[name].str.fullmatch(PADDED, na=False).any()]
+            return frame.assign(**text[padded])
     except pd.errors.EmptyDataError:
         raise DataError(f"{path.name}: the file is empty; expected a header line and data rows") from None
     except pd.errors.ParserWarning:
@@ -122,11 +133,21 @@ def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
 
 
+def _may_be_padded(path: Path) -> bool:
+    """Return whether a cell of numbers may have a leading zero; most files have none and are read once."""
+    with _opened(path) as file:
+        return any(re.search(r"0(?<![\w.:/+-]0)\d+(?![\w.:/-])", line) for line in file)
+
+
+def _opened(path: Path) -> IO[str]:
+    opened = gzip.open if path.name.endswith(".gz") else open
+    return cast(IO[str], opened(path, "rt", encoding="utf-8-sig", newline=""))
+
+
 def _header(path: Path, separator: str) -> list[str]:
     """Return the cells of the first non-blank line."""
-    opened = gzip.open if path.name.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(cast(Iterable[str], file), delimiter=separator)
+    with _opened(path) as file:
+        lines = csv.reader(file, delimiter=separator)
         try:
             return next(cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
         except StopIteration:
