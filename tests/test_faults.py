@@ -294,6 +294,17 @@ def test_one_answer_in_one_round_is_a_result_also_after_a_resume():
     assert again.round == 3
 
 
+def test_a_run_whose_last_rounds_changed_nothing_says_of_which_round_its_result_is():
+    flat, recorder = configured(method="fgpr", num_server_rounds=3), Recorder()
+    lost, alone = [Fault(site, crashed, ("train",), range(2, 9)) for site in "01"], Fault("0", crashed, ("train",))
+    note = "every site failed from round 2 on: the result is that of round 1"
+    ended = run(FaultyGrid(flat, 2, *lost), recorder)
+    assert note in ended.outcome.metrics["warnings"]
+    again = run(FaultyGrid(flat, 2, *lost), snapshot=recorder.snapshots[1])
+    assert note in again.outcome.metrics["warnings"]
+    assert "every site failed" not in str(run(FaultyGrid(flat, 2, alone)).outcome.metrics["warnings"])
+
+
 FORMS = ("sgpr", "fsgp", "fgpr", "pvi", "pvi sums", "pvi-glm", "fedmgp exact", "sfvi")
 
 

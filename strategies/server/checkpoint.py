@@ -76,6 +76,7 @@ def checkpoint(algorithm: Algorithm[Any], clock: Clock, merged: bool) -> Snapsho
         "site_seconds": network.site_seconds,
         "took_part": sorted(network.took_part),
         "doubted": algorithm.session.doubted,
+        "rounds_in_vain": algorithm.session.rounds_in_vain,
         "round": network.round,
         "seconds": clock.seconds,
         "merged": merged,
@@ -95,6 +96,7 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
     network.site_seconds += float(facts["site_seconds"])
     network.took_part |= set(facts.get("took_part", ()))
     session.doubted |= facts.get("doubted", {})
+    session.rounds_in_vain = int(facts.get("rounds_in_vain", 0))
     if session.masking is not None:
         session.masking.restore(facts["privacy"])
     clock.seconds = dict(facts["seconds"])

@@ -210,6 +210,8 @@ class Session:
         """Whether the first round has begun; the agreement is then final."""
         self.training = False
         """Whether questions belong to a training round, so that sites that answer took part."""
+        self.rounds_in_vain = 0
+        """Number of the latest rounds in which every site failed."""
         self.clippable = False
         """Whether arrays are sent unpacked, so that Flower's wrappers can clip them."""
         self.user_settings: dict[str, ConfigRecord] = {}
@@ -316,6 +318,9 @@ class Session:
             for warning, sites in self.network.warned.items()
         ]
         found += [f"site {labels.get(site, site)} contradicts the others: {why}" for site, why in self.doubted.items()]
+        if vain := self.rounds_in_vain:
+            last = self.network.round - vain
+            found += [f"every site failed from round {last + 1} on: the result is that of round {last}"]
         known = self.config.excluded + self.preparation.warnings + self.config.ignored
         return self.network.failed_sites() + known + found + ([] if self.masking is None else self.masking.warnings())
 

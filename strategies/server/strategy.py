@@ -248,6 +248,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 break
             self.current = before
             enrolment.await_sites(network, self.preparation, again)
+        lost = {failure.site for failure in network.failures[failed:]}
+        in_vain = not metrics and bool(lost) and lost.issuperset(network.healthy())
+        self.session.rounds_in_vain = self.session.rounds_in_vain + 1 if in_vain else 0
         figures = floats(metrics)
         self.follow(figures)
         result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
