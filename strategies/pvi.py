@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -267,7 +267,7 @@ class PVI(FederatedStrategy[PVIState]):
 
     def predictive(self, state: PVIState, roster: Roster) -> Asking[Predicted]:
         """Return q(Z), q(β) and the factors; at an agreed Z and β their product, or the posterior from totals."""
-        facts = asdict(state.record) | {"factors": pvi_state.factor_strengths(state), "damping": self.plan.damping}
+        facts = {**pvi_state.facts_of(state, self.plan), "damping": self.plan.damping}
         if self.agreement:
             pooled = pvi_updates.product(state) if state.values else (yield from self.agreement.pooled(state, roster))
             facts |= {"num_inducing": len(pooled.mean)} | self.agreement.progress(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, chain
 from typing import TypeVar
@@ -28,7 +28,8 @@ from fedgp_flower.methods.pvi.messages import (
     NaturalParameters,
     PseudoPoints,
 )
-from fedgp_flower.typing import AnyShape, NamedArrays
+from fedgp_flower.methods.pvi.options import Plan
+from fedgp_flower.typing import AnyShape, Facts, NamedArrays
 from strategies.sgpr import SGPRState
 from strategies.svgp import SVGPState
 
@@ -256,6 +257,14 @@ def forget(state: PVIState, site: str, labels: Mapping[str, str]) -> PVIState:
             "Train a few more rounds with more damping, or train again without this site."
         )
     return left
+
+
+def facts_of(state: PVIState, plan: Plan) -> Facts:
+    """Return the facts of visits, factors and merges for ``metrics.json``."""
+    most = max(state.record.visits.values(), default=0)
+    again = f"`pvi.deletion` = false: rows count again at every visit, up to {most} times; intervals are too narrow"
+    notes = [again] if most > 1 and not plan.deletion else []
+    return asdict(state.record) | {"factors": factor_strengths(state), "notes": notes}
 
 
 def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:

@@ -6,7 +6,6 @@ one Gaussian block, full or diagonal. Rounds and schedules are those of :mod:`st
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, TypeAlias, cast
 
 from fedgp_flower.messages import encode
@@ -17,7 +16,7 @@ from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOpt
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import Facts, NamedArrays
 from strategies import pvi
-from strategies.pvi_state import PVIState, factor_strengths, posterior
+from strategies.pvi_state import PVIState, facts_of, posterior
 from strategies.pvi_updates import local_optimum
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Total
 from strategies.server.strategy import FederatedStrategy
@@ -60,7 +59,7 @@ def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicte
     meanings = {"weights.mean": "mean of q(θ)", "weights.covariance": words}
     model = {"family": run.method, "likelihood": likelihood.likelihood, "noise": likelihood.noise, **run.facts()}
     saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), run.equation, model)
-    facts = asdict(state.record) | {"version": state.version, "factors": factor_strengths(state)}
+    facts = {**facts_of(state, plan_of(run)), "version": state.version}
     return Predicted(NaturalParameters.of(q), saved, facts)
 
 

@@ -157,7 +157,9 @@ def test_without_deletion_rows_count_again_at_every_visit():
     assert again.round == again.config.num_server_rounds
     assert min(again.details()["visits"].values()) > 2
     assert not again.converged(again.current)
-    facts = again.details()
+    facts, most = again.details(), max(again.details()["visits"].values())
+    assert f"rows count again at every visit, up to {most} times" in facts["notes"][0]
+    assert once.details()["notes"] == []
     assert facts["forecast_rise"] is facts["latest_gain_per_row"] is None  # the report says that visits had not ended
 
 
