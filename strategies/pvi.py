@@ -281,7 +281,8 @@ class PVI(FederatedStrategy[PVIState]):
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
         kept = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), pvi_state.EQUATION, model)
-        return Predicted(Predictive(q, factors), kept, facts | {"version": state.version, "relevance": relevance})
+        facts |= {"version": state.version, "relevance": relevance, "budgets": []}
+        return Predicted(Predictive(q, factors), kept, facts)
 
     def public(self, state: PVIState) -> NamedArrays:
         """Return the arrays that predict; none before the first factor."""

@@ -159,6 +159,7 @@ def test_the_first_sentence_is_the_error_beside_the_others(line_run):
         (False, {"forecast_rise": 36.6}, "may gain 0.1 nats a row"),
         (False, {"latest_gain_per_row": 0.02}, "may gain 0.02 nats a row"),
         (False, {}, "before it had converged: raise `sgpr.exchanges` or `num-server-rounds`"),
+        (False, {"budgets": []}, "before it had converged: raise `num-server-rounds`"),
     ],
 )
 def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, converged, facts, said):

@@ -260,15 +260,15 @@ def convergence_note(metrics: RunMetrics) -> str:
         name = max(unsettled, key=lambda name: unsettled[name])
         more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from its limit"
     ended = f"Training ended after {metrics.rounds} rounds, before it had converged{more}"
-    return f"{ended}: raise {_limits_of(metrics.method)}"
+    return f"{ended}: raise {_limits_of(metrics.method, facts)}"
 
 
-def _limits_of(method: str) -> str:
-    """Return the keys that limit how long a method trains."""
+def _limits_of(method: str, facts: Facts) -> str:
+    """Return the keys that limit how long a method trains; a run that reads other budgets has them in its facts."""
     limits = ["num-server-rounds"]
     if method in methods():
         options: type[MethodOptions] = load(methods()[method].options)
-        limits = [*(f"{options.table}.{name}" for name in sorted(options.budgets)), *limits]
+        limits = [*(f"{options.table}.{name}" for name in facts.get("budgets", sorted(options.budgets))), *limits]
     return " or ".join(f"`{key}`" for key in limits)
 
 
