@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -81,7 +82,8 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
     if found is not None:
         folder.write_posterior(found)
     metrics = RunMetrics(**summary.metrics)
-    folder.write_predictions(summary.predictions, summary.input_names, metrics.labels)
+    levels = json.loads(summary.schema)["target"].get("levels", ())
+    folder.write_predictions(summary.predictions, summary.input_names, metrics.labels, levels)
     folder.write_metrics(metrics)
     folder.seal()
     write_report(folder.path)

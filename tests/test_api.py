@@ -241,7 +241,9 @@ def test_classes_are_no_single_mixture_but_f_is(tmp_path):
     frame = admissions()
     frame["outcome"] = np.where(frame["outcome"] > frame["outcome"].median(), "high", "low")
     options = FEW | SHORT | {"output-dir": str(tmp_path), "model.likelihood": "bernoulli"}
-    posterior = fg.run(frame, method="pvi", target="outcome", sites=2, num_rounds=1, options=options).posterior
+    run = fg.run(frame, method="pvi", target="outcome", sites=2, num_rounds=1, options=options)
+    posterior, told = run.posterior, run.predictions
+    assert told["class"].tolist() == ["high" if target == 0 else "low" for target in told["target"]]
     table = posterior.predict(frame)
     draws, inputs = posterior.to_gpytorch_draws(), posterior.inputs(frame)
     low = torch.stack([likelihood(model(inputs)).mean for model, likelihood in draws]).mean(0)

@@ -294,15 +294,17 @@ class RunFolder:
         by_site: Mapping[str, NamedArrays],
         input_names: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
+        levels: Sequence[str] = (),
     ) -> None:
         """Write ``predictions.csv``, a row for each held-out row, from the sites' ``prediction.*`` arrays.
 
-        ``labels`` are the names of the sites, by id.
+        ``labels`` are the names of the sites, by id, ``levels`` those of the two classes.
         """
         tables = []
         for site, arrays in by_site.items():
             given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
             columns = {name: given[name] for name in PREDICTION_COLUMNS if name in given}
+            columns |= {"class": np.array(levels)[given["target"].astype(int)]} if levels else {}
             if "input" in given:
                 columns |= zip((f"input.{name}" for name in input_names), given["input"].T, strict=True)
             tables.append(pd.DataFrame({"site": site, "label": (labels or {}).get(site, site), **columns}))
@@ -456,8 +458,8 @@ def _read_config(path: Path) -> dict[str, Value]:
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    """Read a CSV of numbers with columns of sites, whose names may look like "NA" or "007"."""
-    named = dict.fromkeys(("site", "label"), str)
+    """Read a CSV of numbers with columns of names, which may look like "NA" or "007"."""
+    named = dict.fromkeys(("site", "label", "class"), str)
     frame = pd.read_csv(io.BytesIO(read_bytes(path)), dtype=named, keep_default_na=False, na_values=[""])
     kinds = frame.dtypes.items() if len(frame) else ()
     if odd := [str(name) for name, kind in kinds if name not in named and kind.kind not in "iuf"]:
