@@ -68,6 +68,17 @@ def test_names_in_brackets_and_between_colons_are_printed_as_they_are(shared, mo
     assert [out.count(name) for name in ("species[setosa]", "dose:car:age", "a[b]")] == [2, 2, 1]
 
 
+@pytest.mark.parametrize("width", [20, 80, 90, 95, 100])
+def test_a_table_of_numbers_loses_nothing_in_a_narrow_terminal(width, monkeypatch, capsys):
+    titles, cells = (
+        ["column", "kind", "mean ± sd", "differs at"],
+        ["c" * 60, "number", "-0.09955 ± 0.882", "north, south"],
+    )
+    monkeypatch.setenv("COLUMNS", str(width))
+    terminal.show(terminal.table(titles, [cells], numbers=True))
+    assert set(" ".join([*titles, *cells]).split()) <= set(capsys.readouterr().out.split())
+
+
 def test_tables_are_a_site_each(fedgp, tmp_path):
     status, _, err = fedgp("partition", "sine", "--sites", 2, "--output-dir", tmp_path / "sites")
     assert status == 0, err

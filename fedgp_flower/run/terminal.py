@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.logging import RichHandler
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -21,9 +22,12 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.summary import baseline_differences, data_name, headline, held_out_rows, notes, opening, quoted
 from fedgp_flower.typing import Facts
 
+WIDEST = 10_000
+"""Width, in letters, that no table has."""
+
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False) -> Table:
-    """Return a table of text; the first column and numbers are never truncated."""
+    """Return a table of text; the first column and numbers are never wrapped."""
     shown = Table(title=title or None, box=SIMPLE_HEAD if numbers else HEAVY_HEAD)
     for position, name in enumerate(titles):
         aligned: JustifyMethod = "right" if numbers and position else "left"
@@ -75,8 +79,14 @@ def interruptible(folder: Path) -> Iterator[None]:
 
 
 def show(what: str | Table) -> None:
-    """Print text without wrapping, or a table."""
-    Console(markup=False, emoji=False).print(what, soft_wrap=isinstance(what, str))
+    """Print text without wrapping, or a table, as wide as it is where folded titles do not fit."""
+    console = Console(markup=False, emoji=False)
+    if isinstance(what, str):
+        return console.print(what, soft_wrap=True)
+    found = Measurement.get(console, console.options.update(max_width=WIDEST), what)
+    if found.minimum + len(what.columns) > console.width:  # Rich folds no column to its least width
+        console.width = max(console.width, found.maximum)
+    return console.print(what)
 
 
 def show_result(folder: Path) -> None:
@@ -91,12 +101,12 @@ def show_result(folder: Path) -> None:
         console.print(sentence, highlight=False)
     title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
     if held_out_rows(metrics):
-        console.print(table(*headline(metrics), title=title, numbers=True))
+        show(table(*headline(metrics), title=title, numbers=True))
     titles, differences = baseline_differences(metrics)
     if differences:
-        console.print(table(titles, differences, numbers=True))
+        show(table(titles, differences, numbers=True))
     if effects := quoted(metrics):
-        console.print(table(["", "estimate (95 % interval)"], [[*row] for row in effects.items()], numbers=True))
+        show(table(["", "estimate (95 % interval)"], [[*row] for row in effects.items()], numbers=True))
     for note in notes(metrics):
         console.print(f"Note: {note}", highlight=False)
     console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", highlight=False)
