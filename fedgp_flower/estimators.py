@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -37,6 +38,8 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")}
     flat = {**quiet, **flat, "sites": len(tables)}
     config = parse_config(flat)
+    for note in config.ignored:
+        warnings.warn(note, stacklevel=4)  # where `fit` was called
     if not methods()[config.method].posterior:
         raise RunError(f"method {config.method!r} saves no posterior for new rows; take one that does")
     raw = {

@@ -369,6 +369,14 @@ def test_a_wrong_key_is_a_value_error_with_the_projects_own_as_its_cause():
     assert isinstance(error.value.__cause__, ConfigError)
 
 
+def test_an_estimator_warns_of_keys_of_another_method():
+    x, y = rows()
+    options = {**SMALL, "sgpr.exchanges": 2, "pvi.steps": 3}
+    with pytest.warns(UserWarning, match="`method` = 'sgpr' does not read `pvi.steps`") as told:
+        fg.FederatedGPRegressor("sgpr", sites=2, options=options).fit(x, y)
+    assert [warning.filename for warning in told] == [__file__]
+
+
 @pytest.mark.parametrize("method", ["pooled", "fgpr"])
 def test_a_method_without_a_posterior_is_named_before_training(method, monkeypatch):
     monkeypatch.delattr("fedgp_flower.estimators.strategy_class")
