@@ -327,6 +327,9 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     assert summary.comparison_warnings([saved, saved]) == []
     [doubt] = summary.comparison_warnings([saved, replace(saved, metrics=lost)])
     assert doubt.endswith(f"rows {details['rows']}, 100; lost sites 0, 1")
+    fewer = replace(saved.metrics, method_details={**details, "effects": details["effects"][:1]})
+    [doubt] = summary.comparison_warnings([saved, replace(saved, metrics=fewer)])
+    assert doubt == "AIC, BIC and log likelihood by REML compare models with the same fixed effects; theirs differ"
     assert "Figures by REML compare models with the same fixed effects only." in page
     assert "a group with rows at several sites counts as another group at each" in page
     new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))

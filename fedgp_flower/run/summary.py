@@ -343,6 +343,9 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
     if len({_held_out(run) for run in runs}) > 1:
         rows = ", ".join(f"{held_out_rows(run.metrics):,}" for run in runs)
         warnings.append(f"their held-out rows differ ({rows} rows): use the same `split`, `seed`, sites and data")
+    details = [run.metrics.method_details for run in runs]
+    if len({frozenset(row["effect"] for row in facts["effects"]) for facts in details if restricted(facts)}) > 1:
+        warnings.append("AIC, BIC and log likelihood by REML compare models with the same fixed effects; theirs differ")
     return warnings
 
 
