@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 FUNCTIONS = ("C", "I", "Treatment", "log", "log10", "log2", "log1p", "exp", "sqrt")
 """Functions that a formula may call, besides ``offset`` and ``s``."""
 SITE = "site"
 """Name of the site in a formula."""
-QUOTED = r"`[\w .%/°-]+`|\"[^\"`\\]*\"|'[^'`\\]*'"
+QUOTED = r"`(?:[\w .%/°-]|\([\w .%/°-]*\))+`|\"[^\"`\\]*\"|'[^'`\\]*'"
 ALLOWED = re.compile(rf"(?:{QUOTED}|(?<![\w.`])\d+\.\d*(?![\w.])|[\w\s+\-*/:^|~(),])*")
 """Characters of a formula. Points are allowed only in numbers, so attributes cannot be accessed."""
 WORD = re.compile(rf"({QUOTED}|[^\W\d]\w*|\d[\d.]*(?:[eE]-?\d+)?)(\s*\()?")
@@ -52,8 +53,9 @@ class Formula:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Columns of the effects, in order."""
-        parts = (self.fixed, *(term.effects for term in self.random), self.offset, *map(" ".join, self.smooths))
-        return tuple(dict.fromkeys(name for part in parts for name in columns_of(part)))
+        parts = (self.fixed, *(term.effects for term in self.random), self.offset)
+        names = [columns_of(part) for part in parts]
+        return tuple(dict.fromkeys(chain(*names, *self.smooths)))
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -83,7 +85,9 @@ def parse(text: str) -> Formula:
     odd = [name for name, called in called_in(text) if called and name not in (*FUNCTIONS, "offset", "s")]
     if not tilde or "~" in right or len(columns_of(left)) != 1 or not ALLOWED.fullmatch(text):
         dotted = "; a name with a dot needs backquotes, and `.` for all columns is not known" * ("." in text)
-        quoted = "; a name in backquotes has only letters, digits, blanks and _.%/°-; rename others" * ("`" in text)
+        odd_names = [name for name in re.findall("`[^`]*`", text) if not re.fullmatch(QUOTED, name)]
+        marks = "only letters, digits, blanks, pairs of brackets and _.%/°-; rename the column"
+        quoted = f"; {odd_names[0]}: a name in backquotes has {marks}" if odd_names else ""
         raise ValueError(f"expected one target, ~ and terms, {EXAMPLE}{quoted or dotted}")
     if not re.fullmatch(r"`[^`]+`|\w+", left.strip()):
         raise ValueError(f"`{left.strip()}` on the left: a formula takes a column as it is; write it into a new column")

@@ -628,12 +628,28 @@ def test_a_formula_takes_its_target_as_it_is(left):
         ("x + (1 - x || g)", "only the intercept can be taken out"),
         ("x + I(z^2)", "inside I"),
         ("age.v", "a name with a dot needs backquotes"),
-        ("`age (years)`", "a name in backquotes has only letters"),
+        ("x + `age [years]`", r"; `age \[years\]`: a name in backquotes has only letters"),
+        ("log(`age )` + `x.y(z)`", r"; `age \)`: a name in backquotes has only letters"),
     ],
 )
 def test_a_formula_that_would_be_read_as_another_is_refused(terms, words):
     with pytest.raises(ValueError, match=words):
         parse(f"y ~ {terms}")
+
+
+def test_a_name_in_backquotes_may_have_blanks_and_brackets(tmp_path):
+    draw, keys = np.random.default_rng(1), {"output-dir": str(tmp_path), **ALONE}
+    plain = pd.DataFrame({"age": draw.uniform(20, 60, 60), "dose": draw.uniform(1, 9, 60), "ward": list("abcd") * 15})
+    plain["y"] = np.sin(plain["age"] / 9) + np.log(plain["dose"]) + 0.1 * draw.normal(size=60)
+    odd = plain.rename(columns={"age": "age (years)", "dose": "dose (mg/day)", "ward": "ward (no.)"})
+    formula = "y ~ C({2}) + I(log({1})**2) + s({0}) + (1 | {2})"
+    names = ("age", "dose", "ward"), ("`age (years)`", "`dose (mg/day)`", "`ward (no.)`")
+    one, two = (
+        fg.run({"a": table[:30], "b": table[30:]}, options={"formula": formula.format(*quoted), **keys})
+        for table, quoted in zip((plain, odd), names, strict=True)
+    )
+    np.testing.assert_allclose(one.summary()["estimate"], two.summary()["estimate"])
+    np.testing.assert_array_equal(one.posterior.predict(plain), two.posterior.predict(odd))
 
 
 @pytest.mark.parametrize("effects", ["-1 + x", "x - 1", "0 + x"])
