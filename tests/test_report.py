@@ -149,6 +149,12 @@ def test_the_first_sentence_is_the_error_beside_the_others(line_run):
     assert summary.opening(nothing) == ["Nothing was held out, so nothing was scored: all rows were trained on."]
 
 
+def test_a_target_is_named_also_without_a_posterior(line_run):
+    run = read_run(line_run)
+    metrics = replace(run.metrics, data={**run.metrics.data, "target": "days"})
+    assert summary.target_of(replace(run, saved=None, metrics=metrics, config={})) == "days"
+
+
 @pytest.mark.parametrize(
     ("converged", "facts", "said"),
     [

@@ -429,7 +429,7 @@ def ends(low: float | None, high: float | None) -> str:
 def target_of(run: Run) -> str:
     """Return the name of a run's target."""
     saved = run.saved.schema["target"]["name"] if run.saved is not None else ""
-    return str(saved or run.config.get("target") or "the target")
+    return str(saved or run.metrics.data.get("target") or run.config.get("target") or "the target")
 
 
 def data_name(dataset: str) -> str:
