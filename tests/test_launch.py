@@ -1,5 +1,6 @@
 """Pieces of a launch that need no SuperLink; exactly what a launch started is ended."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedgp_flower import client_app, server_app
-from fedgp_flower.deploy import machines
+from fedgp_flower.deploy import demo, machines
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import MARK, Processes, family, free_ports
@@ -37,6 +38,14 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
     assert run_folder(complete_config({"name": "mine"})).name == "mine"
     assert run_folder(config).name.startswith("sgpr-table-")
     assert complete_config({"data-dir": "mine"})["data-dir"] == str((tmp_path / "mine").resolve())
+
+
+def test_a_demonstration_with_tables_is_not_named_after_the_default_data_set(tmp_path, monkeypatch):
+    names = []
+    flower = SimpleNamespace(run=lambda config: names.append(config["name"]))
+    monkeypatch.setattr(demo, "federation", lambda *_, **__: contextlib.nullcontext(flower))
+    demo.run_demo({"name": "", "target": "y"}, [Path("a.csv"), Path("b.csv")], 0, tmp_path)
+    assert names[0].startswith("sgpr-sites-")
 
 
 def test_the_profiles_in_code_are_those_that_people_read():

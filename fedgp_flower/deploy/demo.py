@@ -88,7 +88,7 @@ def say(line: str) -> None:
 def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path) -> None:
     """Run the demonstration in a new folder below ``parent``, with a CSV file per site or ``count`` simulated files."""
     folder, count = parent / time.strftime("%Y%m%d-%H%M%S"), len(files) or count
-    config = complete_config(DEFAULTS | {"min-sites": count} | dict(keys))
+    config = complete_config(DEFAULTS | {"min-sites": count} | dict(keys), "sites" if files else "")
     folder.mkdir(parents=True, mode=0o700)
     files = files or write_partition(parse_config(config), count, folder / "data")
     with federation(folder, files, masked=parse_config(config).privacy.secure_aggregation) as flower:
