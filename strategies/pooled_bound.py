@@ -79,7 +79,7 @@ class Problem:
     small_sites: str = "warn"
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
     minimum_gain: float = 0.0
-    """Training ends when a step promises less than this, in nats per row."""
+    """Training ends when a step promises, or the latest steps gained, less than this, in nats per row."""
     megabytes: int = 0
     """Size of the largest message after training; 0: the user has fixed the number of inducing points."""
 

@@ -215,7 +215,7 @@ class PVI(FederatedStrategy[PVIState]):
             return None
         config, exact = self.config, self.config.model.likelihood == "gaussian"
         most, target = self.options.exchanges or svgp.DEFAULT_EXCHANGES, self.preparation.training_target
-        minimum = 0.0 if self.options.exchanges else sgpr.MINIMUM_GAIN
+        minimum = 0.0 if self.options.exchanges else (sgpr if exact else svgp).MINIMUM_GAIN
         return AgreedParameters(
             Problem(config.model, config.seed, max(most - 1, 1), target, minimum_gain=minimum), exact
         )

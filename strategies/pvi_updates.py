@@ -197,7 +197,7 @@ class AgreedParameters:
         """Whether more exchanges would gain nothing."""
         if state.sgpr:
             return state.sgpr.converged
-        return state.svgp is not None and svgp.converged(state.svgp)
+        return state.svgp is not None and svgp.converged(self.problem, state.svgp)
 
     def progress(self, state: PVIState) -> dict[str, float | None]:
         """Return facts on the gain of the exchanges so far and of more exchanges."""

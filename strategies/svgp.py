@@ -38,7 +38,7 @@ from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 WARM_UP = 3
-"""Evaluations at the first parameters, until q(v) settles; also those without gain after which the run ends."""
+"""Evaluations at the first parameters, until q(v) settles."""
 MEMORY = 30
 """Largest number of pairs of L-BFGS."""
 FIRST_STEP, LARGEST_STEP = 0.1, 1.0
@@ -53,8 +53,10 @@ DEFAULT_EXCHANGES = 57
 """Default number of exchanges; with those that agree on columns, 60."""
 COMPARISON_PERIOD = 5
 """Evaluations between comparisons of the sites' sums, which cost K systems of M equations."""
-TOLERANCE = 1e-6
-"""The run ends when the latest evaluations each gained less than this, in nats per row."""
+LATEST = 5
+"""The run ends when so many latest evaluations together gain less than a minimum."""
+MINIMUM_GAIN, TOLERANCE = 5e-4, 3e-6
+"""This minimum, in nats per row, and the one that applies if ``sgpr.exchanges`` is set."""
 
 
 @message()
@@ -202,7 +204,7 @@ def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
 
 def finished(problem: Problem, state: SVGPState) -> bool:
     """Return whether the run has converged, is stuck or has no exchanges left."""
-    return converged(state) or stuck(state) or state.exchanges >= problem.exchanges
+    return converged(problem, state) or stuck(state) or state.exchanges >= problem.exchanges
 
 
 def stuck(state: SVGPState) -> bool:
@@ -210,10 +212,10 @@ def stuck(state: SVGPState) -> bool:
     return state.halvings >= 2 * HALVINGS
 
 
-def converged(state: SVGPState) -> bool:
+def converged(problem: Problem, state: SVGPState) -> bool:
     """Return whether the latest evaluations gained nearly nothing, or no trial gains any more after some did."""
-    gained = np.diff(state.objectives[-WARM_UP - 1 :])
-    flat = len(gained) == WARM_UP and gained.max() < TOLERANCE
+    latest, least = state.objectives[-LATEST - 1 :], max(problem.minimum_gain, TOLERANCE)
+    flat = len(latest) > LATEST and latest[-1] - latest[0] < least
     return state.evaluations > 2 * WARM_UP and bool(flat or stuck(state))
 
 
@@ -236,8 +238,8 @@ class SVGP(FederatedStrategy[SVGPState]):
         model, exchanges = self.config.model, self.options.exchanges or DEFAULT_EXCHANGES
         if self.config.precision == "float32":
             model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
-        target, megabytes = self.preparation.training_target, model.max_megabytes
-        return Problem(model, self.config.seed, exchanges, target, megabytes=megabytes)
+        target, minimum = self.preparation.training_target, 0.0 if self.options.exchanges else MINIMUM_GAIN
+        return Problem(model, self.config.seed, exchanges, target, minimum_gain=minimum, megabytes=model.max_megabytes)
 
     def initialise(self, roster: Roster) -> Asking[SVGPState]:
         """Return the state before the first evaluation."""
@@ -253,7 +255,7 @@ class SVGP(FederatedStrategy[SVGPState]):
 
     def converged(self, state: SVGPState) -> bool:
         """Whether the run has converged."""
-        return converged(state)
+        return converged(self.problem, state)
 
     def exchanges_to_come(self, state: SVGPState) -> list[tuple[int, float]]:
         """Return the number of exchanges left, of equal cost; the run may converge earlier."""

@@ -288,12 +288,29 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     for _ in range(3):
         back = rejected(back)
     assert len(back.points) == len(back.objectives) == 1  # the memory is cleared
+    problem = Problem(exchanges=60, model=section(likelihood))
     for _ in range(4):
-        assert not svgp.finished(Problem(exchanges=60, model=section(likelihood)), back)
+        assert not svgp.finished(problem, back)
         back = rejected(back)
-    assert svgp.finished(Problem(exchanges=60, model=section(likelihood)), back)
-    assert not svgp.converged(back)  # it has hardly begun
-    assert svgp.converged(replace(back, evaluations=7))
+    assert svgp.finished(problem, back)
+    assert not svgp.converged(problem, back)  # it has hardly begun
+    assert svgp.converged(problem, replace(back, evaluations=7))
+
+
+def test_training_ends_when_five_evaluations_together_gain_less_than_the_minimum() -> None:
+    """Without a minimum, only when they gain no more than rounding."""
+    none, least = (
+        Problem(model=section("bernoulli")),
+        Problem(model=section("bernoulli"), minimum_gain=svgp.MINIMUM_GAIN),
+    )
+    model = LatentGP(section("bernoulli"), torch.zeros(1, 1))
+    for gain, ends, rests in ((2.1e-4, False, False), (1.9e-4, True, False), (2e-7, True, True)):
+        state = replace(
+            svgp.initial_state(model), evaluations=9, objectives=np.r_[0.0, 0.4, 0.4 + gain / 2 * np.arange(6)]
+        )
+        assert (svgp.converged(least, state), svgp.converged(none, state)) == (ends, rests)
+        assert not svgp.converged(least, replace(state, evaluations=6))
+        assert not svgp.converged(least, replace(state, objectives=state.objectives[-5:]))
 
 
 def test_the_precision_stays_definite_where_outliers_bend_the_likelihood() -> None:

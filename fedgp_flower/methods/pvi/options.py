@@ -81,7 +81,7 @@ class PVIOptions(MethodOptions):
     inducing: Literal["distribution", "average", "fixed"] = "distribution"
     """``adam``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
     exchanges: Count = 0
-    """``sums``: most exchanges with every site; 0: while a step promises .001 nats a row, up to 60."""
+    """``sums``: most exchanges with every site; 0: as many as ``sgpr`` or ``svgp`` would, up to 60."""
     steps: Count = 0
     """Steps of ``adam`` in a visit, twice as many in the first; 0: 150. Most steps of ``pvi-bnn``; 0: 300."""
     learning_rate: NonNegative = 0.0

@@ -39,7 +39,7 @@ class SGPROptions(MethodOptions):
 
     exchanges: Count = 0
     """Most exchanges with every site in training; 0: up to 60, in ``sgpr`` while a step promises .001 nats a row, in
-    ``svgp`` while one gains anything. A round of ``sgpr`` is two, of ``svgp`` one. Not counted: three that set up
+    ``svgp`` while five gain .0005. A round of ``sgpr`` is two, of ``svgp`` one. Not counted: three that set up
     masks, and three for each number of inducing points after training (``model.max-megabytes``)."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
     """``sgpr`` in the clear, where a site has fewer than three rows for each inducing point, which nearly reveals them:
