@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from fedgp_flower import outcome
-from fedgp_flower.agreement import Agreement
+from fedgp_flower.agreement import Agreement, squares_about
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES, covering
@@ -25,6 +25,7 @@ from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
+from fedgp_flower.shared_messages import oversized
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
@@ -116,11 +117,18 @@ MEANINGS = {
 
 
 def scaled_targets(strategy: FederatedStrategy[Any], preparation: Agreement) -> Agreement:
-    """Divide targets by their root mean square without centring: units scale g and would scale an offset too."""
-    arrays = preparation.arrays
+    """Divide targets by their root mean square without centring: units scale g and would scale an offset too.
+
+    Units whose mean square dwarfs that of the others, perhaps in other units, are left out of this scale.
+    """
+    arrays, rows = preparation.arrays, preparation.rows
     if strategy.config.model.likelihood not in ("gaussian", "student-t"):
         return preparation
     power = math.hypot(float(arrays["target.mean"]), float(arrays["target.scale"]))
+    squares = {site: float(squares_about(rows[site], sums, np.zeros(1))[-1]) for site, sums in preparation.sums.items()}
+    if far := oversized(squares, rows, "mean square", float):
+        kept = squares.keys() - far.keys()
+        power = math.sqrt(math.fsum(squares[site] for site in kept) / sum(rows[site] for site in kept))
     return replace(preparation, arrays={**arrays, "target.mean": np.array(0.0), "target.scale": np.array(power)})
 
 

@@ -9,6 +9,9 @@ Each logarithm of θ has a weak normal prior; its mode is the start of a run. Th
 (the amplitude of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under which it exceeds its
 first value with probability .05 (Simpson et al., *Penalising model component complexity*, 2017). After the last step,
 units with rough deviations calibrate their bands.
+
+Units share the noise, so that one broken unit would make all others noisy. A unit whose rows alone are far less likely
+than those of most units is named and left out of the totals while it is.
 """
 
 from __future__ import annotations
@@ -26,10 +29,17 @@ from numpy import ndarray
 
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.gp.optimisers import pack, unpack
-from fedgp_flower.messages import leaves, message
+from fedgp_flower.messages import add, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import messages, rough, smooth
-from fedgp_flower.methods.hierarchical_gp.newton import BoundExpansion, expansion, newton_step, posterior, transported
+from fedgp_flower.methods.hierarchical_gp.newton import (
+    BoundExpansion,
+    bound_of,
+    expansion,
+    newton_step,
+    posterior,
+    transported,
+)
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS
 from fedgp_flower.methods.sfvi.gp import NOISE
@@ -37,7 +47,7 @@ from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fedmgp_shared import scaled_targets
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
+from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 from strategies.sfvi import saved
@@ -54,7 +64,11 @@ SETTLING, WIDER = 1.0, 0.05
 """Widths are updated if a step promises fewer nats than the first, and if a log width changes by the second."""
 USUAL_SITES = 4.0
 """Weight of the initial widths, as a number of sites."""
+FAR, SPREADS, LEAST = 5.0, 10.0, 20.0
+"""A unit is broken if its log density is below the median of units by more than each of these: nats per row, median
+distances of units, and nats for all its rows."""
 HOW = "the curvature of the bound at its maximum (Laplace's approximation); straight lines have separate terms"
+BROKEN = "its rows are {:.3g} nats per row less likely than those of most units; it is left out of what units share"
 SHRINKAGE = math.log(20)
 """Rate of the exponential prior of the size of deviations, relative to its first value."""
 
@@ -86,6 +100,8 @@ class NewtonState:
     shift: Float[ndarray, " G"] | None = None
     """p of the total at the best θ."""
     sites: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Units whose sums are not in the total."""
     count: float = 0.0
     """Rows of ``sites``."""
     value: float | None = None
@@ -122,6 +138,10 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
     summed: Summed[messages.ExpansionShare] = yield Total(messages.ExpansionShare, request)
     if summed.total is None:
         return state, {}
+    if "theta.roughness" in theta:
+        summed, left_out = yield from without_broken(summed, state.left_out)
+        state = replace(state, left_out=left_out)
+    assert summed.total is not None
     found, log_prior = with_prior(state, summed.total)  # 2. F + log p(θ) to second order
     count = float(summed.total.count)
     if state.value is None or (summed.sites, count) != (state.sites, state.count):
@@ -144,6 +164,23 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
     state = replace(stepped(state, radius, factor_at), factors=None)  # 4. the next trial point
     assert state.bound is not None
     return widened(state), {"objective": state.bound / state.count, "promised_rise": state.rise}
+
+
+def without_broken(
+    summed: Summed[messages.ExpansionShare], before: tuple[str, ...]
+) -> Asking[tuple[Summed[messages.ExpansionShare], tuple[str, ...]]]:
+    """Return the total without broken units, and these; a unit returns at half the limit. Masks hide all units."""
+    if not summed.parts:
+        return summed, ()
+    rows = {site: float(share.count) for site, share in summed.parts.items()}
+    densities = np.array([bound_of(share) / rows[site] for site, share in summed.parts.items()])
+    gaps = np.median(densities) - densities
+    limit = max(FAR, SPREADS * float(np.median(np.abs(gaps))))
+    limits = [max(limit, LEAST / count) * (0.5 if site in before else 1.0) for site, count in rows.items()]
+    broken = {site: gap for site, gap, most in zip(rows, gaps, limits, strict=True) if not gap <= most}
+    yield Doubt({site: BROKEN.format(gap) for site, gap in broken.items()})
+    kept = {site: share for site, share in summed.parts.items() if site not in broken}
+    return Summed(add(kept.values()), tuple(kept), parts=kept) if broken else summed, tuple(broken)
 
 
 def widened(state: NewtonState) -> NewtonState:
@@ -209,9 +246,10 @@ def first_state(theta: NamedArrays, points: Array, size: int) -> NewtonState:
     return NewtonState(*fixed, mode, eta, widths, next(iter(widths.values()), None))
 
 
-def calibrated(state: NewtonState) -> Asking[NewtonState]:
+def calibrated(state: NewtonState, sites: tuple[str, ...]) -> Asking[NewtonState]:
     """Return the state with the factors of bands; units subtract their own sums at the best q(u) to predict."""
-    summed: Summed[messages.ExpansionShare] = yield Total(messages.ExpansionShare, Parameters(state.parameters))
+    kept = tuple(site for site in sites if site not in state.left_out)
+    summed: Summed[messages.ExpansionShare] = yield Total(messages.ExpansionShare, Parameters(state.parameters), kept)
     if summed.total is None:
         return state
     request = messages.CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
@@ -256,12 +294,13 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
 
         state, figures = yield from one_round(state, roster, factor_at)
         if roster.round >= self.planned_rounds or self.settled(state):
-            state = yield from calibrated(state)
+            state = yield from calibrated(state, roster.sites)
         return state, figures
 
     def settled(self, state: NewtonState) -> bool:
-        """Whether the next step promises less than the tolerance, with all healthy sites in the total."""
-        return state.promised < TOLERANCE[self.options.deviation] and set(self.roster().sites) <= set(state.sites)
+        """Whether the next step promises less than the tolerance, with all healthy sites in the total or left out."""
+        known = {*state.sites, *state.left_out}
+        return state.promised < TOLERANCE[self.options.deviation] and known.issuperset(self.roster().sites)
 
     def finished(self, state: NewtonState) -> bool:
         """Whether Newton's method has converged and bands are calibrated."""

@@ -23,7 +23,7 @@ from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import newton, rough
-from fedgp_flower.methods.hierarchical_gp.messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation, inducing_factor
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, linear_terms
@@ -33,8 +33,8 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
-from strategies.hierarchical_gp import USUAL_SITES, HierarchicalGP, first_state, one_round, widened
-from strategies.server.questions import Roster, drive
+from strategies.hierarchical_gp import USUAL_SITES, HierarchicalGP, first_state, one_round, widened, without_broken
+from strategies.server.questions import Roster, Summed, answered_by, drive
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
 ALIKE = (1e-9, 1e-9, 1e-9)
@@ -618,6 +618,44 @@ def test_units_whose_names_are_numbers_are_not_taken_for_ids(tmp_path):
     assert Predictor.at_site(folder, "0").site.label == "1"  # an id that is no name
     with pytest.raises(RunError, match=r"'9' is not a simulated site .* whose sites are .*2"):
         Predictor.at_site(folder, "9")
+
+
+@pytest.mark.parametrize("fault", [lambda y: 1000 * y, lambda y: 5 * np.random.default_rng(1).normal(size=len(y))])
+def test_a_broken_unit_is_named_and_changes_no_other_unit(fault, tmp_path):
+    """Units share noise and scale: one of noise made errors of the others nine times as large, one in mV a thousand."""
+    frame = pd.concat(
+        [series(), series(1).query("unit != 'a'").replace({"unit": dict(zip("bcdef", "ghijk", strict=True))})]
+    )
+    broken, errors = frame["unit"] == "e", []
+    for number, table in enumerate((frame[~broken], frame.assign(y=frame["y"].mask(broken, fault(frame["y"]))))):
+        (tmp_path / str(number)).mkdir()
+        found = read_run(run_of_units(tmp_path / str(number), table, **ROUGH | {"num_server_rounds": 12})).metrics
+        errors.append(found.test["crps"])
+    assert errors[1] < 1.25 * errors[0]
+    [named] = [told for told in found.warnings if "contradicts" in told]
+    assert named.startswith("site e contradicts the others: its rows are")
+
+
+def test_a_unit_with_few_rows_or_among_unlike_units_is_not_broken():
+    """Two rows ten nats below the others, or distances that all units have, are no fault; a unit returns at half."""
+
+    def left_out(gaps, rows, before=()):
+        none, empty = np.zeros(0), np.zeros((0, 0))
+        shares = {
+            str(k): ExpansionShare(
+                np.zeros((1, 1)), np.zeros(1), np.array(-gap * count), empty, empty, count, none, none
+            )
+            for k, (gap, count) in enumerate(zip(gaps, map(np.array, rows), strict=True))
+        }
+        asking = without_broken(Summed(add(shares.values()), tuple(shares), parts=shares), before)
+        return answered_by(asking, lambda _: None)[1]
+
+    many = np.full(5, 40.0)
+    assert left_out([0.0, 0.1, 0.2, 0.3, 6.0], many) == ("4",)
+    assert left_out([0.0, 0.1, 0.2, 0.3, 6.0], np.array([40.0, 40, 40, 40, 2])) == ()
+    assert left_out([0.0, 1.0, 2.0, 3.0, 8.0], many) == ()
+    assert left_out([0.0, 0.1, 0.2, 0.3, 4.0], many) == ()
+    assert left_out([0.0, 0.1, 0.2, 0.3, 4.0], many, before=("4",)) == ("4",)
 
 
 def test_units_calibrate_their_bands_after_the_last_round_of_start(tmp_path):

@@ -8,7 +8,7 @@ state. The driver (:mod:`strategies.server.strategy`) handles communication, fai
         answers = yield Each(Refined, {site: cavity})             # {site: Refined}, without the sites that failed
         site, answer = yield First(Refined, {site: cavity})       # the next outstanding answer; None if it was lost
         yield Refuse("north", "its precision is not positive")    # the answer is unusable and counts as a failure
-        yield Doubt({"south": "its sums contradict others"})      # the answer is used; the report names the site
+        yield Doubt({"south": "its sums contradict others"})      # no answer is refused; the report names the site
         return next_state, {"objective": 1.0}                     # the state and the round's figures for the history
 """
 
@@ -93,7 +93,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Report sites whose answers are possible but contradict those of the others. The answers are used."""
+    """Report sites whose answers are possible but contradict those of the others. The algorithm may use them."""
 
     reasons: Mapping[str, str]
     """By site, what was found in the latest comparison; sites that are no longer in it are cleared."""

@@ -157,6 +157,13 @@ def transported(
     return symmetric(rotation.mT @ precision @ rotation), rotation.mT @ shift
 
 
+def bound_of(share: ExpansionShare) -> float:
+    """F of these rows alone: c − ½ log|I + P| + ½ pᵀ(I + P)⁻¹p."""
+    precision, shift = torch.tensor(share.precision), torch.tensor(share.shift)
+    q_global, factor = posterior(precision, shift)
+    return float(share.constant) + float(0.5 * shift @ q_global.mean - factor.diagonal().log().sum())
+
+
 def expansion(total: ExpansionShare) -> BoundExpansion:
     """Value, gradient and Hessian of F from sums over sites.
 
