@@ -23,6 +23,8 @@ ENCODING = (
     " Gaussian, cut off where `transform.equation` ends: quantiles of y are those of t mapped, and p(y) = p(t) |dt/dy|."
 )
 """Explanation of the encoding of a row in ``posterior.json``."""
+COLLAPSE = "the model collapsed"
+"""Start of the warning of a run that is of no use; it is the first sentence of the result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,7 @@ def collapse(strategy: FederatedStrategy[Any]) -> list[str]:
     if not worse and found["test_standardised"]["rmse"] <= COLLAPSED:
         return []
     return [
-        "the model collapsed: held-out errors are as large as the signal, or larger than those of units that fit a GP"
-        " alone; try more `fedmgp.latents` or `model.num-inducing`"
+        f"{outcome.COLLAPSE}: held-out errors are as large as the signal, or larger than those of units that fit a GP"
+        " alone. Units whose curves differ in shape need deviations: `method` = 'hierarchical-gp'; or try more"
+        " `fedmgp.latents`"
     ]

@@ -24,6 +24,7 @@ from fedgp_flower.methods.fedmgp.joining import AMPLITUDES, DECAY, SPREAD, WIDES
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.posterior import panels
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
+from fedgp_flower.outcome import COLLAPSE
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process, simulated_nodes
 from fedgp_flower.run.predict import Predictor
@@ -202,7 +203,8 @@ def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path):
 def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(error, alone, collapsed):
     scores = {"test": {"rmse": error}, "test_standardised": {"rmse": error}}
     local = SimpleNamespace(local_only=None if alone is None else {"rmse": alone})
-    assert bool(collapse(SimpleNamespace(evaluation=scores, scoring=local))) is collapsed
+    found = collapse(SimpleNamespace(evaluation=scores, scoring=local))
+    assert [told.startswith(COLLAPSE) and "hierarchical-gp" in told for told in found] == [True] * collapsed
 
 
 Z = np.linspace(-8, 8, 4001)[:, None]

@@ -10,6 +10,7 @@ from scipy import stats
 from synthetic_runs import make_run, predict
 
 from fedgp_flower.files import read_json, write_json
+from fedgp_flower.outcome import COLLAPSE
 from fedgp_flower.run import figures, summary
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.dependence import Effect, relevances
@@ -145,6 +146,9 @@ def test_the_first_sentence_is_the_error_beside_the_others(line_run):
     others = "90.0 % for logistic regression and 87.6 % for each site alone"
     said = f"93.1 % of 92 held-out rows in the right class, against {others}."
     assert summary.answer(replace(run, metrics=classes)) == said
+    collapsed = replace(run, metrics=replace(known, warnings=["few rows", f"{COLLAPSE}: take another"]))
+    assert summary.opening(collapsed)[0] == "The model collapsed: take another."
+    assert "The model collapsed: take another." not in summary.notes(collapsed.metrics)
     nothing = replace(run, metrics=replace(known, test={}, per_site=[], calibration={}))
     assert summary.opening(nothing) == ["Nothing was held out, so nothing was scored: all rows were trained on."]
 

@@ -14,6 +14,7 @@ from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
 from fedgp_flower.options import MethodOptions
+from fedgp_flower.outcome import COLLAPSE
 from fedgp_flower.privacy.policy import FEW_ROWS
 from fedgp_flower.run.artefacts import Run, RunMetrics
 from fedgp_flower.run.registry import load, methods
@@ -300,12 +301,13 @@ def _in_words(figure: str, known: Facts) -> str:
 
 
 def opening(run: Run) -> list[str]:
-    """Return the first sentences of a report: the error, and the comparison with the baselines."""
-    return [answer(run)] + ([verdict(run.metrics)] if held_out_rows(run.metrics) else [])
+    """Return the first sentences of a report: a collapse, the error, and the comparison with the baselines."""
+    collapsed = [_sentence(warning) for warning in run.metrics.warnings if warning.startswith(COLLAPSE)]
+    return [*collapsed, answer(run)] + ([verdict(run.metrics)] if held_out_rows(run.metrics) else [])
 
 
 def notes(metrics: RunMetrics) -> list[str]:
-    """Return notes of the method, warnings, miscalibration and missing convergence, a sentence each."""
+    """Return notes of the method, warnings that do not open the report, miscalibration and missing convergence."""
     calibration = calibration_verdict(metrics)
     others = [warning for warning in metrics.warnings if not warning.startswith(FEW_ROWS)]
     warnings = others if any("docs/privacy.md" in warning for warning in others) else metrics.warnings
@@ -315,7 +317,12 @@ def notes(metrics: RunMetrics) -> list[str]:
         calibration if "too " in calibration else "",
         convergence_note(metrics),
     )
-    return [f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" for words in found if words]
+    return [_sentence(words) for words in found if words and not words.startswith(COLLAPSE)]
+
+
+def _sentence(words: str) -> str:
+    """Return the words as a sentence."""
+    return f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
 
 
 def incomparable(runs: Sequence[Run]) -> list[str]:
