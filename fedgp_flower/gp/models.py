@@ -46,8 +46,8 @@ FLOAT32_JITTER = 1e-6
 """Smallest relative jitter of a kernel matrix in float32, where 1e-8 is below rounding."""
 LOCATIONS, CONSTANT = "inducing.locations", "mean.constant"
 LOG_NOISE, HYPER = "likelihood.log_noise", "likelihood.log_parameters"
-OUTPUTSCALE, LENGTHSCALE = 2.0, 1.35
-"""Initial k(x, x), and ℓ in units of √D, unless ``model.outputscale`` and ``model.lengthscale`` are set."""
+LENGTHSCALE = 1.35
+"""Initial ℓ in units of √D, unless ``model.lengthscale`` is set."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,8 @@ class LatentGP(SparseGP):
             if "lengthscale" in name and model.lengthscale == default.lengthscale:
                 parameter.data.fill_(math.log(lengthscale))
             elif is_amplitude(name) and model.outputscale == default.outputscale:
-                parameter.data.fill_(math.log(OUTPUTSCALE))
+                linear = name.endswith("variance")
+                parameter.data.fill_(math.log(observed.weight_variance if linear else observed.outputscale))
 
     @classmethod
     def from_arrays(cls, model: ModelSection, arrays: Mapping[str, Array]) -> LatentGP:

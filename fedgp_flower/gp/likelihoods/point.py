@@ -69,6 +69,8 @@ class PointLikelihood(ABC):
     """Whether p(y | f) takes several functions and depends on their differences alone."""
     functions: tuple[str, ...] = ()
     """Names of functions with a kernel each. Several functions without names share one kernel."""
+    outputscale, weight_variance = 2.0, 2.0
+    """Initial k(x, x), for ``linear`` of a weight, unless ``model.outputscale`` is set."""
     amplitude_spread = 1.0
     """Prior standard deviation of the logarithm of a kernel's amplitude."""
 
