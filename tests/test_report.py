@@ -11,7 +11,7 @@ from synthetic_runs import make_run, predict
 
 from fedgp_flower.files import read_json, write_json
 from fedgp_flower.outcome import COLLAPSE
-from fedgp_flower.run import figures, summary
+from fedgp_flower.run import figures, summary, terminal
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.dependence import Effect, relevances
 from fedgp_flower.run.figures import relevance
@@ -176,6 +176,17 @@ def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, con
     known = replace(read_run(line_run).metrics, method="sgpr", data={"rows": 366})
     metrics = replace(known, converged=converged, method_details=facts)
     assert said in summary.convergence_note(metrics) if said else not summary.convergence_note(metrics)
+
+
+@pytest.mark.parametrize("converged", [True, False, None])
+def test_a_run_that_converged_says_so(line_run, converged, monkeypatch, capsys):
+    run = read_run(line_run)
+    run = replace(run, metrics=replace(run.metrics, converged=converged))
+    monkeypatch.setattr(terminal, "read_run", lambda folder: run)
+    terminal.show_result(line_run)
+    words = " ".join(capsys.readouterr().out.split())
+    assert ("rounds, converged, 1 failure" in words) == bool(converged)
+    assert ("rounds, converged · " in write_page(run).read_text()) == bool(converged)
 
 
 @pytest.mark.parametrize(

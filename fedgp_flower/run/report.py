@@ -27,7 +27,7 @@ from fedgp_flower.run.dependence import MOST, effects, relevances, walks
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
-from fedgp_flower.run.summary import cell, number, percent, show, title_of
+from fedgp_flower.run.summary import cell, many, number, percent, show, title_of
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
 
@@ -102,7 +102,7 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             facts=_facts(run),
             opening=[_sentence_html(sentence) for sentence in summary.opening(run)],
             notes=[_sentence_html(sentence) for sentence in summary.notes(metrics)],
-            failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
+            failed=f"{many(len(metrics.failures), 'failure')} at {many(failing, 'site')}; see the list below.",
             headline=summary.headline(metrics),
             note=_headline_note(metrics, units),
             differences=summary.baseline_differences(metrics),
@@ -189,13 +189,10 @@ def _facts(run: Run) -> str:
     m = run.metrics
     sent = (m.bytes.get("up", 0) + m.bytes.get("down", 0)) / 1e6
     total = number(m.seconds.get("total"))
-    counts = f"{_many(m.sites, 'site')} · {_many(m.rounds, 'round')} · {_many(m.communications, 'communication')}"
-    trips = f"{_many(m.exchanges, 'exchange')} · " if m.exchanges else ""
+    rounds = many(m.rounds, "round") + ", converged" * bool(m.converged)
+    counts = f"{many(m.sites, 'site')} · {rounds} · {many(m.communications, 'communication')}"
+    trips = f"{many(m.exchanges, 'exchange')} · " if m.exchanges else ""
     return f"{run.path.name} · {counts} · {trips}{show(sent)} MB sent · {show(total)} s"
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _headline_note(metrics: RunMetrics, units: str) -> str:

@@ -219,7 +219,7 @@ def baseline_differences(metrics: RunMetrics) -> tuple[list[str], list[list[str]
             f"{round(v, digits) + 0.0:+.{digits}f}".replace("-", "−") for v in (found.mean, found.low, found.high)
         )
         sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites > 1 else ""
-        few = f"– ({found.sites} site{'s' * (found.sites != 1)})" if found.sites else "–"
+        few = f"– ({many(found.sites, 'site')})" if found.sites else "–"
         rows.append([name, mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else few])
     titles = ["", "NLL, difference", "95 % interval over sites"][: 3 if any(row[2] != "–" for row in rows) else 2]
     return (titles, [row[: len(titles)] for row in rows]) if rows else ([], [])
@@ -318,6 +318,11 @@ def notes(metrics: RunMetrics) -> list[str]:
         convergence_note(metrics),
     )
     return [_sentence(words) for words in found if words and not words.startswith(COLLAPSE)]
+
+
+def many(count: int, noun: str) -> str:
+    """Return the count with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _sentence(words: str) -> str:

@@ -19,7 +19,16 @@ from rich.table import Table
 from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of, time_left
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import baseline_differences, data_name, headline, held_out_rows, notes, opening, quoted
+from fedgp_flower.run.summary import (
+    baseline_differences,
+    data_name,
+    headline,
+    held_out_rows,
+    many,
+    notes,
+    opening,
+    quoted,
+)
 from fedgp_flower.typing import Facts
 
 WIDEST = 10_000
@@ -70,7 +79,7 @@ def interruptible(folder: Path) -> Iterator[None]:
         kept = f"stopped before the first round was complete; the name {folder.name} is free again"
         if (folder / "checkpoint" / "checkpoint.json").exists():
             rounds = int(read_json(folder / "checkpoint" / "checkpoint.json")["state"]["round"])
-            complete = f"{rounds} complete round{'s' * (rounds != 1)}"
+            complete = many(rounds, "complete round")
             kept = (
                 f"stopped; {complete} kept in {folder}. Go on: the same command with `name={folder.name} resume=true`"
             )
@@ -93,7 +102,8 @@ def show_result(folder: Path) -> None:
     """Print the result of a finished run: sentences, tables, notes and the paths of its files."""
     run = read_run(folder)
     metrics = run.metrics
-    counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
+    rounds = many(metrics.rounds, "round") + ", converged" * bool(metrics.converged)
+    counts = f"{many(metrics.sites, 'site')}, {rounds}, {many(len(metrics.failures), 'failure')}"
     console = Console(soft_wrap=True, markup=False, emoji=False)  # names of effects may be a[b] and a:b:c
     first, *others = opening(run)
     console.print(first, highlight=False, style="bold")
