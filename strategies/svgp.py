@@ -47,6 +47,9 @@ LOCATION_UNIT = 0.3
 """Unit of inducing points in a step, as a share of the lengthscale."""
 EXCHANGES_BEFORE = 2
 """Exchanges before training: descriptions, and histograms of inputs; another one for steps."""
+OF_DIFFERENCES = 0.5
+"""Length of a natural-gradient step of functions that matter by their differences. Each is stepped as if the others
+were fixed; along the difference of two the curvature is up to twice as large."""
 HALVINGS = 4
 """The memory of L-BFGS is cleared after so many halvings in a row; the run ends after twice as many."""
 DEFAULT_EXCHANGES = 57
@@ -172,7 +175,8 @@ def with_memory(state: SVGPState, count: int) -> SVGPState:
 
 def natural_step(state: SVGPState) -> Duals:
     """Return (B, b) after the natural-gradient step."""
-    return state.duals if state.found is None else state.duals.stepped(state.found, 0.5**state.halvings)
+    length = (OF_DIFFERENCES if state.relative else 1.0) * 0.5**state.halvings
+    return state.duals if state.found is None else state.duals.stepped(state.found, length)
 
 
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:

@@ -297,6 +297,25 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     assert svgp.converged(problem, replace(back, evaluations=7))
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_half_a_step_of_a_softmax_raises_the_bound_and_a_whole_one_may_not(classes: int) -> None:
+    """Two functions that mirror each other are stepped at once, so that their difference moves too far."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((60, 1))
+    data = torch.from_numpy(x), torch.from_numpy((x[:, 0] + 0.3 * draw.standard_normal(60) > 0).astype(float))
+    model = LatentGP(section("categorical"), torch.linspace(-2, 2, 6).double()[:, None])
+    model.constant = torch.nn.Parameter(torch.zeros(classes, 1).double())
+    bounds: dict[float, list[float]] = {svgp.OF_DIFFERENCES: [], 1.0: []}
+    for length, found in bounds.items():
+        for steps in range(9):
+            duals = settled(model, data, steps, length)
+            found.append(float(expectations(model, *data, duals.posterior()).fit) - float(duals.divergence()))
+    half, whole = map(np.array, bounds.values())
+    assert (np.diff(half) > 0).all()
+    assert np.diff(whole).min() < -0.1
+    assert half[-1] > whole.max() + 0.01
+
+
 def test_training_ends_when_five_evaluations_together_gain_less_than_the_minimum() -> None:
     """Without a minimum, only when they gain no more than rounding."""
     none, least = (
