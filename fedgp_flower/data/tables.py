@@ -8,9 +8,9 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 from fedgp_flower.errors import DataError, similar
 from fedgp_flower.lazy import pd
@@ -113,11 +113,12 @@ def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
         names = _checked_header(headers[separator], path.name)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
-            if as_written or not _may_be_padded(path):
-                return read(str if as_written else None)
+            if as_written:
+                return read(str)
             frame = read()
-            text = read(str, [*frame.select_dtypes("number")])
-            padded = [name for name in text if text[name].str.fullmatch(PADDED, na=False).any()]
+            whole = [str(name) for name in frame.select_dtypes("number") if not (frame[name] % 1).any()]
+            text = read(str, whole)
+            padded = [name for name in whole if text[name].str.fullmatch(PADDED, na=False).any()]
             return frame.assign(**text[padded])
     except pd.errors.EmptyDataError:
         raise DataError(f"{path.name}: the file is empty; expected a header line and data rows") from None
@@ -133,21 +134,11 @@ def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
 
 
-def _may_be_padded(path: Path) -> bool:
-    """Return whether a cell of numbers may have a leading zero; most files have none and are read once."""
-    with _opened(path) as file:
-        return any(re.search(r"0(?<![\w.:/+-]0)\d+(?![\w.:/-])", line) for line in file)
-
-
-def _opened(path: Path) -> IO[str]:
-    opened = gzip.open if path.name.endswith(".gz") else open
-    return cast(IO[str], opened(path, "rt", encoding="utf-8-sig", newline=""))
-
-
 def _header(path: Path, separator: str) -> list[str]:
     """Return the cells of the first non-blank line."""
-    with _opened(path) as file:
-        lines = csv.reader(file, delimiter=separator)
+    opened = gzip.open if path.name.endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(cast(Iterable[str], file), delimiter=separator)
         try:
             return next(cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
         except StopIteration:
