@@ -79,6 +79,8 @@ class Prediction:
 
     mean: Array
     variance: Array
+    tails: Array | None = None
+    """Factors κ and shares p [2, J] of a mixture of normals N(mean, κ² variance), Σ p κ² = 1; None for a normal."""
 
 
 def split_target(targets: T) -> tuple[T, T]:
@@ -273,8 +275,13 @@ class TargetUnits:
     """Follow-up of a target that is a time to an event."""
 
     def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
-        """Score Gaussian predictions of a standardised target."""
-        return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
+        """Score predictions of a standardised target: normal, or mixtures of normals with the same mean."""
+        if prediction.tails is None:
+            return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
+        factors, shares = prediction.tails
+        mean, sd = self.modelled(prediction.mean, np.sqrt(prediction.variance))
+        sds = factors[:, None] * sd
+        return mixture_scores(np.broadcast_to(mean, sds.shape), sds, target * self.scale + self.shift, shares)
 
     def mixture_scores(self, means: Array, variances: Array, target: Array) -> Scores:
         """Score equally weighted mixtures of Gaussians [S, N] of a standardised target [N]."""
@@ -297,9 +304,12 @@ class TargetUnits:
         mean, sd = self.modelled(mean, sd)
         return (mean, sd) if self.transform is None else transformed_moments(mean[None], sd[None], self.transform)
 
-    def quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-        """Return quantiles [levels, N] in original units."""
+    def quantiles(self, mean: Array, sd: Array, levels: Sequence[float], tails: Array | None = None) -> Array:
+        """Return quantiles [levels, N] in original units, of normals or of mixtures as in :class:`Prediction`."""
         mean, sd = self.modelled(mean, sd)
+        if tails is not None:
+            unit = mixture_quantiles(np.zeros((tails.shape[1], 1)), tails[0][:, None], levels, tails[1])
+            return mean + sd * unit
         if self.transform is None:
             return mean + sd * special.ndtri(np.array(levels))[:, None]
         return transformed_quantiles(mean, sd, levels, self.transform)

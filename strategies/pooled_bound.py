@@ -15,6 +15,7 @@ from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting
+from fedgp_flower.gp.tails import TAILS
 from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -37,12 +38,17 @@ MEANINGS = {
     "kernel.outputscale": "prior variance of f",
     "kernel.step": "a, variance of a step of each input that has steps; Z has a row for each, 2⁴⁰ for other inputs",
     "likelihood.noise": "σ², noise variance of an observation",
+    TAILS: "κ and p, factors of the standard deviation and shares of the normals in a prediction",
     CONSTANT: "c, mean of f",
     "likelihood.parameters": "p, parameters of p(y | f)",
 }
 GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
     "x and y standardised by input.mean, input.scale, target.mean, target.scale."
+)
+MIXTURE = (
+    " This is the mean and the variance of y(x); its distribution is the mixture of normals with that mean and κ² times"
+    " that variance in shares p, the rows of errors.mixture."
 )
 OBSERVED = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) + jitter · k(z, z) − aᵀa"
@@ -195,12 +201,13 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     values, q = posterior.values, {"inducing.mean": posterior.mean, "inducing.covariance": posterior.covariance}
     natural = {name.replace(".log_", ".", 1): np.exp(array) for name, array in values.items() if ".log_" in name}
     constant = {name: array for name, array in values.items() if name == CONSTANT}
-    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant}
+    tails = {name: array for name, array in values.items() if name == TAILS}
+    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant, **tails}
     coordinates = dict.fromkeys(arrays, "standardised") | dict.fromkeys(q, "whitened")
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
     described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
     if not constant:
-        return Posterior(arrays, meanings, coordinates, GAUSSIAN, described)
+        return Posterior(arrays, meanings, coordinates, GAUSSIAN + MIXTURE * bool(tails), described)
     described |= {"likelihood": model.likelihood}
     equation = OBSERVED.format(OBSERVATIONS[model.likelihood])
     return Posterior(arrays, meanings, coordinates | dict.fromkeys(constant, "latent"), equation, described)

@@ -15,6 +15,9 @@ common scale of kernel and noise. Rounds end when a step promises less than a mi
 (:mod:`strategies.enlarging`). Training goes on at 1024 points if twice as many may follow, since few points cannot
 represent a rough function; then training at few points ends early if a doubling promises far more. The posterior uses
 the fewest points that reach nearly the best evidence.
+
+*Errors.* After training, every row is predicted from all other rows. The distribution of predictions is that of these
+errors in standard deviations, a mixture of normals (:mod:`fedgp_flower.gp.tails`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp import tails
 from fedgp_flower.gp.cells import VALUES, common_values, drawn, weight_of, with_pairs, with_values
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
@@ -46,6 +50,7 @@ from fedgp_flower.methods.sgpr.messages import (
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
+    ResidualCounts,
     Sketch,
     TrialSums,
 )
@@ -77,6 +82,8 @@ NEWTON_STEPS = 8
 """Newton steps to the best common scale of kernel and noise."""
 EXCHANGES_BEFORE, EXCHANGES_PER_ROUND = 4, 2
 """Exchanges before training (descriptions, histograms of inputs, sketch, pairs of common values), and in a round."""
+EXCHANGES_AFTER = 1
+"""Exchanges after training: the errors of rows that are predicted from all others."""
 DEFAULT_EXCHANGES = 60
 """Exchanges with those at more inducing points, unless ``sgpr.exchanges`` is set."""
 MINIMUM_GAIN = 0.001
@@ -489,6 +496,21 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     return PooledPosterior.of(values, totals.posterior()), totals
 
 
+def with_tails(q: PooledPosterior, section: ModelSection, weight: float) -> Asking[PooledPosterior]:
+    """Return the posterior with the shape of the errors of rows predicted from all others, unless they are normal.
+
+    The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ.
+    """
+    summed: Summed[ResidualCounts] = yield Total(ResidualCounts, q, sizes={"B": len(tails.EDGES)})
+    mixture = None if summed.total is None else tails.fitted(weight * summed.total.counts)
+    if mixture is None:
+        return q
+    mixture, variance = tails.unit_variance(mixture)
+    scaled = (*amplitude_names(section, q.values[LOCATIONS].shape[1]), LOG_NOISE)
+    values = {**q.values, **{name: np.asarray(q.values[name] + math.log(variance)) for name in scaled}}
+    return replace(q, values={**values, tails.TAILS: mixture}, mean=q.mean / math.sqrt(variance))
+
+
 def varying_noise(score: Array, rows: float) -> int | None:
     """Return the input along which the noise variance varies most, or None if no variation is clear.
 
@@ -516,7 +538,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         section, options = self.config.model, self.options
         most = enlarging.points_per_message(section.max_megabytes)
         enlargements = EXCHANGES_PER_SIZE * len(sizes_from(min(FIRST_SIZE, most), most))
-        exchanges = options.exchanges or DEFAULT_EXCHANGES - enlargements
+        exchanges = options.exchanges or DEFAULT_EXCHANGES - enlargements - EXCHANGES_AFTER
         minimum_gain, megabytes = 0.0 if options.exchanges else MINIMUM_GAIN, section.max_megabytes
         return Problem(section, self.config.seed, exchanges, {}, options.small_sites, minimum_gain, megabytes)
 
@@ -563,7 +585,12 @@ class SGPR(FederatedStrategy[SGPRState]):
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """Return the exact posterior of all rows."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details: dict[str, Any] = pooled_bound.progress(state.exchanges, state.gains, EXCHANGES_PER_ROUND, state.rows)
+        last = self.finished(state) or self.round >= self.planned_rounds
+        last = last and self.config.transform.target == "none"
+        if last:
+            found = yield from with_tails(found, self.config.model, state.weight)
+        exchanges = state.exchanges + EXCHANGES_AFTER * last
+        details: dict[str, Any] = pooled_bound.progress(exchanges, state.gains, EXCHANGES_PER_ROUND, state.rows)
         details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}
         details["noise_sd_standardised"] = math.sqrt(pooled_bound.noise_of(found.values))
         if state.asked and state.totals is not None:

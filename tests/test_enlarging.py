@@ -7,16 +7,18 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, alike, configured, csv_nodes, run, waves
-from scipy.stats import multivariate_normal
+from scipy.stats import multivariate_normal, norm, t
 from test_sgpr import rows, unit_values
 
-from fedgp_flower.gp.fitc import WeightedSums, evidence, weighted_gradient, weighted_sums
-from fedgp_flower.gp.models import LOCATIONS, SparseGP
+from fedgp_flower.gp import tails
+from fedgp_flower.gp.fitc import WeightedSums, evidence, left_out, weighted_gradient, weighted_sums
+from fedgp_flower.gp.models import LOCATIONS, ExactGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import add
 from fedgp_flower.options import ModelSection
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.scores import Prediction, TargetUnits
 from strategies import enlarging, sgpr
 from strategies.enlarging import doubling_gain, ordered, points_per_message, predictive_loss, sufficient_points
 
@@ -206,6 +208,38 @@ def test_the_posterior_predicts_what_the_textbook_joint_does():
     assert mean.numpy() == pytest.approx(cross @ np.linalg.solve(covariance, y.numpy()), abs=1e-8)
     expected = prior.numpy() - np.sum(cross.T * np.linalg.solve(covariance, cross.T), 0) + float(model.noise.detach())
     assert variance.numpy() == pytest.approx(expected, abs=1e-8)
+
+
+def test_errors_of_rows_left_out_are_those_of_predictions_from_all_others():
+    """For any inducing points by predictions without each row; with all rows as inducing points by the exact GP."""
+    (x, y), model = rows(), model_of("rbf + l1")
+    found = left_out(model, x, y, weighted_sums(model, x, y).posterior()).numpy()
+    for row in (0, 13, 59):
+        others = torch.arange(len(x)) != row
+        with torch.no_grad():
+            mean, variance = model.predict(x[[row]], weighted_sums(model, x[others], y[others]).posterior())
+        assert found[row] == pytest.approx(float((y[row] - mean) / variance.sqrt()), abs=1e-9)
+    exact = ExactGP(ModelSection(kernel="rbf + l1"), x, y)
+    exact.load({name: array for name, array in model.to_arrays().items() if name != LOCATIONS})
+    everywhere = SparseGP.from_arrays(ModelSection(kernel="rbf + l1"), {**model.to_arrays(), LOCATIONS: x.numpy()})
+    q = weighted_sums(everywhere, x, y).posterior()
+    assert exact.left_out().numpy() == pytest.approx(left_out(everywhere, x, y, q).numpy(), abs=1e-5)
+
+
+def test_the_mixture_of_errors_has_the_coverage_of_their_distribution_and_normal_errors_need_none():
+    draw = np.random.default_rng(0)
+    assert sum(tails.fitted(tails.histogram(draw.standard_normal(400))) is None for _ in range(20)) >= 18
+    errors = draw.standard_t(3, 20_000)
+    mixture, variance = tails.unit_variance(tails.fitted(tails.histogram(errors)))
+    assert variance == pytest.approx(errors.var(), rel=0.05)
+    assert mixture[1] @ mixture[0] ** 2 == pytest.approx(1.0)
+    unit = Prediction(np.zeros(1), np.array([variance]), mixture)
+    levels = (0.75, 0.95, 0.975)
+    found = TargetUnits(0.0, 1.0).quantiles(unit.mean, np.sqrt(unit.variance), levels, mixture)[:, 0]
+    assert found == pytest.approx(t.ppf(levels, 3), rel=0.03)
+    score = TargetUnits(0.0, 1.0).gaussian_scores(unit, np.array([6.0]))
+    by_hand = mixture[1] @ norm.pdf(6.0, 0.0, mixture[0] * np.sqrt(variance))
+    assert score.sums["nll"] == pytest.approx(-np.log(by_hand))
 
 
 def test_the_score_of_the_noise_is_the_slope_of_the_evidence_by_noise_that_varies():

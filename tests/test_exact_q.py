@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from fedgp_flower.data.synthetic import convolved_signals
 from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
-from fedgp_flower.gp.convolved import smoothed_covariance
 from fedgp_flower.gp.sums import INPUT_EDGES, input_shape
 from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp import latents as latent_gp
 from fedgp_flower.methods.fedmgp import unit as one_unit
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, LatentPosterior, UnitStatistics, posterior
-from fedgp_flower.methods.fedmgp.model import fit_pooled
+from fedgp_flower.methods.fedmgp.model import fit_pooled, smoothed_covariance
 from fedgp_flower.methods.fedmgp.options import NATURAL_STEP, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import START_NOISE, best_lead, consistent, possible_start
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, maximise, moved, respond, statistics

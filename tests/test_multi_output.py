@@ -11,12 +11,11 @@ from numpy.polynomial.hermite_e import hermegauss
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp import latents as latent_gp
 from fedgp_flower.methods.fedmgp import unit as one_unit
 from fedgp_flower.methods.fedmgp.latents import SCALES, LatentFunctions, LatentPosterior, pooled_bound, posterior
-from fedgp_flower.methods.fedmgp.model import MultiOutputGP, factor_steps
+from fedgp_flower.methods.fedmgp.model import ConvolvedKernel, MultiOutputGP, factor_steps, smoothed_covariance
 from fedgp_flower.methods.fedmgp.unit import LocalSteps, UnitData, UnitParameters, predict, statistics
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]

@@ -64,6 +64,28 @@ def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
         np.testing.assert_allclose(again[["mean", "sd"]], own[["mean", "sd"]], rtol=1e-10)
 
 
+def test_predictions_have_the_distribution_of_the_errors(tmp_path):
+    """Student-t noise: the log score is that of the mixture and better than a normal one; all intervals agree."""
+    draw = np.random.default_rng(1)
+    x = draw.uniform(-2, 2, 400)
+    frame = pd.DataFrame({"x": x, "y": 5 * np.sin(x) + draw.standard_t(2, 400)})
+    keys = {"num-server-rounds": 30, "model.num-inducing": 10, "output-dir": str(tmp_path)}
+    run = fg.run(frame, target="y", method="sgpr", sites=SITES, options=keys)
+    rows, (factors, shares) = run.predictions, run.saved.arrays["errors.mixture"]
+    assert (factors**2 @ shares, shares.sum()) == (pytest.approx(1.0), pytest.approx(1.0))
+    z = ((rows["target"] - rows["mean"]) / rows["sd"]).to_numpy()
+    score = -np.log(stats.norm.pdf(z[:, None], 0, factors) @ shares) + np.log(rows["sd"])
+    assert run.metrics.test["nll"] == pytest.approx(score.mean(), rel=1e-9)
+    assert score.mean() < np.mean(-stats.norm.logpdf(z) + np.log(rows["sd"])) - 0.05
+    again = run.posterior.predict(pd.DataFrame({"x": rows["input.x"]}))
+    np.testing.assert_allclose(again[["sd", "q2.5", "q97.5"]], rows[["sd", "low", "high"]], atol=1e-9)
+    inside = shares @ stats.norm.cdf(((again["q75"] - again["mean"]) / again["sd"]).to_numpy() / factors[:, None])
+    np.testing.assert_allclose(inside, 0.75, atol=1e-9)
+    draws = run.posterior.sample(pd.DataFrame({"x": [0.0]}), 20_000)
+    expected = run.posterior.predict(pd.DataFrame({"x": [0.0]}))[["q2.5", "q25", "q75", "q97.5"]].to_numpy()[0]
+    np.testing.assert_allclose(np.quantile(draws, [0.025, 0.25, 0.75, 0.975]), expected, rtol=0.06)
+
+
 def test_a_kernel_whose_package_is_missing_is_named(line):
     run = read_run(line)
     elsewhere = replace(run, saved=replace(run.saved, model={**run.saved.model, "kernel": "brownian"}))

@@ -76,7 +76,7 @@ def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     rows = run.predictions.sort_values("sd")
     inside = (abs(rows["target"] - rows["mean"]) <= 1.96 * rows["sd"]).to_numpy()
     shares = [summary.percent(float(inside[part].mean())) for part in np.array_split(np.arange(len(rows)), 3)]
-    assert f"holds {shares[0]} of the third of rows with the smallest sd, {shares[1]} and {shares[2]}" in line_page
+    assert f"hold {shares[0]} of the third of rows with the smallest sd, {shares[1]} and {shares[2]}" in line_page
 
 
 def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page, monkeypatch):

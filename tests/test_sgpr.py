@@ -382,7 +382,7 @@ def test_few_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypat
 
     here = objective().item()
     best = maximise(objective, [*named.values()], max_evaluations=200, bounds=[LOGARITHM] * len(named))
-    assert (details["exchanges"], details["num_inducing"]) == (21, 12)
+    assert (details["exchanges"], details["num_inducing"]) == (22, 12)
     assert 0 <= details["expected_seconds"] < 60  # the clock of the test stands still between messages
     assert here == pytest.approx(few.current.height, abs=1e-6)
     assert here > best[-1] - 0.02 * count
@@ -408,7 +408,7 @@ def test_a_finished_run_may_go_on(monkeypatch):
     longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
     assert longer.digest() == parse_config(flat).digest()
     more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
-    assert end.details()["exchanges"] < more.details()["exchanges"] <= 4 + 1 + 5 * 2
+    assert end.details()["exchanges"] < more.details()["exchanges"] <= 4 + 1 + 5 * 2 + 1
     assert more.current.height >= end.current.height
 
 

@@ -26,6 +26,7 @@ from fedgp_flower.gp.models import (
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
+from fedgp_flower.gp.tails import shaped
 from fedgp_flower.options import CLASSIFICATION
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, split_target
 from fedgp_flower.typing import NamedArrays
@@ -82,8 +83,8 @@ def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -
     if len(rows.x) > (POOLED_ROWS if pooled else EXACT_ROWS):
         return _sparse(rows, config, units, rng, prior, pooled)
     model = _exact(rows, config, prior, rng) if pooled else _fitted(rows, config, prior)
-    mean, variance = model.predict(Placement.of(config).tensor(rows.x_test))
-    return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
+    predicted = Prediction(*map(to_array, model.predict(Placement.of(config).tensor(rows.x_test))))
+    return units.gaussian_scores(shaped(predicted, to_array(model.left_out()), units), rows.y_test)
 
 
 def no_scores(units: TargetUnits) -> Scores:
@@ -175,9 +176,10 @@ def _sparse(
         q = fitc.weighted_sums(model, inputs, targets).posterior()
     else:
         q = pooled_sums(model, inputs, targets).posterior(float(model.noise.detach()))
+    residuals = to_array(fitc.left_out(model, inputs, targets, q))
     with torch.no_grad():
-        mean, variance = model.predict(place.tensor(rows.x_test), q)
-    return units.gaussian_scores(Prediction(to_array(mean), to_array(variance)), rows.y_test)
+        predicted = Prediction(*map(to_array, model.predict(place.tensor(rows.x_test), q)))
+    return units.gaussian_scores(shaped(predicted, residuals, units), rows.y_test)
 
 
 def _settled(model: LatentGP, inputs: Tensor, targets: Tensor, q: WhitenedPosterior) -> WhitenedPosterior:

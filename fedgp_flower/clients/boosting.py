@@ -12,6 +12,7 @@ import numpy as np
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.likelihoods.counts import Counts
 from fedgp_flower.gp.likelihoods.point import NONE
+from fedgp_flower.gp.tails import shaped
 from fedgp_flower.options import CLASSIFICATION, MULTICLASS, REAL_VALUED
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array
@@ -41,6 +42,8 @@ class Boosted:
     variance: float
     loss: float
     """Mean validation loss over the folds, to compare settings."""
+    residuals: Array
+    """Errors out of fold in standard deviations; of counts in units of the outcome."""
 
     def scores(self, rows: SiteData, likelihood: str, units: TargetUnits) -> Scores:
         """Scores of the held-out rows in original units, with one predictive variance for all rows."""
@@ -52,7 +55,7 @@ class Boosted:
         spread = np.full_like(mean, self.variance)
         if likelihood == "poisson":
             return Counts().scores(np.log(mean) - spread / 2, spread, rows.y_test, NONE, units)
-        return units.gaussian_scores(Prediction(mean, spread), rows.y_test)
+        return units.gaussian_scores(shaped(Prediction(mean, spread), self.residuals, units), rows.y_test)
 
 
 def boosted(
@@ -84,10 +87,12 @@ def boosted(
         losses.append(-np.asarray(trees.validation_score_))
         predictions.append(np.asarray(trees.predict(x[fold]), np.float64))
     predicted = np.concatenate(predictions)
-    variance = float(np.square(y[np.concatenate(folds)] - predicted).mean())
+    errors = y[np.concatenate(folds)] - predicted
+    variance = float(np.square(errors).mean())
     if likelihood == "poisson":  # var y = r + r² (e^v − 1)
         more = max(variance - float(predicted.mean()), 0.0)
         variance = math.log1p(more / float(np.square(predicted).mean()))
     best = max(round(float(np.mean([loss.argmin() for loss in losses]))), 1)
     trees = grow(max_iter=best, early_stopping=False).fit(x, y)
-    return Boosted(trees, max(variance, LEAST_VARIANCE), float(np.mean([loss.min() for loss in losses])))
+    variance, loss = max(variance, LEAST_VARIANCE), float(np.mean([loss.min() for loss in losses]))
+    return Boosted(trees, variance, loss, errors / math.sqrt(variance))

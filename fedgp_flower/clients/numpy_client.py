@@ -212,8 +212,8 @@ class SiteClient(NumPyClient):
         if self.config.model.likelihood == "bernoulli":
             del arrays["prediction.sd"]
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
-        if agreed.transform is not None:  # mean ± 1.96 sd is no 95 % interval of a transformed target
-            ends = units.quantiles(predicted.mean, np.sqrt(predicted.variance), (0.025, 0.975))
+        if agreed.transform is not None or predicted.tails is not None:  # mean ± 1.96 sd is no 95 % interval
+            ends = units.quantiles(predicted.mean, np.sqrt(predicted.variance), (0.025, 0.975), predicted.tails)
             arrays["prediction.low"], arrays["prediction.high"] = ends
         if self.rows.x_test.shape[1] <= 2:
             arrays["prediction.input"] = self.rows.x_test * agreed.input_scale + agreed.input_mean

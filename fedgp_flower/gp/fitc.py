@@ -151,3 +151,21 @@ def weighted_gradient(
     total = accumulated(total, whitener.pulled_back_points(model, by_points))
     total[LOG_NOISE] = np.asarray(total[LOG_NOISE] + by_noise * to_array(noise))
     return {name: share for name, share in total.items() if name != LOCATIONS}, to_array(score)
+
+
+@torch.no_grad()
+def left_out(
+    model: SparseGP, inputs: Rows, targets: Targets, q: WhitenedPosterior, whitener: Whitener | None = None
+) -> Tensor:
+    """Return the error z of the prediction of each row from all other rows, in its standard deviations [N].
+
+    Without row n, at the same parameters, y_n ~ N(μ, s²) with y − μ = (y − wᵀm)/(1 − h) and s² = λ/(1 − h), where
+    h = wᵀSw/λ < 1 is the weight of the row in its own prediction, so that z = (y − wᵀm)/√(λ (1 − h)) (Sundararajan and
+    Keerthi 2001).
+    """
+    whitener, found = whitener or Whitener(model), list[Tensor]()
+    mean, covariance = (part.to(whitener.factor) for part in (q.mean, q.covariance))
+    for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
+        remaining = variances(rows, model.noise) - (rows.cross * (covariance @ rows.cross)).sum(0)
+        found.append((y - rows.cross.mT @ mean) / remaining.sqrt())
+    return torch.cat(found)

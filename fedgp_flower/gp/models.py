@@ -445,6 +445,12 @@ class ExactGP(WiredModel):
         return stacked @ stacked.mT / 2
 
     @torch.no_grad()
+    def left_out(self) -> Tensor:
+        """Return the error of each row predicted from all others, in standard deviations: [C⁻¹y]_n / √[C⁻¹]_nn [N]."""
+        precision = torch.cholesky_inverse(self.factor(self.covariance()))
+        return precision @ self.targets / precision.diagonal().sqrt()
+
+    @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:
         """Return mean and variance of noisy observations at new inputs, both [K] (Guo et al. 2022, Eq. 5)."""
         factor, cross = self.factor(self.covariance()), self.kernel(self.inputs, new).to_dense()

@@ -32,6 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.data.tables import read_table
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
+from fedgp_flower.gp.tails import TAILS
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, WITH_NOISE, Value
 from fedgp_flower.outcome import Posterior
@@ -175,7 +176,7 @@ class Predictor:
         mean, sd = moments()
         if self.saved.likelihood == "poisson":
             return count_quantiles(*log_rate_of(*self.units.modelled(mean, sd)), levels)
-        return self.units.quantiles(mean, sd, levels)
+        return self.units.quantiles(mean, sd, levels, self.saved.arrays.get(TAILS))
 
     def predict(self, frame: pd.DataFrame, site: str | None = None, *, times: Sequence[float] = ()) -> pd.DataFrame:
         """Return mean, sd and quantiles of a noisy observation for each row of a table.
@@ -282,11 +283,15 @@ class Predictor:
                 found.append(likelihood(latent).sample() if noise else of_target)
         drawn = torch.cat([torch.empty(0, len(inputs)), *found])
         values = drawn[torch.randperm(count, generator=generator)].double().numpy()
+        if noise and (mixture := self.saved.arrays.get(TAILS)) is not None:
+            mean = self.standardised(inputs.numpy())[0]
+            index = torch.multinomial(torch.from_numpy(mixture[1]), values.size, True, generator=generator)
+            values = mean + mixture[0][index.numpy()].reshape(values.shape) * (values - mean)
         gaussian = not noise or self.saved.likelihood in REAL_VALUED
         return self.units.values(values) if gaussian else values
 
     def to_gpytorch(self) -> Exported:
-        """Return ``model, likelihood`` of GPyTorch, such that ``likelihood(model(x))`` is the prediction.
+        """Return ``model, likelihood`` of GPyTorch: ``likelihood(model(x))`` has the mean and sd of the prediction.
 
         Both use standardised coordinates: :meth:`inputs` returns x, ``transforms`` convert to original units.
         """

@@ -324,13 +324,15 @@ def _by_sd(run: Run) -> str:
     rows = run.predictions
     if rows is None or run.config.get("model.likelihood", "gaussian") not in REAL_VALUED:
         return ""
-    if len(rows) < 30 or "low" in rows:  # too few rows, or a transformed target, which is not normal
+    if len(rows) < 30:
         return ""
     rows = rows.sort_values("sd")
-    inside = (rows["target"] - rows["mean"]).abs() <= 1.96 * rows["sd"]
+    half = 1.96 * rows["sd"]
+    inside = rows["target"].between(rows.get("low", rows["mean"] - half), rows.get("high", rows["mean"] + half))
     small, middle, large = (percent(float(third.mean())) for third in np.array_split(inside.to_numpy(float), 3))
     return (
-        f" Mean ± 1.96 sd holds {small} of the third of rows with the smallest sd, {middle} and {large} of the others."
+        f" The 95 % intervals hold {small} of the third of rows with the smallest sd, {middle} and {large} of the"
+        " others."
     )
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
-from fedgp_flower.gp.fitc import WeightedSums, weighted_gradient, weighted_sums
+from fedgp_flower.gp.fitc import WeightedSums, left_out, weighted_gradient, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import ascend, pack
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
 from fedgp_flower.gp.steps import common_values
+from fedgp_flower.gp.tails import TAILS, histogram
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
@@ -29,6 +30,7 @@ from fedgp_flower.methods.sgpr.messages import (
     PooledPosterior,
     PrivateRequest,
     PrivateSums,
+    ResidualCounts,
     Sketch,
     SparseStatistics,
     TrialSums,
@@ -87,10 +89,13 @@ class SparseClient(SiteClient):
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Return mean and variance of noisy observations at new inputs [N, D], under the q(v) of the message."""
-        model, whitener = self.whitened(request.values)
+        values = dict(request.values)
+        tails = values.pop(TAILS, None)
+        model, whitener = self.whitened(values)
         with torch.no_grad():
             found = model.predict(self.placement.tensor(inputs), shared(request.whitened()), whitener.factor)
-        return Prediction(*map(to_array, found))
+        mean, variance = map(to_array, found)
+        return Prediction(mean, variance, tails)
 
 
 class SGPRClient(SparseClient):
@@ -120,6 +125,11 @@ class SGPRClient(SparseClient):
         model, whitener = self.whitened(request.values)
         gradient, noise = weighted_gradient(model, *self.tensors, request.whitened(), whitener)
         return EvidenceGradient(pack(gradient), noise)
+
+    def residuals(self, request: PooledPosterior) -> ResidualCounts:
+        """Return the histogram of the errors of this site's rows, each predicted from all other rows."""
+        model, whitener = self.whitened(request.values)
+        return ResidualCounts(histogram(to_array(left_out(model, *self.tensors, request.whitened(), whitener))))
 
 
 class SVGPClient(SparseClient):

@@ -14,6 +14,7 @@ from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.shared_messages import Described, Parameters, max_abs, outlying_variances, oversized, quadratic_forms
 from fedgp_flower.typing import AnyShape
 
@@ -193,6 +194,22 @@ class EvidenceGradient:
     def num_parameters(self) -> int:
         """Return the number of hyperparameters."""
         return len(self.gradient)
+
+
+@message("query.residuals", summand=True)
+class ResidualCounts:
+    """The histogram of the errors of predictions of rows from all other rows; see :mod:`fedgp_flower.gp.tails`."""
+
+    counts: Float[ndarray, " B"] = leaves("rows by |z|, their error in standard deviations of the prediction")
+
+    def coarse(self, least: int) -> ResidualCounts:
+        """Merge cells with fewer than ``least`` rows."""
+        return ResidualCounts(merged_cells(self.counts, least))
+
+    def refusal(self, described: Described) -> str | None:
+        """Return why the counts cannot come from the described rows, or None."""
+        reason = described.rows_mismatch("counts", self.counts.sum())
+        return reason or ("`counts` are negative" if (self.counts < 0).any() else None)
 
 
 @message()
