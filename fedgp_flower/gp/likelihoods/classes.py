@@ -19,10 +19,7 @@ class Softmax(ClassLikelihood):
     """Classes y ∈ {0, …, C − 1}; functions, means and variances are [C, N], and q makes functions independent."""
 
     relative = True
-    outputscale, weight_variance = (
-        30.0,
-        0.3,
-    )  # steps from a linear function to a smooth one are slow
+    outputscale, weight_variance = 30.0, 0.3  # steps from a linear function to a smooth one are slow
     amplitude_spread = 3.0  # separable classes need large amplitudes; the softmax bounds each function by the others
 
     def start(self, target: Mapping[str, float], second_mean: float) -> Array:

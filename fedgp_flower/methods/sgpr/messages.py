@@ -206,6 +206,10 @@ class ResidualCounts:
         """Merge cells with fewer than ``least`` rows."""
         return ResidualCounts(merged_cells(self.counts, least))
 
+    def num_parameters(self) -> int:
+        """Return the number of bins with rows."""
+        return int(np.count_nonzero(self.counts))
+
     def refusal(self, described: Described) -> str | None:
         """Return why the counts cannot come from the described rows, or None."""
         reason = described.rows_mismatch("counts", self.counts.sum())
