@@ -33,7 +33,7 @@ from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import Problem
-from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total
+from strategies.server.questions import Asking, Doubt, Figures, Predicted, Refuse, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -142,6 +142,10 @@ def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tupl
     objective = (bound + float(new.log_prior().detach())) / rows
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
         return rejected(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
+    if refused := Expectations.dwarfing(summed.parts, roster.rows):  # a rejected point may suit one site badly
+        for site, reason in refused.items():
+            yield Refuse(site, reason)
+        return (state if state.found is None else rejected(state)), {}
     if state.evaluations % COMPARISON_PERIOD == 0 and HYPER not in found.values:  # Student-t noise is not log-concave
         pseudo = [pseudo_sums(part, request.mean) for part in summed.parts.values()]
         ones = np.broadcast_to(pooled_bound.unit_function(new), request.mean.shape)

@@ -297,6 +297,21 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     assert svgp.converged(problem, replace(back, evaluations=7))
 
 
+def test_a_slope_that_dwarfs_the_others_is_refused_unless_its_trial_is_rejected_anyway(monkeypatch: Any) -> None:
+    """An honest site with a level of its own has such slopes where a step of the others went too far."""
+    sites, state = dealt("poisson", 20, 20, 20), rounds(dealt("poisson", 20, 20, 20), "poisson", 5)
+    honest, problem = sites["1"].expectations, Problem(exchanges=60, model=section("poisson"))
+
+    def boast(request: PooledPosterior) -> Any:
+        return replace(found := honest(request), slope=1e6 * found.slope)
+
+    monkeypatch.setattr(sites["1"], "expectations", boast)
+    proud = replace(state, objectives=np.append(state.objectives[:-1], 1e9))
+    assert drive(one_round(problem, proud, roster(sites)), sites)[0].halvings == 1
+    with pytest.raises(AssertionError, match=r"site 1 was refused: its slope per row is .* times the median"):
+        drive(one_round(problem, state, roster(sites)), sites)
+
+
 @pytest.mark.parametrize("classes", [2, 3])
 def test_half_a_step_of_a_softmax_raises_the_bound_and_a_whole_one_may_not(classes: int) -> None:
     """Two functions that mirror each other are stepped at once, so that their difference moves too far."""

@@ -189,7 +189,7 @@ def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
         answers = {site: getattr(sites[site], handler)(request) for site, request in asked.items()}
         match question:
             case Total():
-                return Summed(add(answers.values()), tuple(answers))
+                return Summed(add(answers.values()), tuple(answers), parts=answers)
             case Each():
                 return answers
         outstanding.extend(answers.items())

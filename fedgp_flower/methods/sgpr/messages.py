@@ -247,7 +247,7 @@ class Expectations:
     count: Float[ndarray, ""] = leaves("number of rows")
 
     @staticmethod
-    def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
+    def dwarfing(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
         """Return the sites whose curvature or slope per row far exceeds the median, with the reason."""
         curvatures = oversized(answers, rows, "curvature", lambda answer: max_abs(answer.curvature))
         return curvatures | oversized(answers, rows, "slope", lambda answer: max_abs(answer.slope))
