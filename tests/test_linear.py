@@ -1,6 +1,7 @@
 """Scores, and what a run is compared with: the mean, the linear model from sums, what sees all rows in one place."""
 
 import math
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -319,6 +320,26 @@ def test_noise_that_varies_does_not_explain_what_the_mean_can():
     section = {"model.likelihood": "heteroscedastic", "model.num-inducing": 20, "baselines.max-evaluations": 50}
     found = baselines.scores(rows, parse_config({"dataset": "sine", "method": "svgp", **section}), UNITS, 20).sums
     assert found["squared-error"] < 0.5 * np.square(y[240:] - y[:240].mean()).sum()
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "seen", "unseen"),
+    [
+        ("bernoulli", np.zeros(140), np.ones(20)),
+        ("poisson", np.zeros(140), np.ones(20)),
+        ("binomial", np.tile([0.0, 1.0], (140, 1)), np.ones((20, 2))),
+        ("categorical", np.arange(140) % 2.0, np.full(20, 2.0)),
+        ("ordinal", np.arange(140) % 2.0, np.full(20, 2.0)),
+    ],
+)
+def test_what_a_site_has_not_seen_in_140_rows_has_a_chance_of_about_half_a_row(likelihood, seen, unseen):
+    """Not of e⁻¹⁷ to e⁻²²; the gaps between grades had no end."""
+    draw = np.random.default_rng(2)
+    rows = SiteData(draw.normal(size=(140, 2)), seen, draw.normal(size=(20, 2)), unseen)
+    section = {"model.likelihood": likelihood, "model.num-inducing": 20, "target": "a,b" * (seen.ndim > 1)}
+    units = replace(UNITS, classes=3 if unseen.max() == 2 else 0)
+    found = baselines.scores(rows, parse_config({"dataset": "sine", "method": "svgp", **section}), units, 0).sums
+    assert found["nll"] / 20 == pytest.approx(np.log(280), abs=1.2)
 
 
 MANY = ([-1.0, 0.5, 3.0, 3.1], [0.3, 1.0, 0.5, 2.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp import fitc, priors
 from fedgp_flower.gp.models import (
+    CONSTANT,
+    HYPER,
     LOCATIONS,
     ExactGP,
     LatentGP,
@@ -139,12 +141,23 @@ def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> Si
     return SiteData(*map(np.concatenate, zip(*encoded, strict=True)))
 
 
-def _maximise(model: WiredModel, objective: Callable[[], Tensor], rows: SiteData, most: int, *more: Tensor) -> None:
-    """Maximise an objective over the model's parameters, with bounds of logarithms, and over ``more`` tensors."""
-    named = model.wire_parameters()
+def _maximise(
+    model: WiredModel,
+    objective: Callable[[], Tensor],
+    rows: SiteData,
+    most: int,
+    *more: Tensor,
+    fixed: Collection[str] = (),
+) -> None:
+    """Maximise an objective over the model's parameters, with bounds of logarithms, and over ``more`` tensors.
+
+    All parameters are fixed where the likelihood would rise without end: one class, no event, or no failed trial.
+    """
+    target, second = split_target(rows.y)
+    told = np.ptp(target) and second.any() and (target != second).any()
+    named = {name: value for name, value in model.wire_parameters().items() if told and name not in fixed}
     bounds = [LOGARITHM if ".log_" in name else FREE for name in named]
-    if np.ptp(rows.y) or more:
-        leaves = [*named.values(), *more]
+    if leaves := [*named.values(), *more]:
         maximise(objective, leaves, max_evaluations=most, bounds=[*bounds, *(FREE for _ in more)])
 
 
@@ -205,10 +218,12 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     place = Placement.of(config)
     inputs, targets = place.tensor(rows.x), place.tensor(rows.y)
     (y, second), count = split_target(rows.y), len(rows.y)
+    fixed: tuple[str, ...] = ()
     statistics = {"mean": (y.sum() + 0.5) / count, "share": (y.sum() + 0.5) / (count + 1)}  # positive if all y are zero
     if units.classes > 2:
         counts = np.bincount(y.astype(int), minlength=units.classes) + 0.5
         statistics = dict(zip(map(str, range(units.classes)), (counts / counts.sum()).tolist(), strict=True))
+        fixed = (CONSTANT, HYPER) if counts.min() < 1 else ()  # a class without rows would become impossible
     latent = LatentGP(config.model, points).begin(statistics, (second.sum() + 1) / count)
     model, size = place.module(latent), (*latent.constant.shape[:-1], len(points))
     first = place.tensor(np.zeros(size)), place.tensor(np.tile(np.eye(size[-1]), (*size[:-1], 1, 1)))
@@ -231,7 +246,7 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
     for most in (*[A_CYCLE] * CYCLES * several, config.baselines.max_evaluations):
         q = _settled(model, inputs, targets, q) if several else q
         mean, root = q.mean.requires_grad_(), q.root.detach().requires_grad_()
-        _maximise(model, objective, rows, most, mean, root)
+        _maximise(model, objective, rows, most, mean, root, fixed=fixed)
         q = WhitenedPosterior(mean.detach(), posterior().covariance.detach())
     centre, spread = model.latent(place.tensor(rows.x_test), q)
     return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, model.hyper, units)
