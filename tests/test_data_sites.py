@@ -126,6 +126,20 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         write_partition(keys, 5, tmp_path / "sites")
 
 
+def test_each_sites_table_may_say_which_rows_are_held_out(tmp_path):
+    """The column was read in a table that all sites share; otherwise the rows of `test` were trained on unsaid."""
+    part = np.resize(["train", "test", "train", "validation"], 12)
+    frame = pd.DataFrame({"x": np.arange(12.0), "y": np.arange(12.0), "split": part})
+    frame.assign(y=frame["y"].where(frame["x"] != 1)).to_csv(tmp_path / "a.csv", index=False)
+    frame.drop(columns="split").to_csv(tmp_path / "b.csv", index=False)
+    keys = config(dataset=str(tmp_path / "a.csv"), target="y", split=0, missing="drop")
+    for node in ({"data-path": str(tmp_path / "a.csv")}, {"partition-id": 0, "num-partitions": 1}):
+        assert load_site(keys, node).test["x"].tolist() == [5.0, 9.0]
+        assert len(load_site(keys, node).train) == 9
+    with pytest.raises(DataError, match=r"`split` = 0: b\.csv has no standard splits"):
+        load_site(keys, {"data-path": str(tmp_path / "b.csv")})
+
+
 def test_groups_stay_together_and_the_future_is_held_out(tmp_path):
     """At a site with a table and in one that is dealt, by the same rule; the column is no input."""
     draw = np.random.default_rng(5)

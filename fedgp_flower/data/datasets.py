@@ -80,12 +80,7 @@ class Table:
     def rows(self, split: int) -> tuple[Indices, Indices]:
         """Return training and test rows of a standard split; for −1 all rows and no rows."""
         rows = np.arange(len(self.frame))
-        if split < 0:
-            return rows, rows[:0]
-        if split >= len(self.splits):
-            have = f"splits 0 to {len(self.splits) - 1}" if self.splits else "no standard splits"
-            raise DataError(f"`split` = {split}: {self.file} has {have}; with -1 every site holds out some of its rows")
-        return np.setdiff1d(rows, self.splits[split]), self.splits[split]
+        return (rows, rows[:0]) if split < 0 else parts_of(len(rows), self.splits, split, self.file)
 
 
 Splits: TypeAlias = tuple[Indices, ...]
@@ -206,6 +201,14 @@ def _from_file(path: Path) -> tuple[pd.DataFrame, Splits, tuple[str, ...]]:
     excluded = split_columns(frame)
     test = np.flatnonzero(frame["split"].to_numpy() == "test") if excluded else np.arange(0)
     return frame, (test,) if 0 < len(test) < len(frame) else (), excluded
+
+
+def parts_of(rows: int, splits: Splits, split: int, file: str) -> tuple[Indices, Indices]:
+    """Return training and test rows of a standard split; raise DataError if there is none of this number."""
+    if split >= len(splits):
+        have = f"splits 0 to {len(splits) - 1}" if splits else "no standard splits"
+        raise DataError(f"`split` = {split}: {file} has {have}; with -1 every site holds out some of its rows")
+    return np.setdiff1d(np.arange(rows), splits[split]), splits[split]
 
 
 def split_columns(frame: pd.DataFrame) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import Mask, codes_in, kind_of, suspicions
-from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, split_columns
+from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table, parts_of, split_columns
 from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
 from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
@@ -355,8 +355,13 @@ def real_site(
     dropped = sum(len(table) for _, table in tables) - sum(map(len, [frame, *tested]))
     both = [frame, *(part.reset_index(drop=True) for part in tested)]
     if not tested:
-        keys, name = keys_of(raw.iloc[kept.index], config, file), label if partitions else site
-        both = [frame.iloc[part].reset_index(drop=True) for part in split_rows(len(frame), keys, config, name)]
+        used, name = raw.iloc[kept.index], label if partitions else site
+        if config.split < 0:
+            parts = split_rows(len(frame), keys_of(used, config, file), config, name)
+        else:
+            splits = tuple(np.flatnonzero(used[column] == "test") for column in split_columns(raw))
+            parts = parts_of(len(frame), splits, config.split, file)
+        both = [frame.iloc[part].reset_index(drop=True) for part in parts]
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")
     rows = pd.concat([kept, *tested])
