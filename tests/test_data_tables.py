@@ -318,6 +318,8 @@ def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
     assert suspicions(numbered, "days", {}, gaussian=False) == (
         "`id` numbers the rows; unless it is a time, leave it out (`features` = '-id')"
     )
+    long = frame.assign(id=2.0**53 + 1e6 * draw.permutation(60))
+    assert suspicions(long, "days", {}, gaussian=False).startswith("`id` numbers the rows")
     assert suspicions(numbered.rename(columns={"id": "days(id)"}), "days", {}, gaussian=False) == ""  # made of dates
     assert repeated(frame[["n"]]) == 0  # so few numbers repeat by chance
 

@@ -210,6 +210,8 @@ def test_what_stands_beside_the_target_is_checked(tmp_path):
         fg.run(timed.assign(died=2 * timed["died"]), target="days,died", sites=3, options=options)
     with pytest.raises(DataError, match="times above zero"):
         fg.run(timed.assign(days=timed["days"] - 30), target="days,died", options=options)
+    with pytest.raises(DataError, match=r"above zero; .*\. Where 0 is a rounded time, write half of its unit"):
+        fg.run(timed.assign(days=timed["days"] - timed["days"].min()), target="days,died", options=options)
     with pytest.raises(ConfigError, match="does not read"):
         fg.run(frame, target="cases,years", method="pvi", options=options | {"model.likelihood": "poisson"})
     with pytest.raises(ConfigError, match="take 'svgp'"):

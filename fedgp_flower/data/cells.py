@@ -273,11 +273,12 @@ def repeated(frame: pd.DataFrame) -> int:
 
 
 def numbers_rows(column: pd.Series) -> bool:
-    """Return whether a column holds whole numbers with few gaps, each once, as row numbers do."""
+    """Return whether a column holds row numbers: whole, each once, with few gaps, or 16 digits long."""
     if kind_of(column) != "numeric" or len(column) < LEAST_SKEWED:
         return False
     numbers = column.to_numpy(np.float64)
-    return bool(np.ptp(numbers) < 1.5 * len(numbers) and column.is_unique and not (numbers % 1 != 0).any())
+    counted = np.ptp(numbers) < 1.5 * len(numbers) and column.is_unique and not (numbers % 1 != 0).any()
+    return bool(counted or np.abs(numbers).min() >= 2**53)  # beyond it whole numbers have gaps
 
 
 def is_skewed(target: pd.Series) -> bool:
@@ -323,7 +324,8 @@ def check_target(target: pd.Series, likelihood: str, transform: str, file: str, 
     if likelihood in COUNTS and wrong.any():
         raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
     if SECOND_COLUMN.get(likelihood) == "event" and (values <= 0).any():
-        raise DataError(f"{name}: expected times above zero; another number {_at(values <= 0)}")
+        rounded = ". Where 0 is a rounded time, write half of its unit" if values.min() == 0 else ""
+        raise DataError(f"{name}: expected times above zero; another number {_at(values <= 0)}{rounded}")
     if transform in TRANSFORMS and Transform(transform).positive and (values <= 0).any():
         raise DataError(
             f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
