@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from scipy import stats
+from scipy import special, stats
 from synthetic_runs import make_run, predict
 
 from fedgp_flower.files import read_json, write_json
@@ -17,6 +17,7 @@ from fedgp_flower.run.dependence import Effect, relevances
 from fedgp_flower.run.figures import relevance
 from fedgp_flower.run.report import Panel, write_page
 from fedgp_flower.run.summary import baseline_differences
+from fedgp_flower.scores import bernoulli_scores
 from strategies.server.questions import lengthscale_facts
 
 pytestmark = pytest.mark.drawn
@@ -276,6 +277,21 @@ def test_the_calibration_curve_counts_central_bins():
     levels, shares = observed(figures.calibration(pit, 0.9))
     found = dict(zip(np.round(levels, 6), shares, strict=True))
     assert [found[level] for level in (50.0, 80.0, 90.0, 95.0)] == pytest.approx([50.0, 80.0, 80.0, 90.0])
+
+
+def test_the_reliability_of_rare_events_is_drawn_by_groups_of_equal_size():
+    """Of 3 % events all probabilities lie in the first of ten bins, which is one point."""
+    draw = np.random.default_rng(0)
+    p = special.expit(draw.normal(-3.8, 1, 3000))
+    arrays = bernoulli_scores(p, draw.random(3000) < p).arrays
+    table, ranks = (arrays[f"evaluation.{name}"].tolist() for name in ("reliability", "ranks"))
+    ax = figures.reliability(table, ranks).axes[0]
+    [predicted, observed] = next(line for line in ax.lines if line.get_label() == "observed").get_data()
+    assert len(predicted) >= 5
+    assert ax.get_xlim()[1] < 30
+    quantiles = np.array_split(np.sort(p), len(predicted))
+    assert predicted == pytest.approx([100 * part.mean() for part in quantiles], rel=0.25)
+    assert observed == pytest.approx(predicted, abs=3)
 
 
 def test_the_roc_is_that_of_the_counts():

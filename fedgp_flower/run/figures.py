@@ -15,6 +15,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
+from scipy.special import expit
 from scipy.stats import binom
 
 from fedgp_flower.count_scores import count_quantiles, log_rate_of
@@ -23,6 +24,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.run.summary import LINEAR, number
+from fedgp_flower.scores import RANK_REACH
 from fedgp_flower.typing import Array, Facts
 
 if TYPE_CHECKING:
@@ -217,16 +219,27 @@ def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
     return figure
 
 
-def reliability(table: Sequence[Sequence[float]]) -> Figure:
-    """Plot observed frequency against predicted probability, with 95 % chance bars, and a histogram of predictions."""
-    bins = np.asarray(table, dtype=float)
-    count, predicted, seen = bins[bins[:, 0] > 0].T
+def reliability(table: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]] = ()) -> Figure:
+    """Plot observed frequency against predicted probability, with 95 % chance bars, and a histogram of predictions.
+
+    Where one bin has most rows, as of rare events, groups of equal size by log odds (``ranks``) take the place of bins.
+    """
+    bins = groups = np.asarray(table, dtype=float)
+    if crowded := len(ranks) > 0 and bins[:, 0].max() > 0.8 * bins[:, 0].sum():
+        rows, ones = np.sum(ranks, axis=1), np.asarray(ranks, dtype=float)[:, 1]
+        centres = RANK_REACH * ((2 * np.arange(len(rows)) + 1) / len(rows) - 1)
+        found = merged_cells(np.column_stack([rows, rows * expit(centres), ones]), math.ceil(rows.sum() / 6))
+        groups = np.asarray(found, dtype=float)
+    count, predicted, seen = groups[groups[:, 0] > 0].T
     p = predicted / count
     figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
     low, high = (100 * end / count for end in binom.interval(0.95, count, p))
     ax.vlines(100 * p, low, high, color="#d0d0d0", lw=7, label="chance, 95 %")
     _against_diagonal(ax, p, seen / count)
     ax.set(xlabel="predicted probability (%)", ylabel="observed frequency (%)")
+    if crowded:
+        far = 1.05 * float(max(high.max(), 100 * (seen / count).max()))
+        ax.set(xlim=(-0.05 * far, far), ylim=(-0.05 * far, far))
     ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
     _bars(histogram, bins[:, 0], np.linspace(0, 100, len(bins) + 1))
     histogram.set_xlabel("predicted probability (%)")

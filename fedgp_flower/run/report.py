@@ -307,8 +307,10 @@ def _calibration(run: Run) -> Panel | None:
     metrics = run.metrics
     if table := metrics.calibration.get("reliability"):
         caption = "On the diagonal, observed frequencies equal predicted probabilities."
-        caption += "" if metrics.calibration.get("ranks") else " The probability is that of the most probable class."
-        return _picture("calibration", figures.reliability(table), caption, "Reliability of class probabilities")
+        ranks = metrics.calibration.get("ranks", ())
+        caption += "" if ranks else " The probability is that of the most probable class."
+        drawn = figures.reliability(table, ranks)
+        return _picture("calibration", drawn, caption, "Reliability of class probabilities")
     pit = metrics.calibration.get("pit") or ()
     caption = (
         "Left: intervals are too narrow below the diagonal and too wide above it. Right: flat if calibrated; a U shape"
