@@ -324,6 +324,9 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     assert "log likelihood (REML) −3.50, AIC" in posterior.caption(details)
     saved = read_run(run.path)
     lost = replace(saved.metrics, sites=saved.metrics.sites - 1, method_details={**details, "rows": 100})
+    several = replace(saved, metrics=replace(saved.metrics, dataset="a.csv,b.csv"))
+    one = replace(saved, metrics=replace(saved.metrics, dataset="c.csv"))
+    assert summary.comparison_warnings([several, one]) == ["their data sets differ: a, b; c"]
     assert summary.comparison_warnings([saved, saved]) == []
     [doubt] = summary.comparison_warnings([saved, replace(saved, metrics=lost)])
     assert doubt.endswith(f"rows {details['rows']}, 100; lost sites 0, 1")

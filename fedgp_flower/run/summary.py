@@ -342,7 +342,7 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
     """Return why a comparison is doubtful: different data sets, training rows, units or held-out rows."""
     warnings = []
     if len(names := sorted({data_name(run.metrics.dataset) for run in runs})) > 1:
-        warnings.append(f"their data sets differ: {', '.join(names)}")
+        warnings.append(f"their data sets differ: {'; '.join(names)}")
     trained = [_training_summary(run) for run in runs]
     differ = [
         f"{fact} {', '.join(f'{facts_of_run[fact][0]:.6g}' for facts_of_run in trained)}"
