@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 
+import numpy as np
+
+from fedgp_flower.errors import ProtocolError
 from fedgp_flower.typing import Facts, Json, NamedArrays
 
 ENCODING = (
@@ -46,6 +49,14 @@ class Posterior:
     inputs: Sequence[str] = ()
     """Names of the D encoded inputs, in order."""
     encoding: str = ENCODING
+
+    def __post_init__(self) -> None:
+        """Raise ProtocolError for an array that cannot be saved, or that nothing is said of."""
+        for name, array in self.arrays.items():
+            if np.asarray(array).dtype.hasobject:
+                raise ProtocolError(f"Posterior.arrays: `{name}` is no array of numbers but {type(array).__name__}")
+            if name not in self.meanings or name not in self.coordinates:
+                raise ProtocolError(f"Posterior.arrays: `{name}` needs an entry in `meanings` and in `coordinates`")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """A method, and a model of SFVI, in a package of its own are run, saved, predicted, reported, resumed and compared."""
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -19,10 +21,11 @@ from fedgp_flower import options
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import load_all_sites
-from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.methods.sfvi import rows
 from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.options import PositiveInt, Section
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
@@ -33,6 +36,15 @@ from fedgp_flower.run.user_config import for_flower, parse_assignments
 PACKAGE = Path(__file__).parent / "toy_package"
 ROOT = Path(__file__).parent.parent
 SITES = 3
+
+
+def ask(*questions):
+    """A function of any arguments that asks and returns None."""
+
+    def asking(*arguments):
+        yield from questions
+
+    return asking
 
 
 def forget_rows() -> None:
@@ -202,6 +214,45 @@ def test_a_column_of_means_is_no_table_of_classes(monkeypatch):
         run_in_memory(FaultyGrid(configured(method="toy", num_server_rounds=1), 3))
 
 
+@pytest.mark.parametrize(
+    ("place", "result", "words"),
+    [
+        ("site.ToyClient.products", lambda *_: None, "`ToyClient.products` returned NoneType, which is no message"),
+        ("site.ToyClient.predict", lambda *_: (0, 1), "`ToyClient.predict` returned tuple, expected Prediction"),
+        ("strategy.Toy.initialise", lambda *_: 1, "got int: begin a function that asks nothing with `yield from ()`"),
+        ("strategy.Toy.one_round", lambda *_: None, "expected a generator, got NoneType"),
+        ("strategy.Toy.one_round", ask(1), "yielded int, which is no question of strategies.server.questions"),
+        ("strategy.Toy.one_round", ask(), "Toy.one_round returned NoneType, expected a pair of the next state"),
+        ("strategy.Toy.predictive", ask(), "`predictive` returned NoneType, expected Predicted"),
+    ],
+)
+def test_what_a_package_returns_is_checked_and_named(monkeypatch, place, result, words):
+    notes = pkgutil.resolve_name(f"toy_method.{place}").__annotations__
+
+    def function(*arguments):
+        return result(*arguments)
+
+    monkeypatch.setattr(function, "__annotations__", notes)
+    monkeypatch.setattr(f"toy_method.{place}", function)
+    handlers.cache_clear()
+    with pytest.raises((ProtocolError, RunError), match=re.escape(words)):
+        run_in_memory(FaultyGrid(configured(method="toy", num_server_rounds=1), 3))
+    handlers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("array", "meanings", "words"),
+    [
+        ({}, {"a": ""}, "`a` is no array of numbers but dict"),
+        (np.array([None]), {"a": ""}, "`a` is no array of numbers"),
+        (np.ones(1), {}, "`a` needs an entry in `meanings`"),
+    ],
+)
+def test_a_posterior_that_cannot_be_saved_is_refused_where_it_is_made(array, meanings, words):
+    with pytest.raises(ProtocolError, match=words):
+        Posterior({"a": array}, meanings, {"a": "standardised"}, "", {})
+
+
 def test_a_key_with_two_meanings_is_refused():
     class Other(Section):
         latents: PositiveInt = 7
@@ -235,6 +286,14 @@ def test_a_model_that_is_no_row_or_takes_a_name_is_refused(monkeypatch, entry, w
     monkeypatch.setattr(options, "entry_points", lambda group: [EntryPoint(*entry, group)])
     with pytest.raises(ConfigError, match=words):
         options.with_installed(MODELS, rows.ModelRow, "model", rows.GROUP)
+
+
+@pytest.mark.parametrize("part", ["toy_method.sites:ToyClient", "toy_method.site:Client"])
+def test_a_part_that_cannot_be_loaded_is_named(monkeypatch, part):
+    row = replace(methods()["toy"], client=part)
+    monkeypatch.setattr("fedgp_flower.run.registry.methods", lambda: methods() | {"toy": row})
+    with pytest.raises(RunError, match=f"{part} cannot be loaded: "):
+        run_in_memory(FaultyGrid(configured(method="toy", num_server_rounds=1), 3))
 
 
 def test_runs_of_a_package_that_is_gone_say_what_to_install(run, monkeypatch, fedgp):

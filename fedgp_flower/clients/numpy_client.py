@@ -136,6 +136,9 @@ class SiteClient(NumPyClient):
     def answer(self, kind: str, request: Any) -> Any:
         """The answer of the handler, after the rules of the site's policy."""
         answer = handlers(type(self))[kind].function(self, request)
+        if kind != EVALUATE and not is_message(type(answer)):
+            name = kind.rpartition(".")[2]
+            raise ProtocolError(f"`{type(self).__name__}.{name}` returned {type(answer).__name__}, which is no message")
         return self.setting.rules.answer(answer, self.num_examples)
 
     @property
@@ -193,6 +196,9 @@ class SiteClient(NumPyClient):
 
     def scores_of(self, prediction: Prediction, target: Array) -> Scores:
         """Scores of class probabilities, or of Gaussian predictions in original units."""
+        if type(prediction) is not Prediction:
+            found = f"{type(prediction).__name__}, expected Prediction"
+            raise ProtocolError(f"`{type(self).__name__}.predict` returned {found}")
         if self.config.model.likelihood in REAL_VALUED and prediction.mean.shape != (len(target),):
             found = f"a mean of shape {prediction.mean.shape}, expected {(len(target),)}"
             raise ProtocolError(f"`{type(self).__name__}.predict` returned {found}")

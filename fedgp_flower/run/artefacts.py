@@ -284,7 +284,7 @@ class RunFolder:
         content = asdict(replace(posterior, arrays={}))
         coordinates, meanings = content.pop("coordinates"), content.pop("meanings")
         for name, array in posterior.arrays.items():
-            described = {"shape": list(array.shape), "coordinates": coordinates[name], "meaning": meanings[name]}
+            described = {"shape": list(np.shape(array)), "coordinates": coordinates[name], "meaning": meanings[name]}
             content["arrays"][name] = described
         write_arrays(self.path / "posterior.safetensors", posterior.arrays)
         write_json(self.path / "posterior.json", content)

@@ -213,8 +213,13 @@ GROUPS: dict[str, list[str]] = {
     "Baselines": ["local-only", "pooled"],
 }
 
-load = pkgutil.resolve_name
-"""Return the object of a ``module:attribute`` reference."""
+
+def load(reference: str) -> Any:
+    """Return the object of a ``module:attribute`` reference; raise ConfigError if it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(reference)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{reference} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 @cache

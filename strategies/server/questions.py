@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import add, kind_of
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import Facts, Json
@@ -148,6 +148,7 @@ def requests_of(question: Synchronous | First[Any], all_sites: tuple[str, ...]) 
             return dict.fromkeys(all_sites if sites is None else sites, request)
         case Each() | First():
             return question.requests
+    raise ProtocolError(f"yielded {type(question).__name__}, which is no question of {__name__}")
 
 
 def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
@@ -163,12 +164,20 @@ def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.nd
     }
 
 
+def started(asking: Asking[S]) -> Asking[S]:
+    """Return the generator; raise ProtocolError for the value of a function without ``yield``."""
+    if not hasattr(asking, "send"):
+        found = f"expected a generator, got {type(asking).__name__}"
+        raise ProtocolError(f"{found}: begin a function that asks nothing with `yield from ()`")
+    return asking
+
+
 def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
     """Run a generator to its end and answer its questions by the function ``answer``."""
-    reply = None
+    reply, running = None, started(asking)
     while True:
         try:
-            question = asking.send(reply)
+            question = running.send(reply)
         except StopIteration as done:
             return done.value
         reply = answer(question)

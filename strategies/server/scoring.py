@@ -78,6 +78,8 @@ class Scoring:
 
     def ask(self, total: type[wire.ScoreSums], predicted: Predicted) -> list[Message]:
         """Return messages that ask for the scores of a prediction, or of a model that each site fits itself."""
+        if type(predicted) is not Predicted:
+            raise ProtocolError(f"`predictive` returned {type(predicted).__name__}, expected Predicted")
         session, self.predicted, self.asked = self.session, predicted, None
         if total is wire.ScoreSums and session.masking is None:
             return [session.message(site, "evaluate", predicted.at(site)) for site in session.network.sites()]

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from fedgp_flower.config import CoreConfig, RunConfig, parse, whole_number
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError, similar
-from fedgp_flower.messages import decode, stepped_from
+from fedgp_flower.messages import decode, is_message, stepped_from
 from fedgp_flower.options import MethodOptions, Section, Value, meanings
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
@@ -32,7 +32,7 @@ from strategies.server import checkpoint, enrolment
 from strategies.server.algorithm import Algorithm
 from strategies.server.course import Course
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Each, Figures, Question, S, Total
+from strategies.server.questions import Asking, Each, Figures, Question, S, Total, started
 from strategies.server.scoring import Scoring
 from strategies.server.session import Asked, Contract, Session
 
@@ -188,7 +188,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self._adopt_arrays(arrays)
         session.user_settings["train"] = config
         session.encoded_request, session.clippable, session.training = None, len(arrays) > 0, True
-        self.running, self.asked = self.one_round(self.current, self.roster()), None
+        self.running, self.asked = started(self.one_round(self.current, self.roster())), None
         self._advance(None)
         if isinstance(self.question, Each | Total):
             self.asked = session.prepare(self.question)
@@ -297,7 +297,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 self.question: Question | None = self.running.send(reply)
         except StopIteration as done:
             self.question, self.session.training = None, False
-            self.complete: tuple[S, Figures] = done.value
+            match done.value:
+                case (state, dict()) if is_message(type(state)):
+                    self.complete: tuple[S, Figures] = done.value
+                case other:
+                    found = f"{type(self).__name__}.one_round returned {type(other).__name__}"
+                    raise ProtocolError(f"{found}, expected a pair of the next state, a message, and figures") from None
 
     def _evaluate(self, result: Result) -> Figures:
         """Evaluate once a round; later calls in the same round return no figures."""
