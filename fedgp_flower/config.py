@@ -467,7 +467,7 @@ def require_method(method: str, known: Iterable[str]) -> None:
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
     """Validate flat keys; ``options`` maps every method to the class of its keys."""
     known = defaults(options.values())
-    given = _merge_extra(flat, known)
+    given = {key: value.item() if hasattr(value, "item") else value for key, value in _merge_extra(flat, known).items()}
     problems = []
     for key in (key for key in given if key not in known):
         advice = _moved()[1].get(key)

@@ -135,9 +135,9 @@ def test_unusable_tables_and_arguments_are_named(data, keys, error, words, tmp_p
         fg.run(data, **keys, options={"output-dir": str(tmp_path)})
 
 
-def test_intervals_are_text(tmp_path):
+def test_intervals_are_text_and_keys_may_be_numbers_of_numpy(tmp_path):
     frame = table().assign(x=lambda own: pd.cut(own["x"], 3))
-    options = FEW | {"output-dir": str(tmp_path)}
+    options = {key: np.array(value)[()] for key, value in FEW.items()} | {"output-dir": str(tmp_path)}
     posterior = fg.run(frame, target="outcome", sites=np.int64(2), options=options).posterior
     assert posterior.preparation.columns[0].levels == tuple(sorted(map(str, frame["x"].cat.categories)))
     assert posterior.predict(frame)["mean"].nunique() > 2
@@ -275,6 +275,8 @@ def test_new_rows_are_judged_as_a_site_s_are(run):
     pd.testing.assert_frame_equal(whole, run.posterior.predict(pd.DataFrame({"x": ["0", "1.0"]})))
     with pytest.raises(DataError, match=r"the table: column `x`: empty or NaN cell in row 2"):
         run.posterior.predict(pd.DataFrame({"x": [0.0, np.nan]}))
+    with pytest.raises(DataError, match="the table: column names must differ; named more than once: `x`"):
+        run.posterior.predict(pd.DataFrame([[0.0, 1.0]], columns=["x", "x"]))
     with pytest.raises(DataError, match=r"the table: missing column `x`; it has `z`$"):
         run.posterior.distribution(pd.DataFrame({"z": [0.0]}))
 

@@ -183,6 +183,8 @@ def unknown(names: Sequence[str], known: Sequence[str]) -> str:
 def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
     """Raise DataError with the missing and the present columns if a column is missing."""
     present = [str(name) for name in frame.columns]
+    if twice := [name for name in dict.fromkeys(names) if present.count(name) > 1]:
+        raise DataError(f"{file}: column names must differ; named more than once: {listed(twice)}")
     missing = [name for name in dict.fromkeys(names) if name not in present]
     if missing:
         alone = len(present) == 1 and ".csv" in file

@@ -380,6 +380,5 @@ def configured(method: str, options: type[MethodOptions], given: Mapping[str, Ke
             hint = similar(name, known) or f"allowed: {', '.join(sorted(known))}"
             raise TypeError(f"unexpected keyword argument {name!r}; {hint}")
         if value is not None:  # None: the default
-            plain = json.dumps(value) if isinstance(value, dict) else value
-            flat[known[name][0]] = plain.item() if isinstance(plain, np.generic) else plain
+            flat[known[name][0]] = json.dumps(value) if isinstance(value, dict) else value
     return parse(flat, {method: options})
