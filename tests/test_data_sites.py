@@ -122,6 +122,9 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         assert (one.label, one.simulated, one.shared_table, found.simulated) == (path.stem, True, False, False)
     paths[4].with_suffix(".test.csv").unlink()
     assert len(load_all_sites(tables, 5)[4].test) == len(load_site(tables, {"data-path": str(paths[4])}).test) == 8
+    for nodes in (4, 6):  # rows of the last would be lost, or there is no table
+        with pytest.raises(DataError, match="`dataset` names 5 tables, a site each; run with 5 sites"):
+            load_site(tables, {"partition-id": nodes - 1, "num-partitions": nodes})
     with pytest.raises(DataError, match=r"site-00\.csv exists already"):
         write_partition(keys, 5, tmp_path / "sites")
 

@@ -188,6 +188,9 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     if not 0 <= site < partitions:
         raise DataError(f"`partition-id` = {site} is not one of the {partitions} simulated sites")
     if paths := tables_in(config.dataset):
+        if partitions != len(paths):
+            wanted = f"run with {len(paths)} sites, `num-supernodes` of Flower's `--federation-config`"
+            raise DataError(f"`dataset` names {len(paths)} tables, a site each; {wanted}")
         return real_site(config, (str(site), table_stem(paths[site]), partitions), _tables(paths[site]))
     with _LOCK:
         table = load_table(config)
