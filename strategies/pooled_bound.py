@@ -63,7 +63,7 @@ OBSERVATIONS = {
     "binomial": "each trial succeeds with probability 1 / (1 + e^−f)",
     "student-t": "(y − f) / p₂ is Student-t with 2.5 + p₁ / (1 + p₁ / 17.5) degrees of freedom",
     "heteroscedastic": "y ~ N(f₁, e^f₂)",
-    "categorical": "P(y = c) = e^f_c / Σ_d e^f_d",
+    "categorical": "P(y = c) = e^f_c / Σ_d e^f_d; predictions are means over f to the power 1/p, normalised",
     "ordinal": "P(y ≤ k) = Φ((p₁ + … + p_k − f₁) / (g + √(1 + g²))), k = 0, 1, …, with g = f₂ / 3",
     "time-to-event": "P(T > t) = exp(−e^z), z = (log t − f) / p",
     "log-logistic": "P(T > t) = 1 / (1 + e^z), z = (log t − f) / p",

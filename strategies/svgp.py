@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.gp.likelihoods.classes import TEMPERATURES, best_temperature
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, HYPER, LOCATIONS, LatentGP
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.steps import num_bins, step_points
@@ -26,7 +27,7 @@ from fedgp_flower.gp.sums import at_unit_noise
 from fedgp_flower.lazy import optimize
 from fedgp_flower.messages import message
 from fedgp_flower.methods.sgpr.duals import Duals, gradient_at_server, pseudo_sums, transferred
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, ValueCounts
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, TemperedScores, ValueCounts
 from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Nothing
@@ -270,10 +271,14 @@ class SVGP(FederatedStrategy[SVGPState]):
         return [(max(0, self.problem.exchanges - state.exchanges), 1.0)]
 
     def predictive(self, state: SVGPState, roster: Roster) -> Asking[Predicted]:
-        """Return the posterior at the accepted parameters, without an exchange."""
-        yield from ()
+        """Return the posterior at the accepted parameters; at the end of a run of classes, with their temperature."""
         found, gains = posterior(state), np.diff(state.objectives[-pooled_bound.RECENT_ROUNDS - 1 :])
-        details = pooled_bound.progress(state.exchanges, gains, 1, sum(self.preparation.rows.values()))
+        last = state.relative and (self.finished(state) or self.round >= self.planned_rounds)
+        if last:
+            scores: Summed[TemperedScores] = yield Total(TemperedScores, found, sizes={"G": len(TEMPERATURES)})
+            if scores.total is not None:
+                found = replace(found, values={**found.values, HYPER: best_temperature(scores.total.values)})
+        details = pooled_bound.progress(state.exchanges + last, gains, 1, sum(self.preparation.rows.values()))
         details |= {"bound": state.bound, "evaluations": state.evaluations, "num_inducing": found.mean.shape[-1]}
         return Predicted(found, pooled_bound.saved(found, self.problem.model), details)
 

@@ -16,6 +16,7 @@ import fedgp_flower as fg
 from fedgp_flower.clients import baselines
 from fedgp_flower.errors import DataError
 from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
+from fedgp_flower.gp.likelihoods.classes import TEMPERATURES, best_temperature
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp, expected_softplus
 from fedgp_flower.gp.models import LatentGP
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
@@ -130,6 +131,22 @@ QUICK |= {"baselines.max-evaluations": 5, "evaluate-every": 0}
 ALONE = {"baselines.local-only": False, "baselines.pooled": False}
 
 
+def test_the_temperature_is_the_most_probable_of_rows_left_out():
+    """p^{1/T}, normalised; sharper than the functions say where their classes come more surely."""
+    draw, likelihood = np.random.default_rng(0), build_point_likelihood("categorical")
+    mean, spread = torch.from_numpy(draw.normal(size=(3, 400))), torch.full((3, 400), 0.5).double()
+    plain = likelihood.probability(mean, spread, NONE)
+    sharp = likelihood.probability(mean, spread, torch.tensor([np.log(0.5)]))
+    torch.testing.assert_close(sharp, plain**2 / (plain**2).sum(-1, keepdim=True))
+    targets = torch.multinomial(sharp, 1, generator=torch.Generator().manual_seed(0))[:, 0].double()
+    scores = likelihood.tempered(targets, mean, spread).numpy()
+    drawn = torch.gather(sharp, 1, targets.long()[:, None]).log().sum()
+    assert scores[TEMPERATURES == 0.5] == pytest.approx(float(drawn))
+    assert np.exp(best_temperature(scores)) == pytest.approx(0.5, rel=0.2)
+    assert best_temperature(np.zeros(len(TEMPERATURES))) == pytest.approx(0.0)  # the prior alone
+    assert best_temperature(-2 * np.log(TEMPERATURES)) == pytest.approx(-2 * 0.7**2, abs=0.05)
+
+
 def test_classes_are_learned_from_sums(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "CYCLES", 1)
     frame = flowers()
@@ -140,6 +157,7 @@ def test_classes_are_learned_from_sums(tmp_path, monkeypatch):
     assert metrics.test["accuracy"] > 0.75
     assert metrics.test["nll"] < metrics.linear["nll"] - 0.1 < metrics.mean["nll"] - 0.1
     assert all(np.isfinite(arm["nll"]) for arm in (metrics.local_only, metrics.pooled, metrics.boosting))
+    assert found.saved.arrays["likelihood.parameters"] in TEMPERATURES
     table = fg.load_run(found.path).posterior.predict(frame)
     assert list(table) == [f"probability of {name}" for name in ("rue", "sage", "thyme")]
     np.testing.assert_allclose(table.sum(axis=1), 1.0)

@@ -329,6 +329,11 @@ def telling(run, facts):
     return replace(run, metrics=replace(run.metrics, method_details={"relevance": facts}))
 
 
+def saved_with(run, arrays):
+    named = dict.fromkeys(arrays, "")
+    return replace(run, saved=replace(run.saved, arrays=arrays, meanings=named, coordinates=named))
+
+
 def test_the_shortest_comes_first_with_a_log_normal_interval(run):
     [(part, own)] = relevances(telling(run, lengthscale_facts(LOGS, SPREAD, "a test"))).items()
     assert list(own.index) == ["dose", "age", "ward"]
@@ -341,8 +346,7 @@ def test_the_shortest_comes_first_with_a_log_normal_interval(run):
 def test_without_intervals_points_are_shown_and_none_is_made_up(run):
     [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test"))).values()
     assert own["low"].isna().all()
-    saved = replace(run.saved, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])})
-    same = relevances(replace(run, saved=saved))
+    same = relevances(saved_with(run, {"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])}))
     pd.testing.assert_frame_equal(same["kernel"], own)
     assert own.attrs["how"] == same["kernel"].attrs["how"] == ""
     assert relevances(run) == {}
@@ -356,6 +360,5 @@ def test_parts_of_a_model_have_panels_of_their_own(run):
     summed = replace(run, saved=replace(run.saved, model={"kernel": "warp(rbf + l1)"}))
     logs = {f"kernel.kernels.{term}.log_lengthscale": np.zeros((1, 3)) for term in range(2)}
     arrays = {f"kernel.kernels.{term}.lengthscale": np.ones(3) for term in range(2)}
-    saved = replace(summed, saved=replace(summed.saved, arrays=arrays))  # by a method without these facts
-    for known in (telling(summed, lengthscale_facts(logs, None)), saved):
+    for known in (telling(summed, lengthscale_facts(logs, None)), saved_with(summed, arrays)):  # without these facts
         assert list(relevances(known)) == ["rbf (term 1)", "l1 (term 2)"]

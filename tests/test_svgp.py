@@ -113,6 +113,17 @@ def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) 
     assert at_unit_noise(seen)[0] == pytest.approx(float(alone), abs=1e-8)
 
 
+def test_a_row_left_out_has_the_posterior_of_all_other_rows() -> None:
+    """Exactly under Gaussian noise, at few inducing points, which leave some variance that no row informs on."""
+    (x, y), model = rows_of("gaussian"), latent("gaussian", noise=0.2)
+    mean, variance = model.left_out(x, y, settled(model, (x, y), 1, 1.0).posterior())
+    for row in (0, 17, 29):
+        others = torch.arange(len(x)) != row
+        rest = settled(model, (x[others], y[others]), 1, 1.0).posterior()
+        expected = model.latent(x[[row]], rest)
+        torch.testing.assert_close((mean[[row]], variance[[row]]), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES, *SEVERAL])
 def test_expectations_are_computed_where_the_rows_are(likelihood: str) -> None:
     """Each new tensor names the device of the rows: on the default one, here without values, nothing is computed."""

@@ -366,6 +366,23 @@ class LatentGP(SparseGP):
         mean, variance = self.marginals(inputs, posterior, factor)
         return (self.constant + mean).double(), (variance + self.nugget()).double()
 
+    @torch.no_grad()
+    def left_out(self, inputs: Rows, targets: Targets, posterior: WhitenedPosterior) -> Float[Tensor, "2 *C N"]:
+        """Return mean and variance of f at each row given all other rows, at the same parameters.
+
+        A row's factor in q(v) has the slope α and the curvature −β at m = E f. Without it wᵀv has the variance
+        a₋ = a/(1 − βa), a = wᵀSw, and the mean changes by −α a₋ (the cavity of Opper and Winther 2000).
+        """
+        found = []
+        for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
+            cross = self.project(x)
+            mean, variance, spread = self.moments(cross, self.kernel(x, diag=True), posterior)
+            _, alpha, beta, _ = self.observed.slopes(y, mean, variance, self.hyper)
+            known = (spread * cross).sum(-2)
+            left = known / (1 - beta * known)
+            found.append(torch.stack([mean - alpha * left, variance - known + left]))
+        return torch.cat(found, -1)
+
     def predict(
         self, inputs: Rows, posterior: WhitenedPosterior, factor: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,13 @@
-"""The categorical likelihood with one function per class: P(y = c | f) = softmax(f)_c."""
+"""The categorical likelihood with one function per class: P(y = c | f) = softmax(f)_c.
+
+A prediction is p_c ∝ (E softmax(f)_c)^{1/T}. The posterior takes the functions as independent, so that predictions at
+T = 1 are less certain than the classes of rows warrant. T has the highest likelihood of all rows, each predicted from
+the others, and the prior log T ~ N(0, .7²); it is the parameter of the likelihood, without which T = 1.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,6 +19,17 @@ from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
 from fedgp_flower.gp.likelihoods.point import ClassLikelihood
 from fedgp_flower.scores import shares_of
 from fedgp_flower.typing import Array
+
+TEMPERATURES = 2.0 ** np.arange(-2, 0.51, 0.125)
+"""Temperatures T that are compared."""
+TEMPERATURE_SPREAD = 0.7
+"""Prior standard deviation of log T."""
+
+
+def best_temperature(log_scores: Array) -> Array:
+    """Return log T [1] of the most probable temperature, from Σ log p_y at each [G]."""
+    logs = np.log(TEMPERATURES)
+    return logs[[np.argmax(log_scores - 0.5 * (logs / TEMPERATURE_SPREAD) ** 2)]]
 
 
 class Softmax(ClassLikelihood):
@@ -43,9 +60,14 @@ class Softmax(ClassLikelihood):
 
     @torch.no_grad()
     def probability(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """E softmax(f) [N, C]."""
-        probability = expected_log_sum_exp(mean, variance)[1].mT
-        return probability / probability.sum(-1, keepdim=True)
+        """E softmax(f) [N, C] to the power 1/T, normalised; ``hyper`` is log T [1], or [0] for T = 1."""
+        logs = expected_log_sum_exp(mean, variance)[1].mT.log()
+        return (logs / hyper.exp() if len(hyper) else logs).softmax(-1)
+
+    def tempered(self, targets: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Σ log p_y over rows at each of :data:`TEMPERATURES` [G]."""
+        each = [torch.full((1,), math.log(value), dtype=torch.float64) for value in TEMPERATURES]
+        return torch.stack([self.log_predictive(targets, mean, variance, log).sum() for log in each])
 
     def conditional(self, function: Tensor, hyper: Tensor) -> Categorical:
         """The class given functions [*S, C, N]."""

@@ -14,6 +14,7 @@ from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
 from fedgp_flower.gp.fitc import WeightedSums, left_out, weighted_gradient, weighted_sums
+from fedgp_flower.gp.likelihoods.classes import Softmax
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import ascend, pack
 from fedgp_flower.gp.placement import to_array
@@ -33,6 +34,7 @@ from fedgp_flower.methods.sgpr.messages import (
     ResidualCounts,
     Sketch,
     SparseStatistics,
+    TemperedScores,
     TrialSums,
     ValueCounts,
 )
@@ -65,7 +67,7 @@ class SparseClient(SiteClient):
         """Return the model at these parameters; parameters of the same names and shapes reuse the model."""
         known: Any = vars(self).get("model")
         same = known and known.inducing_points.shape == values[LOCATIONS].shape
-        if same and set(known.wire_parameters()) <= {*values}:
+        if same and set(known.wire_parameters()) == {*values}:
             known.load(values)
         else:
             self.model = self.placement.module(sparse_gp(self.config.model, values))
@@ -149,6 +151,13 @@ class SVGPClient(SparseClient):
         """Return the expected log likelihood of this site's rows, and its derivatives."""
         model, factor = self.latent(request.values)
         return expectations(model, *self.tensors, request.whitened(), factor)
+
+    def tempered(self, request: PooledPosterior) -> TemperedScores:
+        """Return the log scores of this site's rows, each predicted from all other rows, by the temperature."""
+        model, (inputs, targets) = self.latent(request.values)[0], self.tensors
+        assert isinstance(model.observed, Softmax)
+        moments = model.left_out(inputs, targets, request.whitened())
+        return TemperedScores(to_array(model.observed.tempered(targets, *moments)))
 
     def held_out(self, request: PooledPosterior) -> Prediction:
         """Return predictions of the held-out rows, given any second column of their targets."""

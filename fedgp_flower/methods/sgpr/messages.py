@@ -275,6 +275,21 @@ class Expectations:
         return None if concave else "`curvature` is not that of a log-concave likelihood"
 
 
+@message("query.tempered", summand=True)
+class TemperedScores:
+    """The log scores of a site's rows, each predicted from all others, by the temperature of predictions."""
+
+    values: Float[ndarray, " G"] = leaves("Σ log p_y at each temperature, nats")
+
+    def num_parameters(self) -> int:
+        """Return the number of temperatures."""
+        return len(self.values)
+
+    def refusal(self, described: Described) -> str | None:
+        """Return why these are no log probabilities, or None."""
+        return "`values` are above zero: no probability is above 1" if (self.values > 0).any() else None
+
+
 @message()
 class PrivateRequest:
     """A request for noisy sums."""
