@@ -5,7 +5,8 @@ with q(v) = N((I + B)⁻¹ b, (I + B)⁻¹). Sites answer with sums over their r
 by w, and the statistics of a natural-gradient step. From the totals the server takes that step in (B, b) and an L-BFGS
 step in w, and transfers (B, b) to the new w as pseudo-observations (:mod:`fedgp_flower.methods.sgpr.duals`). If the
 objective falls, the server returns to the previous point and halves both steps. The run does not depend on how the rows
-are divided among sites.
+are divided among sites. At its end, the probabilities of several classes get the temperature at which rows are best
+predicted from all other rows.
 """
 
 from __future__ import annotations
