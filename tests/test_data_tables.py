@@ -696,6 +696,14 @@ def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_of_too_few_rows_is_named_with_what_to_do(tmp_path: Path) -> None:
+    files = hospitals(tmp_path)
+    patients(seed=1).head(8).drop(columns="ward").to_csv(files[1], index=False)
+    [problem] = check(files, settings("impute"))[2]
+    assert problem.startswith("south.csv: too few training rows")
+    assert problem.endswith("leave the file out")
+
+
 def test_a_site_with_other_units_of_the_target_is_named(tmp_path: Path, fedgp: Any) -> None:
     files = hospitals(tmp_path)
     patients(seed=1).assign(y=lambda own: 100 * (own["y"] + 20)).to_csv(files[1], index=False)

@@ -55,7 +55,7 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
         try:
             site = Rules("query.describe").site(load_site(config, node))
         except PolicyError as error:
-            problems.append(f"{files[name]}: {error}")
+            problems.append(f"{files[name]}: {error}. Real sites go on without this one: leave the file out")
             continue
         except DataError as error:
             problems.append(str(error))
