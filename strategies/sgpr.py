@@ -476,14 +476,16 @@ def finished(problem: Problem, state: SGPRState) -> bool:
     return settled(problem, state) and (not state.rows or not state.next_size)
 
 
-def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, WeightedSums]]:
-    """Return the exact posterior of all rows at the fewest sufficient inducing points, and the totals behind it.
+def posterior(
+    problem: Problem, state: SGPRState, roster: Roster
+) -> Asking[tuple[PooledPosterior, WeightedSums, tuple[str, ...]]]:
+    """Return the exact posterior of all rows at the fewest sufficient inducing points, its totals and their sites.
 
     Raise RunError if the totals lack a site's rows and no site sends new sums.
     """
-    values, totals = state.values, state.totals
+    values, totals, sites = state.values, state.totals, state.sites
     if totals is None or set(state.sites) != set(roster.all_sites):
-        found, _ = yield from sums_at(problem, candidates(state), roster.all_sites, state.weight)
+        found, sites = yield from sums_at(problem, candidates(state), roster.all_sites, state.weight)
         if found is None:
             raise RunError("no site sent usable sums")
         values, totals, _ = found
@@ -493,15 +495,17 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
         count = enlarging.sufficient_points(evidence(totals).curve / rows, loss)
         values = {**values, LOCATIONS: values[LOCATIONS][:count]}
         values, totals, _ = at_best_scale(values, totals.leading(count), problem.model)
-    return PooledPosterior.of(values, totals.posterior()), totals
+    return PooledPosterior.of(values, totals.posterior()), totals, sites
 
 
-def with_tails(q: PooledPosterior, section: ModelSection, weight: float) -> Asking[PooledPosterior]:
-    """Return the posterior with the shape of the errors of rows predicted from all others, unless they are normal.
+def with_tails(
+    q: PooledPosterior, sites: tuple[str, ...], section: ModelSection, weight: float
+) -> Asking[PooledPosterior]:
+    """Return the posterior with the shape of the errors of its sites' rows, each predicted from all others.
 
     The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ.
     """
-    summed: Summed[ResidualCounts] = yield Total(ResidualCounts, q, sizes={"B": len(tails.EDGES)})
+    summed: Summed[ResidualCounts] = yield Total(ResidualCounts, q, sites, sizes={"B": len(tails.EDGES)})
     mixture = None if summed.total is None else tails.fitted(weight * summed.total.counts)
     if mixture is None:
         return q
@@ -584,11 +588,11 @@ class SGPR(FederatedStrategy[SGPRState]):
 
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """Return the exact posterior of all rows."""
-        found, totals = yield from posterior(self.problem, state, roster)
+        found, totals, sites = yield from posterior(self.problem, state, roster)
         last = self.finished(state) or self.round >= self.planned_rounds
         last = last and self.config.transform.target == "none"
         if last:
-            found = yield from with_tails(found, self.config.model, state.weight)
+            found = yield from with_tails(found, sites, self.config.model, state.weight)
         exchanges = state.exchanges + EXCHANGES_AFTER * last
         details: dict[str, Any] = pooled_bound.progress(exchanges, state.gains, EXCHANGES_PER_ROUND, state.rows)
         details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}

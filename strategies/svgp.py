@@ -276,7 +276,9 @@ class SVGP(FederatedStrategy[SVGPState]):
         found, gains = posterior(state), np.diff(state.objectives[-pooled_bound.RECENT_ROUNDS - 1 :])
         last = state.relative and (self.finished(state) or self.round >= self.planned_rounds)
         if last:
-            scores: Summed[TemperedScores] = yield Total(TemperedScores, found, sizes={"G": len(TEMPERATURES)})
+            scores: Summed[TemperedScores] = yield Total(
+                TemperedScores, found, state.sites, sizes={"G": len(TEMPERATURES)}
+            )
             if scores.total is not None:
                 found = replace(found, values={**found.values, HYPER: best_temperature(scores.total.values)})
         details = pooled_bound.progress(state.exchanges + last, gains, 1, sum(self.preparation.rows.values()))

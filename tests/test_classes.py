@@ -16,7 +16,7 @@ import fedgp_flower as fg
 from fedgp_flower.clients import baselines
 from fedgp_flower.errors import DataError
 from fedgp_flower.gp.likelihoods import Logit, build_point_likelihood
-from fedgp_flower.gp.likelihoods.classes import TEMPERATURES, best_temperature
+from fedgp_flower.gp.likelihoods.classes import TEMPERATURES, best_temperature, tempered
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp, expected_softplus
 from fedgp_flower.gp.models import LatentGP
 from fedgp_flower.methods.sgpr.duals import Duals, expectations
@@ -139,8 +139,9 @@ def test_the_temperature_is_the_most_probable_of_rows_left_out():
     sharp = likelihood.probability(mean, spread, torch.tensor([np.log(0.5)]))
     torch.testing.assert_close(sharp, plain**2 / (plain**2).sum(-1, keepdim=True))
     targets = torch.multinomial(sharp, 1, generator=torch.Generator().manual_seed(0))[:, 0].double()
-    scores = likelihood.tempered(targets, mean, spread).numpy()
-    drawn = torch.gather(sharp, 1, targets.long()[:, None]).log().sum()
+    spread[1, 7] = torch.nan  # a row of which nothing is known counts for none
+    scores = tempered(likelihood, targets, mean, spread).numpy()
+    drawn = torch.gather(sharp, 1, targets.long()[:, None]).log()[torch.arange(400) != 7].sum()
     assert scores[TEMPERATURES == 0.5] == pytest.approx(float(drawn))
     assert np.exp(best_temperature(scores)) == pytest.approx(0.5, rel=0.2)
     assert best_temperature(np.zeros(len(TEMPERATURES))) == pytest.approx(0.0)  # the prior alone
@@ -199,6 +200,10 @@ def test_the_multinomial_regression_beside_it_is_that_of_all_rows(tmp_path):
     shares = theirs.predict_proba(inputs[1])
     nll = -np.log(shares[np.arange(len(test)), np.searchsorted(theirs.classes_, test["species"])]).mean()
     assert found.metrics.linear["nll"] == pytest.approx(nll, rel=1e-4)
+    predicted = found.posterior.predict(test)
+    chosen = [predicted.loc[row, f"probability of {name}"] for row, name in test["species"].items()]
+    assert found.metrics.test["nll"] == pytest.approx(-np.log(chosen).mean(), rel=1e-9)  # at the same temperature
+    assert found.saved.arrays["likelihood.parameters"] != 1.0
 
 
 def test_what_names_no_class_is_refused(tmp_path):

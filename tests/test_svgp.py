@@ -122,6 +122,8 @@ def test_a_row_left_out_has_the_posterior_of_all_other_rows() -> None:
         rest = settled(model, (x[others], y[others]), 1, 1.0).posterior()
         expected = model.latent(x[[row]], rest)
         torch.testing.assert_close((mean[[row]], variance[[row]]), expected, rtol=1e-9, atol=1e-9)
+    prior = Duals(torch.zeros(INDUCING, INDUCING).double(), torch.zeros(INDUCING).double(), False).posterior()
+    assert model.left_out(x, y, prior).isnan().any(-1).tolist() == [True, True]  # no row has a factor in it
 
 
 @pytest.mark.parametrize("likelihood", [*KINDS, *OUTCOMES, *SEVERAL])

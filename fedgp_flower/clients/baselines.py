@@ -14,7 +14,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp import fitc, priors
-from fedgp_flower.gp.likelihoods.classes import Softmax, best_temperature
+from fedgp_flower.gp.likelihoods.classes import best_temperature, tempered
 from fedgp_flower.gp.models import (
     CONSTANT,
     HYPER,
@@ -251,7 +251,7 @@ def _variational(rows: SiteData, config: RunConfig, units: TargetUnits, points: 
         q = WhitenedPosterior(mean.detach(), posterior().covariance.detach())
     centre, spread = model.latent(place.tensor(rows.x_test), q)
     hyper: Tensor = model.hyper
-    if isinstance(model.observed, Softmax):
-        scores = model.observed.tempered(targets, *model.left_out(inputs, targets, q))
+    if model.observed.relative:
+        scores = tempered(model.observed, targets, *model.left_out(inputs, targets, q))
         hyper = torch.from_numpy(best_temperature(to_array(scores)))
     return model.observed.scores(to_array(centre), to_array(spread), rows.y_test, hyper, units)

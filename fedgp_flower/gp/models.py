@@ -371,7 +371,8 @@ class LatentGP(SparseGP):
         """Return mean and variance of f at each row given all other rows, at the same parameters.
 
         A row's factor in q(v) has the slope α and the curvature −β at m = E f. Without it wᵀv has the variance
-        a₋ = a/(1 − βa), a = wᵀSw, and the mean changes by −α a₋ (the cavity of Opper and Winther 2000).
+        a₋ = a/(1 − βa), a = wᵀSw, and the mean changes by −α a₋ (the cavity of Opper and Winther 2000). Both are NaN
+        if βa ≥ 1, as before q(v) has settled: then no Gaussian is left without the row.
         """
         found = []
         for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -379,7 +380,7 @@ class LatentGP(SparseGP):
             mean, variance, spread = self.moments(cross, self.kernel(x, diag=True), posterior)
             _, alpha, beta, _ = self.observed.slopes(y, mean, variance, self.hyper)
             known = (spread * cross).sum(-2)
-            left = known / (1 - beta * known)
+            left = (known / (1 - beta * known)).where(beta * known < 1, torch.nan)
             found.append(torch.stack([mean - alpha * left, variance - known + left]))
         return torch.cat(found, -1)
 

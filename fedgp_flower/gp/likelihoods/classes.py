@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from fedgp_flower.gp.likelihoods.integrals import expected_log_sum_exp
-from fedgp_flower.gp.likelihoods.point import ClassLikelihood
+from fedgp_flower.gp.likelihoods.point import ClassLikelihood, PointLikelihood
 from fedgp_flower.scores import shares_of
 from fedgp_flower.typing import Array
 
@@ -30,6 +30,14 @@ def best_temperature(log_scores: Array) -> Array:
     """Return log T [1] of the most probable temperature, from Σ log p_y at each [G]."""
     logs = np.log(TEMPERATURES)
     return logs[[np.argmax(log_scores - 0.5 * (logs / TEMPERATURE_SPREAD) ** 2)]]
+
+
+def tempered(likelihood: PointLikelihood, targets: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Return Σ log p_y at each of :data:`TEMPERATURES` [G], over the rows whose moments [C, N] are known."""
+    rows = variance.isfinite().all(0)
+    known = targets[rows], mean[:, rows], variance[:, rows]
+    each = [torch.full((1,), math.log(value), dtype=torch.float64) for value in TEMPERATURES]
+    return torch.stack([likelihood.log_predictive(*known, log).sum() for log in each])
 
 
 class Softmax(ClassLikelihood):
@@ -63,11 +71,6 @@ class Softmax(ClassLikelihood):
         """E softmax(f) [N, C] to the power 1/T, normalised; ``hyper`` is log T [1], or [0] for T = 1."""
         logs = expected_log_sum_exp(mean, variance)[1].mT.log()
         return (logs / hyper.exp() if len(hyper) else logs).softmax(-1)
-
-    def tempered(self, targets: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Σ log p_y over rows at each of :data:`TEMPERATURES` [G]."""
-        each = [torch.full((1,), math.log(value), dtype=torch.float64) for value in TEMPERATURES]
-        return torch.stack([self.log_predictive(targets, mean, variance, log).sum() for log in each])
 
     def conditional(self, function: Tensor, hyper: Tensor) -> Categorical:
         """The class given functions [*S, C, N]."""

@@ -14,7 +14,7 @@ from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
 from fedgp_flower.gp.fitc import WeightedSums, left_out, weighted_gradient, weighted_sums
-from fedgp_flower.gp.likelihoods.classes import Softmax
+from fedgp_flower.gp.likelihoods.classes import tempered
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
 from fedgp_flower.gp.optimisers import ascend, pack
 from fedgp_flower.gp.placement import to_array
@@ -155,9 +155,8 @@ class SVGPClient(SparseClient):
     def tempered(self, request: PooledPosterior) -> TemperedScores:
         """Return the log scores of this site's rows, each predicted from all other rows, by the temperature."""
         model, (inputs, targets) = self.latent(request.values)[0], self.tensors
-        assert isinstance(model.observed, Softmax)
         moments = model.left_out(inputs, targets, request.whitened())
-        return TemperedScores(to_array(model.observed.tempered(targets, *moments)))
+        return TemperedScores(to_array(tempered(model.observed, targets, *moments)))
 
     def held_out(self, request: PooledPosterior) -> Prediction:
         """Return predictions of the held-out rows, given any second column of their targets."""
