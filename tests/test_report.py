@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from scipy import special, stats
 from synthetic_runs import make_run, predict
 
+import fedgp_flower as fg
 from fedgp_flower.files import read_json, write_json
 from fedgp_flower.outcome import COLLAPSE
 from fedgp_flower.run import figures, summary, terminal
@@ -207,6 +208,28 @@ def test_the_verdict_names_the_better_of_what_sees_all_rows(line_run, local, poo
     beside = [{"nll": nll, "per_site": []} for nll in (pooled, boosting) if nll]
     metrics = replace(judged(line_run, NLL, local, [10] * 3), **dict(zip(("pooled", "boosting"), beside, strict=False)))
     assert summary.verdict(metrics).startswith(f"On 30 held-out rows of 3 sites, fsgp {words}")
+
+
+def test_a_model_of_all_rows_in_one_place_is_no_single_site(tmp_path):
+    draw, shift = np.random.default_rng(0), np.repeat([0.0, 30.0, -30.0], 25)
+    table = pd.DataFrame({"x": draw.uniform(-3, 3, 75), "lab": np.repeat([*"abc"], 25)})
+    table["y"] = np.sin(table["x"]) + shift + 0.1 * draw.standard_normal(75)
+    own, pooled = (
+        fg.run(
+            table,
+            target="y",
+            site="lab",
+            method=method,
+            num_rounds=1,
+            options={"output-dir": str(tmp_path), "name": method},
+        )
+        for method in ("fgpr", "pooled")
+    )
+    assert not pooled.metrics.per_site
+    assert "much better from their own rows" not in "".join(pooled.metrics.warnings)
+    assert summary.verdict(pooled.metrics).startswith("On 15 held-out rows, pooled ")
+    assert {row[-1] for run in (own, pooled) for row in summary.headline(run.metrics)[1]} == {"15"}
+    assert summary.comparison_warnings([own, pooled]) == []
 
 
 @pytest.mark.parametrize(

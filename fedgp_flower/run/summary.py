@@ -106,7 +106,8 @@ def arms(metrics: RunMetrics) -> dict[str, Facts]:
     federated = metrics.method not in methods() or methods()[metrics.method].federated
     name = f"federated ({metrics.method})" if federated else metrics.method
     counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
-    total = 0 if metrics.per_site else round(sum(counts))  # under masks there are no figures of single sites
+    # single sites have no figures under masks, and none of a model of all rows in one place
+    total = sum(int(row["num_examples"]) for row in metrics.per_site) or round(sum(counts))
     found = {name: {**metrics.test, "per_site": metrics.per_site}, **baselines(metrics)}
     return {
         name: {**figures, "rows": sum(int(row["num_examples"]) for row in figures.get("per_site", ())) or total}
@@ -174,7 +175,7 @@ def verdict(metrics: RunMetrics) -> str:
         described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
         clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
     sites = max(difference.sites for difference in differences.values())
-    few = ("masks hide each site's score", "1 site gives none", "2 sites give none")
+    few = ("no site has a score of its own", "1 site gives none", "2 sites give none")
     how = f" without intervals: {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = held_out_rows(metrics)
     held_out = f"{rows:,} held-out rows" if rows else "held-out rows"
@@ -352,7 +353,8 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
     if differ:
         more = f" and {len(differ) - MAX_DIFFERENCES} more" if len(differ) > MAX_DIFFERENCES else ""
         warnings.append(f"their training tables differ, by rows or units: {'; '.join(differ[:MAX_DIFFERENCES])}{more}")
-    if len({_held_out(run) for run in runs}) > 1:
+    counts, targets = {held_out_rows(run.metrics) for run in runs}, {_held_out_targets(run) for run in runs} - {None}
+    if len(counts) > 1 or len(targets) > 1:
         rows = ", ".join(f"{held_out_rows(run.metrics):,}" for run in runs)
         warnings.append(f"their held-out rows differ ({rows} rows): use the same `split`, `seed`, sites and data")
     details = [run.metrics.method_details for run in runs]
@@ -372,13 +374,13 @@ def _training_summary(run: Run) -> dict[str, tuple[float, float]]:
     return {**rows, **facts, **means}
 
 
-def _held_out(run: Run) -> tuple[object, ...]:
-    """Return a key of a run's held-out rows: count and moments of the targets, or the count alone."""
+def _held_out_targets(run: Run) -> tuple[float, ...] | None:
+    """Return count and moments of a run's held-out targets; None if it kept no predictions."""
     rows = run.predictions
-    if rows is not None and "target" in rows:
-        target = np.sort(rows["target"].to_numpy(dtype=float))
-        return len(target), round(float(target.sum()), 6), round(float(np.square(target).sum()), 4)
-    return (held_out_rows(run.metrics),)
+    if rows is None or "target" not in rows:
+        return None
+    target = np.sort(rows["target"].to_numpy(dtype=float))
+    return len(target), round(float(target.sum()), 6), round(float(np.square(target).sum()), 4)
 
 
 def side_by_side(runs: Sequence[Run]) -> list[list[str]]:

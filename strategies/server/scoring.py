@@ -46,7 +46,9 @@ HALVES = (
     " `privacy.secure-aggregation` = false names the site that contradicts the others"
 )
 ALL = ""
-"""Key, in place of a site id, of the total of all sites under masks."""
+"""Key, in place of a site id, of the total of all sites: under masks, or of a model of all rows in one place."""
+POOLED = (wire.PooledScoreSums, wire.BoostedScoreSums)
+"""Scores of models of all rows in one place: one site of a simulation fits them and scores all held-out rows."""
 
 
 class Evaluation(TypedDict):
@@ -91,7 +93,7 @@ class Scoring:
     def _question(self, total: type[wire.ScoreSums], request: object) -> Synchronous:
         """Return a question for a total under masks, else for each site's scores; one site fits pooled models."""
         sites = self.session.roster().all_sites
-        if total in (wire.PooledScoreSums, wire.BoostedScoreSums):
+        if issubclass(total, POOLED):
             sites = tuple(self.session.network.healthy()[:1])
         elif self.session.masking is not None:
             return Total(total, request, sites)
@@ -152,8 +154,10 @@ class Scoring:
         return found
 
     def _figures(self, found: Summed[wire.ScoreSums] | Mapping[str, wire.ScoreSums]) -> Evaluation | None:
-        """Return the figures of sites, or of their total under masks without a row per site; None if without rows."""
+        """Return the figures of sites, or of all together without a row per site; None if without rows."""
         scores = {ALL: found.total} if isinstance(found, Summed) else found
+        if any(isinstance(sums, POOLED) for sums in scores.values()):
+            scores = {ALL: add(scores.values())}
         scores = {site: sums for site, sums in scores.items() if sums is not None and sums.rows}
         kinds = Counter(tuple(sums.known) for sums in scores.values()).most_common(1)
         for site in [site for site, sums in scores.items() if tuple(sums.known) != kinds[0][0]]:
