@@ -255,7 +255,9 @@ class PVI(FederatedStrategy[PVIState]):
             return False
         if not due(plan, sites, record.visits):
             return True
-        if not self.agreement or not all(record.visits.get(site) for site in sites):
+        tries = self.config.max_failures
+        done = [record.visits.get(site) or record.attempts.get(site, 0) >= tries for site in sites]
+        if not (self.agreement and record.sizes and all(done)):
             return False
         exact = self.agreement.exact
         once = exact and plan.deletion and plan.damping == 1

@@ -18,13 +18,13 @@ import numpy as np
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.fitc import at_unit_scale
+from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.models import LOCATIONS, WhitenedPosterior
 from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Candidates, Expectations, PooledPosterior, TrialSums
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.shared_messages import OUTLIER, Parameters
 from strategies import sgpr, svgp
 from strategies.pooled_bound import Problem, progress
 from strategies.pvi_state import Contribution, PVIState, cavity, of_function, posterior
@@ -130,11 +130,18 @@ def averaged(state: PVIState, shared: Mapping[str, LatentFactor], share: float) 
 # ---- Factors from sums at an agreed Z and β -------------------------------------------------------------------------
 
 
-def exact_factor(values: Mapping[str, ndarray]) -> Update:
-    """The factor of v from a site's sums at w = {Z, β}: Λ = A, η = b; the objective is the evidence of its rows."""
+def exact_factor(values: Mapping[str, ndarray], totals: WeightedSums | None = None) -> Update:
+    """The factor of v from a site's sums at w = {Z, β}: Λ = A, η = b; the objective is the evidence of its rows.
+
+    A site whose squares are out of proportion to the totals that agreed on {Z, β} is refused, as it was there.
+    """
 
     def read(state: PVIState, site: str, answer: TrialSums) -> Proposal:
         [sums] = answer.each()
+        if totals is not None:
+            size = sums.weighted_squares / sums.count / (totals.weighted_squares / totals.count)
+            if size > OUTLIER:
+                raise ProtocolError(f"its `weighted_squares` per row is {size:.1e} times the mean of the other sites")
         factor = NaturalParameters(sums.projection, -0.5 * sums.gram)
         return Contribution({"whitened": factor}), at_unit_scale(sums) / state.rows[site], {}
 
@@ -214,6 +221,6 @@ class AgreedParameters:
     def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
         """Return the exact update at the agreed parameters, or the natural gradient at the current posterior."""
         if self.exact:
-            return exact_factor(state.values)
+            return exact_factor(state.values, state.sgpr.totals if state.sgpr else None)
         whole = all(site in state.sites for site in roster.sites)
         return natural_gradient(product(state) if whole else (yield from self.pooled(state, roster)))

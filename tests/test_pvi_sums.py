@@ -179,6 +179,16 @@ def test_a_site_that_is_lost_has_no_factor_and_holds_up_nobody(tmp_path):
     assert set(end.details()["visits"]) == {"a", "c"}
 
 
+def test_a_site_that_the_agreement_refused_is_not_let_in_by_a_visit(tmp_path):
+    frames = {name: waves(30, seed) for seed, name in enumerate("abcd")}
+    frames["b"] = frames["b"].assign(y=50 * frames["b"]["y"])
+    keys = KEYS | {"evaluate_every": 1, "num_server_rounds": 30}  # it answers evaluations, and so is back in between
+    end = run(FaultyGrid(configured(**keys, pvi__exchanges=7), csv_nodes(tmp_path, frames)))
+    assert set(end.details()["visits"]) == {"a", "c", "d"}
+    assert any("times the mean of the other sites" in failure.reason for failure in end.network.failures)
+    assert end.round < 30
+
+
 def test_without_a_factor_there_is_no_result():
     faults = [Fault(site, crashed, ("query.trials",), range(2, 99)) for site in "012"]
     with pytest.raises(RunError, match=r"no site could be visited, so the run has no result\. Latest failures"):
