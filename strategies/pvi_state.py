@@ -97,6 +97,8 @@ class PVIState:
     sent: Mapping[str, int] = field(default_factory=dict)
     """Asynchronous: the version that each working site received."""
     record: Record = field(default_factory=Record)
+    noise: float | None = None
+    """Noise variance of numbers, for models of weights."""
     values: Mapping[str, AnyShape] = field(default_factory=dict)
     """Agreed Z and β; empty before the agreement, or if each site refines them."""
     sgpr: SGPRState | None = None

@@ -21,7 +21,15 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.models import LOCATIONS, WhitenedPosterior
-from fedgp_flower.methods.pvi.messages import LATENTS, LatentFactor, Marginals, NaturalParameters, Refined, Visit
+from fedgp_flower.methods.pvi.messages import (
+    LATENTS,
+    LatentFactor,
+    Marginals,
+    NaturalParameters,
+    Refined,
+    Visit,
+    WeightsPosterior,
+)
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.sgpr.messages import Candidates, Expectations, PooledPosterior, TrialSums
 from fedgp_flower.shared_messages import OUTLIER, Parameters
@@ -65,10 +73,15 @@ def visit(function: str, state: PVIState, site: str, plan: Plan) -> Visit:
     """Return the context of the other sites and the site's own factor to start from."""
     around = context(state, site, plan)
     known = {name: NaturalParameters.of(around[name]) for name in state.prior}
-    q = NaturalParameters.of(posterior(state)[function]) if function in state.prior else None
+    q = weights(state, NaturalParameters.of(posterior(state)[function])) if function in state.prior else None
     others = of_function(each for name, each in state.sites.items() if name != site or not plan.deletion)
     before = of_function([state.sites[site]]) if plan.deletion and site in state.sites else None
     return Visit(known, q, marginals(state) if state.first else None, others, before)
+
+
+def weights(state: PVIState, q: NaturalParameters) -> WeightsPosterior:
+    """Return the request with this q of the weights."""
+    return WeightsPosterior(q.eta1, q.eta2, state.noise)
 
 
 def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:

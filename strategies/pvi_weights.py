@@ -11,24 +11,33 @@ from typing import Any, TypeAlias, cast
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi_weights.model import PREDICTION_DRAWS, prior_of
+from fedgp_flower.methods.pvi_weights.model import LEAST_NOISE, PREDICTION_DRAWS, prior_of
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import Facts, NamedArrays
 from strategies import pvi
 from strategies.pvi_state import PVIState, facts_of, posterior
-from strategies.pvi_updates import local_optimum
+from strategies.pvi_updates import local_optimum, weights
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Total
+from strategies.server.scoring import linear_fit
 from strategies.server.strategy import FederatedStrategy
 
 FROM_WEIGHTS = "θ ~ N(weights.mean, weights.covariance)"
 
 
 def initialise(run: Weights, roster: Roster) -> Asking[PVIState]:
-    """Return the prior; a total of log likelihoods checks that sites have the rows that they described."""
-    prior = prior_of(run.options, run.preparation.num_inputs)
-    yield Total(LogLikelihood, prior)
-    return PVIState({WEIGHTS: prior}, rows=roster.rows)
+    """Return the prior, and for numbers the noise of their linear regression, from sums.
+
+    A total of log likelihoods checks that sites have the rows that they described.
+    """
+    prior, model, noise = prior_of(run.options, run.preparation.num_inputs), run.config.model, None
+    if model.likelihood == "gaussian":
+        line = yield from linear_fit(tuple(roster.rows), model.likelihood, run.preparation.num_inputs)
+        rows = sum(roster.rows.values())
+        noise = model.noise if line is None else max(line.variance / (1 + 1 / rows), LEAST_NOISE)
+    state = PVIState({WEIGHTS: prior}, rows=roster.rows, noise=noise)
+    yield Total(LogLikelihood, weights(state, prior))
+    return state
 
 
 def plan_of(run: Weights) -> Plan:
@@ -57,10 +66,11 @@ def predictive(run: Weights, state: PVIState, roster: Roster) -> Asking[Predicte
     arrays: NamedArrays = {"weights.mean": mean, "weights.covariance": covariance}
     words = "covariance of q(θ)" if q.full else "variances of q(θ)"
     meanings = {"weights.mean": "mean of q(θ)", "weights.covariance": words}
-    model = {"family": run.method, "likelihood": likelihood.likelihood, "noise": likelihood.noise, **run.facts()}
+    noise = likelihood.noise if state.noise is None else state.noise
+    model = {"family": run.method, "likelihood": likelihood.likelihood, "noise": noise, **run.facts()}
     saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), run.equation, model)
     facts = {**facts_of(state, plan_of(run)), "version": state.version}
-    return Predicted(NaturalParameters.of(q), saved, facts)
+    return Predicted(weights(state, NaturalParameters.of(q)), saved, facts)
 
 
 def public(run: Weights, state: PVIState) -> NamedArrays:
@@ -73,7 +83,7 @@ def final(run: Weights, state: PVIState, roster: Roster) -> Asking[dict[str, Any
     facts = yield from FederatedStrategy.final(run, state, roster)
     q = posterior(state)[WEIGHTS]
     kl = {"kl_weights": float(q.kl(state.prior[WEIGHTS].gaussian))}
-    return facts | (yield from pvi.free_energy(state, NaturalParameters.of(q), kl))
+    return facts | (yield from pvi.free_energy(state, weights(state, NaturalParameters.of(q)), kl))
 
 
 class PVIGLM(FederatedStrategy[PVIState]):

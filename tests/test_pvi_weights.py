@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from scipy.optimize import minimize
+from faults import FaultyGrid, configured, csv_nodes, run
+from scipy.optimize import minimize, minimize_scalar
 from scipy.special import gammaln, log_expit
+from scipy.stats import multivariate_normal
 
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
@@ -20,7 +23,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Described
 from strategies.pvi import one_round
 from strategies.pvi_state import PVIState, posterior
-from strategies.pvi_updates import local_optimum
+from strategies.pvi_updates import local_optimum, weights
 from strategies.server.questions import Roster, drive
 
 SITES = ("a", "b", "c")
@@ -87,6 +90,27 @@ def test_a_gaussian_linear_model_is_exact_and_without_deletion_rows_count_at_eve
     precision = times * phi.T @ phi / NOISE + np.eye(4)
     np.testing.assert_allclose(found.precision, precision, rtol=1e-12)
     np.testing.assert_allclose(found.mean(), np.linalg.solve(precision, times * phi.T @ y / NOISE), rtol=1e-10)
+
+
+def test_the_noise_of_numbers_is_that_of_the_highest_evidence_of_all_rows(tmp_path):
+    x, y = rows("gaussian", 200)
+    table = pd.DataFrame(x, columns=list("pqr")).assign(y=y)
+    nodes = csv_nodes(tmp_path, dict(zip(SITES, (table[:40], table[40:90], table[90:]), strict=True)))
+    end = run(FaultyGrid(configured(method="pvi-glm", test_fraction=0.0, num_server_rounds=6), nodes))
+    phi, t = np.hstack([np.ones((200, 1)), (x - x.mean(0)) / x.std(0)]), (y - y.mean()) / y.std()
+
+    def evidence(log_noise):
+        return multivariate_normal.logpdf(t, cov=phi @ phi.T + np.exp(log_noise) * np.eye(200))
+
+    best = float(np.exp(minimize_scalar(lambda log_noise: -evidence(log_noise), (-3.0, 0.0)).x))
+    prior = model.prior_of(GLMOptions(), 3).gaussian
+    assert model.alone(section("gaussian"), phi[:, 1:], t, prior)[1] == pytest.approx(best, rel=1e-5)
+    noise = end.current.noise
+    assert noise == pytest.approx(best, rel=0.01)  # a flat prior on the intercept, and one width for all slopes
+    found, precision = posterior(end.current)[WEIGHTS], phi.T @ phi / noise + np.eye(4)
+    np.testing.assert_allclose(found.precision, precision, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(found.mean(), np.linalg.solve(precision, phi.T @ t / noise), rtol=1e-6, atol=1e-8)
+    assert end.outcome.posterior.model["noise"] == noise
 
 
 @pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
@@ -176,7 +200,7 @@ def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
 def test_a_factor_with_negative_precision_is_refused(covariance):
     sites, state, _, _ = problem("bernoulli", covariance)
     prior = state.prior[WEIGHTS]
-    honest = sites["a"].train(Visit({WEIGHTS: prior}, prior))
+    honest = sites["a"].train(Visit({WEIGHTS: prior}, weights(state, prior)))
     assert honest.refusal(Described(8)) is None
     lie = replace(honest, weights=replace(honest.weights, eta2=-honest.weights.eta2))
     assert "precision" in lie.refusal(Described(8))

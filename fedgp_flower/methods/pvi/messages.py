@@ -64,6 +64,13 @@ class NaturalParameters:
 
 
 @message()
+class WeightsPosterior(NaturalParameters):
+    """q of the weights, and the noise variance of numbers."""
+
+    noise: float | None = leaves("noise variance of numbers", default=None)
+
+
+@message()
 class LatentFactor:
     """q(Z), q(β) or a site's factor of one of them in natural parameters; or the value of a point estimate."""
 
@@ -151,7 +158,7 @@ class Visit:
     """Request to update a site's factors given those of all others."""
 
     context: Mapping[str, NaturalParameters] = leaves("cavity or prior of every block of the product")
-    posterior: NaturalParameters | None = leaves("q of the weights", default=None)
+    posterior: WeightsPosterior | None = leaves("q of the weights", default=None)
     q: Marginals | None = leaves("q(Z) and q(β); none for models of weights", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())
     before: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)

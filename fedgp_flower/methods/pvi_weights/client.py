@@ -11,7 +11,7 @@ import torch
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
+from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit, WeightsPosterior
 from fedgp_flower.methods.pvi.model import Data, random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.updates import late_mean
@@ -27,42 +27,42 @@ class GLMClient(SiteClient):
 
     options: GLMOptions
 
-    @cached_property
-    def linear(self) -> model.LinearRows:
+    def linear(self, noise: float | None) -> model.LinearRows:
         """The site's rows with an intercept."""
-        return model.glm_rows(self.config.model, self.rows.x, self.rows.y)
+        return model.glm_rows(self.config.model, self.rows.x, self.rows.y, noise)
 
     def train(self, request: Visit) -> Refined:
         """One local update (Ashman et al. 2022, Algorithm 1, step 2)."""
         assert request.posterior is not None
-        q, context, steps = request.posterior.gaussian, request.context[WEIGHTS].gaussian, 1
+        rows, q = self.linear(request.posterior.noise), request.posterior.gaussian
+        context, steps = request.context[WEIGHTS].gaussian, 1
         if cast(PVIOptions, self.config.shared).plan().gradient:
-            done = NewtonStep.at(self.linear, q, context)  # merged with ρ it is a step of global VI of length ρ
+            done = NewtonStep.at(rows, q, context)  # merged with ρ it is a step of global VI of length ρ
         else:
-            done, steps = model.optimum(self.linear, q, context)
+            done, steps = model.optimum(rows, q, context)
         return Refined(done.free_energy / self.num_examples, steps, weights=NaturalParameters.of(done.factor))
 
-    def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
+    def log_likelihood(self, request: WeightsPosterior) -> LogLikelihood:
         """This site's term of the global free energy."""
-        return LogLikelihood(self.linear.fit(request.gaussian).numpy())
+        return LogLikelihood(self.linear(request.noise).fit(request.gaussian).numpy())
 
-    def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
+    def predict(self, request: WeightsPosterior, inputs: Array) -> Prediction:
         """Mean and variance of an observation."""
-        return Prediction(*model.predicted(self.config.model, request.gaussian, inputs))
+        return Prediction(*model.predicted(self.config.model, request.gaussian, inputs, request.noise))
 
-    def score(self, request: NaturalParameters) -> Scores:
+    def score(self, request: WeightsPosterior) -> Scores:
         """Scores by the likelihood."""
-        return self.scored_by(request.gaussian, self.rows)
+        return self.scored_by(request.gaussian, self.rows, request.noise)
 
     def baseline_scores(self, data: SiteData, pooled: int) -> Scores:
         """Scores of the same model fitted to these rows."""
         prior = model.prior_of(self.options, data.x.shape[1]).gaussian
-        done, _ = model.optimum(model.glm_rows(self.config.model, data.x, data.y), prior, prior)
-        return self.scored_by(prior * done.factor, data)
+        q, noise = model.alone(self.config.model, data.x, data.y, prior)
+        return self.scored_by(q, data, noise)
 
-    def scored_by(self, q: Gaussian, data: SiteData) -> Scores:
+    def scored_by(self, q: Gaussian, data: SiteData, noise: float | None) -> Scores:
         """Scores of held-out rows."""
-        rows = model.glm_rows(self.config.model, data.x_test, data.y_test)
+        rows = model.glm_rows(self.config.model, data.x_test, data.y_test, noise)
         mean, variance = (part.numpy() for part in rows.marginals(q))
         return rows.likelihood.scores(mean, variance, data.y_test, rows.hyper, self.units)
 

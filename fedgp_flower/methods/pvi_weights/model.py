@@ -21,6 +21,7 @@ weights (Kingma, Salimans & Welling 2015). This is exact for one row, and its gr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,8 @@ TOLERANCE = 1e-10
 """Tolerance of the Newton decrement in nats and of the relative change of Λ."""
 SLACK = 1e-9
 """Allowed decrease of the free energy by rounding, relative to its size."""
+NOISE_STEPS, NOISE_TOLERANCE, LEAST_NOISE = 100, 1e-6, 1e-6
+"""Most steps of EM for the noise variance of one site, the change of its logarithm that ends them, and its minimum."""
 STEPS, LEARNING_RATE = 300, 0.01
 """Defaults of ``pvi.steps`` and ``pvi.learning-rate``; most visits stop earlier."""
 BATCH_SIZE = 128
@@ -125,9 +128,9 @@ class NewtonStep:
         return Gaussian.around(self.q.mean() + length * self.move, precision)
 
 
-def glm_rows(section: ModelSection, inputs: Array, targets: Array) -> LinearRows:
+def glm_rows(section: ModelSection, inputs: Array, targets: Array, noise: float | None = None) -> LinearRows:
     """Rows with Φ = (1, X) [N, 1 + D], stored column by column for faster products ΦᵀΦ."""
-    likelihood = canonical_likelihood(section.likelihood, section.noise)
+    likelihood = canonical_likelihood(section.likelihood, section.noise if noise is None else noise)
     design = torch.cat([torch.ones(1, len(inputs), dtype=torch.float64), torch.from_numpy(inputs).mT]).mT
     return LinearRows(design, torch.from_numpy(targets), likelihood, likelihood.initial)
 
@@ -146,14 +149,28 @@ def optimum(rows: LinearRows, q: Gaussian, context: Gaussian) -> tuple[NewtonSte
     return current, steps
 
 
+def alone(section: ModelSection, inputs: Array, targets: Array, prior: Gaussian) -> tuple[Gaussian, float]:
+    """Return q(θ) of these rows alone and, for numbers, the noise variance of highest evidence, by EM."""
+    noise, change = section.noise, math.inf
+    for _ in range(NOISE_STEPS):
+        rows = glm_rows(section, inputs, targets, noise)
+        q = prior * optimum(rows, prior, prior)[0].factor
+        if section.likelihood != "gaussian" or change < NOISE_TOLERANCE:
+            break
+        mean, variance = rows.marginals(q)
+        found = max(float(((rows.targets - mean).square() + variance).mean()), LEAST_NOISE)
+        noise, change = found, abs(math.log(found / noise))
+    return q, noise
+
+
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
     """The prior N(0, I) of weights and intercept, in the form of q, for standardised inputs."""
     return NaturalParameters.of(Gaussian.standard(options.num_weights(num_inputs), full=options.full))
 
 
-def predicted(section: ModelSection, q: Gaussian, inputs: Array) -> tuple[Array, Array]:
+def predicted(section: ModelSection, q: Gaussian, inputs: Array, noise: float | None = None) -> tuple[Array, Array]:
     """Mean and variance of an observation [N] at standardised inputs [N, D]."""
-    rows = glm_rows(section, inputs, np.zeros(len(inputs)))
+    rows = glm_rows(section, inputs, np.zeros(len(inputs)), noise)
     mean, variance = rows.likelihood.moments(*rows.marginals(q), rows.hyper)
     return mean.numpy(), variance.numpy()
 
