@@ -64,6 +64,14 @@ def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
         np.testing.assert_allclose(again[["mean", "sd"]], own[["mean", "sd"]], rtol=1e-10)
 
 
+@pytest.mark.parametrize("method", ["sgpr", "deep-kernel", "pvi-glm"])
+def test_means_alone_are_those_of_the_predictions(method, tmp_path):
+    keys = {"dataset": "sine", "split": 0, "num-server-rounds": 1, "method": method, "output-dir": str(tmp_path)}
+    found = Predictor.of(read_run(run_in_process(BASE | keys | {"name": "run"}, SITES)))
+    frame = pd.DataFrame({"x": [-1.0, 0.5]})
+    np.testing.assert_allclose(found.mean(frame), found.predict(frame)["mean"], rtol=1e-9)
+
+
 def test_predictions_have_the_distribution_of_the_errors(tmp_path):
     """Student-t noise: the log score is that of the mixture and better than a normal one; all intervals agree."""
     draw = np.random.default_rng(1)

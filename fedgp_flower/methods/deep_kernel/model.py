@@ -237,7 +237,7 @@ class DeepPosterior:
     """The network, and q(w) of the shared head, or of a personal one with ρ = 0."""
 
     model: DeepKernel
-    mean: Means
+    heads: Means
     covariance: Covariances
     share: float
     """ρ."""
@@ -245,7 +245,7 @@ class DeepPosterior:
     @torch.no_grad()
     def personal(self, inputs: Rows, targets: Targets) -> DeepPosterior:
         """The head of a site with these rows."""
-        head = self.model.sums(inputs, targets).personal(self.mean, self.covariance, self.share)
+        head = self.model.sums(inputs, targets).personal(self.heads, self.covariance, self.share)
         return DeepPosterior(self.model, *head, 0.0)
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ class DeepPosterior:
         """Mean and variance of an observation [N], or of indicators of classes [N, C]."""
         features = self.model.features(torch.from_numpy(inputs))
         spread = self.covariance + self.share * torch.eye(features.shape[1], dtype=features.dtype)
-        function = self.mean @ features.mT, ((features @ spread) * features).sum(-1)  # [C, N] each
+        function = self.heads @ features.mT, ((features @ spread) * features).sum(-1)  # [C, N] each
         mean, variance = self.model.observed.predict(*function)
         return mean.numpy(), variance.numpy()
 
