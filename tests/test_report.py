@@ -326,6 +326,14 @@ def test_the_roc_is_that_of_the_counts():
     assert (float(dot.get_xdata()[0]), float(dot.get_ydata()[0])) == (20.0, 75.0)
 
 
+@pytest.mark.parametrize(("visits", "label"), [([np.nan, np.nan, 1, 2], "round"), ([1, 2, 4, 5], "visits of a site")])
+def test_rounds_before_the_first_visit_are_not_drawn_on_one_another(visits, label):
+    history = pd.DataFrame({"round": [1, 2, 3, 4], "objective": 0.5, "visits": visits})
+    (ax,) = figures.convergence(history, {}, "m").axes
+    assert label in ax.get_xlabel()
+    assert len(set(ax.lines[0].get_xdata())) == 4
+
+
 def test_convergence_draws_baselines_and_frames_the_late_rounds():
     history = pd.DataFrame({"round": range(40), "test_nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
     (ax,) = figures.convergence(history, {"pooled": {"nll": 0.9}}, "m").axes

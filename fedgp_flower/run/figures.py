@@ -66,8 +66,9 @@ def convergence(history: pd.DataFrame, others: Mapping[str, Facts], units: str, 
     shown = [name for name in names if name in history and history[name].notna().any()]
     if not shown or len(history) < 2:
         return None
-    unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
-    abscissa = history[unit].ffill().fillna(0.0)
+    by_visits = "visits" in history and history["visits"].notna().all()  # no rounds before the first, or in vain
+    unit, label = ("visits", "communications (visits of a site)") if by_visits else ("round", "round")
+    abscissa = history[unit]
     figure, axes = axes_of(len(shown), height=2.9, make=make)
     last = max(float(abscissa.max()), 1.0)  # positive even after a single evaluation
     for ax, name in zip(axes, shown, strict=True):

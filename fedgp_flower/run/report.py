@@ -111,7 +111,8 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
             convergence=_picture(
                 "convergence",
                 figures.convergence(run.history, summary.baselines(metrics), units),
-                "Figures after each round.",
+                "Figures after each round."
+                + " The objective of a visit is that of the visited site's rows." * ("visits" in run.history),
             ),
             sites=_picture("sites", figures.sites(*nll), "Held-out NLL of each site, in nats per row."),
             site_table=_site_table(metrics),
