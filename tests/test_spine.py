@@ -89,6 +89,15 @@ def test_start_returns_arrays_and_the_metrics_of_every_round():
     assert strategy.outcome.posterior.arrays["inducing.mean"].shape == (5,)
 
 
+def test_a_second_start_continues_the_run_and_says_if_no_round_is_left(caplog):
+    strategy, grid = FSGP(**KEYWORDS), own_grid()
+    found = [set(strategy.start(grid, num_rounds=rounds).train_metrics_clientapp) for rounds in (1, 2, 2)]
+    assert found == [{1}, {2}, set()]
+    assert [r.getMessage() for r in caplog.records if "done before" in r.getMessage()] == [
+        "all 2 rounds were done before: nothing is trained"
+    ]
+
+
 def test_start_goes_on_from_the_arrays_it_is_given():
     half = FSGP(**KEYWORDS).start(own_grid(), num_rounds=2).arrays
     whole = FSGP(**KEYWORDS).start(own_grid(), num_rounds=3).arrays
@@ -103,6 +112,8 @@ def test_the_timeout_of_the_strategy_holds_unless_start_has_one():
     strategy.start(grid, num_rounds=0)
     assert strategy.network.timeout == KEYWORDS["round_timeout"]
     strategy.start(grid, num_rounds=0, timeout=7.0)
+    with pytest.raises(RunError, match="holds a run on another Grid: make a new strategy"):
+        strategy.start(own_grid(), num_rounds=1)
     assert strategy.network.timeout == 7.0
 
 

@@ -103,13 +103,19 @@ class FederatedStrategy(Algorithm[S], Strategy):
     ) -> Result:
         """Run the method on the sites of a Grid, with the arguments of Flower's ``start``.
 
-        ``num_rounds`` includes rounds before a resume; ``timeout`` is by default ``round-timeout``. :attr:`outcome` is
-        the full summary. Raises RunError if fewer than ``min-sites`` sites are usable, or if no site ever contributed.
+        ``num_rounds`` includes rounds before a resume, or of an earlier call, which this one continues; ``timeout`` is
+        by default ``round-timeout``. :attr:`outcome` is the full summary. Raises RunError if fewer than ``min-sites``
+        sites are usable, if no site ever contributed, or if an earlier call had another Grid.
         """
         num_rounds = whole_number("num_rounds", num_rounds, 0)
         self.timeout, self.planned_rounds = self.config.round_timeout if timeout is None else timeout, num_rounds
         result = Result()
+        begun = hasattr(self, "session")
+        if begun and self.network.grid is not grid:
+            raise RunError("this strategy holds a run on another Grid: make a new strategy for a new run")
         self.enrol(grid)
+        if begun and self.round >= max(num_rounds, 1):
+            logger.warning("all %d rounds were done before: nothing is trained", num_rounds)
         self.network.timeout = self.timeout
         self.session.user_settings = {
             "train": train_config or ConfigRecord(),
