@@ -25,6 +25,7 @@ from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.submission import Flower
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.privacy import audit
+from fedgp_flower.privacy.keys import Trust
 
 HOST, APP = "superlink.example.org", "ab" * 32
 PAGE = Path(__file__).parents[1] / "docs" / "deploy.md"
@@ -176,14 +177,16 @@ def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, 
     for name, file in (("north", "north/site-key"), ("south", "south-key"), ("west", "west-key")):
         cli.app(["site", "key", file], standalone_mode=False)
         printed[name] = re.findall(r"public key +(\S+)\nfingerprint +(.+)", capsys.readouterr().out)[0]
-    assert "trust" not in site.node_config
+    started_with = site.node_config
+    assert not Trust.of(started_with).keys
     for name, (public, _) in printed.items():
         doctor.of_site(site)
         cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
     told = capsys.readouterr().out
     assert "trust.toml names 2 sites, and a total needs 3, so this site answers nothing; add at least 1 more" in told
     assert told.splitlines()[-3:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
-    assert site.node_config["trust"] == str(site.folder / "trust.toml")
+    assert site.node_config == started_with  # so a SuperNode that runs already answers under masks too
+    assert Trust.of(started_with).keys == {name: public for name, (public, _) in printed.items()}
     doctor.of_site(site)
     said = capsys.readouterr().out
     assert "ok      policy: the default policy" in said

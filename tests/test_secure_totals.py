@@ -269,10 +269,13 @@ def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
     assert masked.training_target == pytest.approx(plain.training_target, rel=1e-9)
 
 
-def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
+@pytest.mark.parametrize("trusts_nobody", [True, False])
+def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes, tmp_path, trusts_nobody):
     """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
-    for key in ("site-key", "trust"):
-        del real_nodes[0][key]
+    del real_nodes[0]["site-key"], real_nodes[0]["trust"]
+    if trusts_nobody:
+        real_nodes[0] |= {"site-key": str(tmp_path / "east.key"), "trust": str(tmp_path / "nobody.toml")}
+        Trust({}).write(tmp_path / "nobody.toml")
     told = blamed(run(FaultyGrid(configured(min_sites=1, num_server_rounds=1), real_nodes)))
     for site in ("north", "west"):
         assert told[site]

@@ -26,6 +26,7 @@ from fedgp_flower.errors import FedGPError
 from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import Value
+from fedgp_flower.privacy.keys import Trust
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.privacy.questions import KEYS, WORDS, context_digest
 from fedgp_flower.typing import NamedArrays
@@ -156,7 +157,7 @@ def _plain(client: SiteClient, arrays: NamedArrays, guard: Guard) -> Outgoing:
 
 def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     """The answer to ``query.describe``: schema and sums, or the schema alone if the run or the site requires masks."""
-    bounds, trust = config.privacy.bounds, bool(context.node_config.get("trust"))
+    bounds, trust = config.privacy.bounds, bool(Trust.of(context.node_config).keys)
     description = site.describe(bounds)
     numbers = {"num-examples": site.num_examples, "partitions": site.partitions, "dropped": site.dropped}
     texts: dict[str, str | bool] = {"schema": description.schema, "label": site.label}

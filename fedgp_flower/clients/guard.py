@@ -78,7 +78,7 @@ class Guard:
         node, rules = self.context.node_config, self.rules
         content = questions.content_digest(self.kind, arrays_of(self.message.content, "arrays"))
         rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""), content)
-        masked = config.privacy.secure_aggregation or node.get("trust")
+        masked = config.privacy.secure_aggregation or Trust.of(node).keys
         self.in_clear = not masked or self.kind in {DESCRIBE, questions.KEYS} or is_public(answer)
         if not self.masked and not self.in_clear:
             raise ProtocolError(
@@ -116,10 +116,10 @@ class Guard:
     def _party(self) -> tuple[Identity, Trust]:
         """Its identity and the sites it trusts; ConfigError if a real site lacks ``site-key`` or ``trust``."""
         node = self.context.node_config
-        files = [str(node.get(key, "")) for key in ("site-key", "trust")]
-        if all(files):
-            return Identity.read(Path(files[0])), Trust.read(Path(files[1]))
-        if any(files) or "partition-id" not in node:
+        file, trust = str(node.get("site-key", "")), Trust.of(node)
+        if file and trust.keys:
+            return Identity.read(Path(file)), trust
+        if file or trust.keys or "partition-id" not in node:
             raise ConfigError(
                 "masked totals need `site-key` and `trust` in the node configuration of a real site; create them with"
                 " `fedgp site key` and `fedgp site trust`"

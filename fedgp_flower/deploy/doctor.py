@@ -90,10 +90,10 @@ def _policy(rules: Rules, table: Path) -> str:
 
 def _masks(node: Mapping[str, Value]) -> str:
     """Check that the trust file names this site with its own key, and enough sites for a total."""
-    if "trust" not in node:
-        return "no trust file: answers leave in the clear"
+    trusted = Trust.of(node).keys
+    if not trusted:
+        return "no trusted site: answers leave in the clear"
     site, own, file = str(node["site"]), Identity.read(Path(str(node["site-key"]))).public, Path(str(node["trust"]))
-    trusted = Trust.read(file).keys or {}
     if trusted.get(site) != own:
         remedy = f"remove its line, if there is one, then: fedgp site trust {file} {site} {own}"
         raise RunError(f"{file} does not hold the key of this site; {remedy}")

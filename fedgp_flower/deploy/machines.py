@@ -29,7 +29,7 @@ from fedgp_flower.deploy.wrapped import CONTROL, PIN
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import read_toml, write_bytes
 from fedgp_flower.options import Value
-from fedgp_flower.privacy.keys import Identity, short_hash
+from fedgp_flower.privacy.keys import Identity, Trust, short_hash
 from fedgp_flower.typing import Json
 
 Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
@@ -203,6 +203,7 @@ class SiteFolder:
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
         create_node_key(place / "node-key").rename(place / f"{site}.pub")
         Identity.new().write(place / "site-key")
+        Trust({}).write(place / "trust.toml")  # a running SuperNode sees the sites that its owner adds
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}, **(facts or {})}
         _write(place / "site.toml", facts)
         write_units(place, f"site-{site}", ["site", "serve", str(place)], list(given.values()))

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.files import read_toml, write_bytes
+from fedgp_flower.typing import Facts
 
 SEED_BYTES = 32
 
@@ -127,6 +128,11 @@ class Trust:
         for site, public in sites.items():
             trust = trust.with_site(site, str(public))
         return trust
+
+    @staticmethod
+    def of(node_config: Facts) -> Trust:
+        """Read the trust file of a node; without one, or without a site in it, the node may answer in the clear."""
+        return Trust.read(Path(str(node_config["trust"]))) if node_config.get("trust") else Trust({})
 
     def with_site(self, site: str, public: str) -> Trust:
         """Return this trust with one more site."""
