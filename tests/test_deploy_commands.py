@@ -72,13 +72,53 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
         assert service == name
         assert f"{machine}:{machine}" in content["volumes"]
         copied = re.findall(r"/fedgp/([\w.]+)", (machine / "Dockerfile").read_text())
-        assert all((Path(content["build"]) / file).is_file() for file in ("pyproject.toml", *copied))
+        assert all((Path(content["build"]["context"]) / file).is_file() for file in ("pyproject.toml", *copied))
+        assert Path(content["build"]["dockerfile"]) == machine / "Dockerfile"  # the project has none
     said = capsys.readouterr().out
+    authority = re.findall(r"certificate of the authority (\S+),\nand runs only the app (\w+)", said)[0]
+    doctor.of_coordinator(coordinator)
+    assert "sites trust the authority {} and run the app {}\n".format(*authority) in capsys.readouterr().out
     assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 3 columns" in said
     assert f"PROBLEM SuperLink: {HOST}:8000 cannot be reached" in said
     for again in (["deploy", "init", "--host", HOST], ["site", "join", "north.toml", "--data", "north.csv"]):
         with pytest.raises(ConfigError, match="exists; choose another folder"):
             cli.app(again, standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--host", "https://x.org"], "`superlink` = 'https://x.org:8000' does not look like"),
+        (["--host", "krankenhäuser.org"], "`superlink` = 'krankenhäuser.org:8000' does not look like"),
+        (["--host", HOST, "--invite", "north", "--invite", "a b"], "`site` = 'a b' does not look like"),
+        (["--host", HOST, "--port", "8001"], "`--port` and `--control` are both 8001"),
+    ],
+)
+def test_what_no_site_could_use_is_refused_before_anything_is_made(words, why, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        cli.app(["deploy", "init", *words], standalone_mode=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_coordinator_without_sites_or_superlink_is_told_so(both: tuple[Coordinator, SiteFolder]) -> None:
+    with pytest.raises(RunError, match="no site is registered; a site sends"):
+        cli.app(["deploy", "run", "target=y"], standalone_mode=False)
+    with pytest.raises(RunError, match="failed: the SuperLink does not answer; when it runs again"):
+        cli.app(["deploy", "register", "north/north.pub"], standalone_mode=False)
+
+
+def test_a_service_can_write_the_second_log(both: tuple[Coordinator, SiteFolder], tmp_path: Path) -> None:
+    site = SiteFolder.join(both[0].invite("n"), None, {"data": Path("north.csv")}, "my copy.jsonl")
+    copy = tmp_path / "my copy.jsonl"
+    assert site.node_config["audit-copy"] == str(copy)
+    assert copy.stat().st_mode & 0o777 == 0o600
+    unit = (site.folder / "fedgp-site-n.service").read_text()
+    assert f"\nBindPaths={site.folder} {tmp_path}/my\\x20copy.jsonl\n" in unit
+    assert f'"{copy}:{copy}"' in (site.folder / "compose.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"`--audit-copy`: .*gone/copy.jsonl cannot be written \(No such file"):
+        SiteFolder.join(both[0].invite("m"), None, {"data": Path("north.csv")}, "gone/copy.jsonl")
+    assert not Path("m").exists()
 
 
 @pytest.mark.parametrize("taken", ["port", "control"])

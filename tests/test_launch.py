@@ -92,8 +92,10 @@ def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path, coord
         file.write_text("x,y\n1,2\n")
     north, south = join_sites(coordinator, tmp_path / "sites", files)
     tables = {"data-path": str(files[0]), "test-path": str(tmp_path / "north.test.csv")}
-    assert north.node_config == {"site": "north", **tables, "state-dir": str(tmp_path / "sites" / "north" / "state")}
-    assert south.node_config.keys() == {"site", "data-path", "state-dir"}
+    own = {"state-dir": "state", "site-key": "site-key", "trust": "trust.toml"}
+    place = tmp_path / "sites" / "north"
+    assert north.node_config == {"site": "north", **tables, **{key: str(place / name) for key, name in own.items()}}
+    assert south.node_config.keys() == {"site", "data-path", *own}
     same = join_sites(coordinator, tmp_path / "twice", [files[0], files[0]])
     assert [site.name for site in same] == ["site1", "site2"]
 
@@ -160,12 +162,13 @@ def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path, stranger):
 
 def test_ends_a_process_without_its_environment_whose_parent_ended_before(tmp_path, capfd):
     script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '{SLEEP}'], env={{}}, "
-    script += "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); print('started', flush=True); time.sleep(1)"
+    script += "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); "
+    script += "print('\\x1b[92mstarted\\x1b[0m', flush=True); time.sleep(1)"
     with Processes({}, tmp_path, grace=1.0) as processes:
         processes.follow([sys.executable, "-c", script], tmp_path, hidden=())
         (orphan,) = processes._seen & family("none", processes._seen)
     assert family("none", {orphan}) == set()
-    assert capfd.readouterr().out == "started\n"
+    assert capfd.readouterr().out == "started\n"  # without Flower's colours, which garble files
 
 
 def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path):

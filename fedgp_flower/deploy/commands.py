@@ -41,7 +41,7 @@ def init(
     invite: Annotated[list[str] | None, typer.Option(help="site to invite at once; may be given again")] = None,
 ) -> None:
     """Create the certificate authority, certificate, service units and invitations of a coordinator."""
-    coordinator = machines.Coordinator.create(folder, host, port, control)
+    coordinator = machines.Coordinator.create(folder, host, port, control, invite or [])
     for name in invite or []:
         print(f"invitation of {name}: {coordinator.invite(name)}")
     print(f"open port {port} for the sites; operators use port {control}, only on this machine")
@@ -113,6 +113,8 @@ def run_method(
     """Run a method on the registered sites; the exit status is the result of the run."""
     given = (user_config.read_config(config) if config else {}) | user_config.parse_assignments(assignments or [])
     coordinator = machines.Coordinator.read(folder)
+    if not coordinator.sites:
+        raise RunError("no site is registered; a site sends NAME.pub, then: fedgp deploy register NAME.pub")
     usual: dict[str, Value] = {
         "sites": len(coordinator.sites),
         "output-dir": str(coordinator.folder / "results"),
@@ -166,14 +168,16 @@ def join(
 ) -> None:
     """Create the keys, folder and service unit of this site, and check them."""
     given = {"data": data, "test-path": test or tables.held_out_file(data), "policy": policy}
-    if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
+    files = {name: path for name, path in given.items() if path is not None}
+    if missing := [str(path) for path in files.values() if not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
-    place = str(Path(audit_copy).resolve()) if audit_copy not in ("", "syslog") else audit_copy
-    facts = {"audit-copy": place} if place else {}
-    made = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path}, facts)
+    made = machines.SiteFolder.join(invitation, folder, files, audit_copy)
     authority = machines.fingerprint_of(made.folder / "ca.crt")
     print(f"this site trusts the SuperLink {made.facts['superlink']} with a certificate of the authority {authority},")
-    print(f"and runs only the app {made.facts['app']}: compare both with the coordinator's")
+    print(
+        f"and runs only the app {made.facts['app']}: compare both with the coordinator's, "
+        "which `fedgp deploy doctor` prints there"
+    )
     good = checks.of_site(made)
     print(f"send {made.public} to the coordinator; its fingerprint, to compare: {machines.fingerprint_of(made.public)}")
     print(f"then start the SuperNode:  fedgp site serve {quote(str(made.folder))}")

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from cryptography import x509
 
 from fedgp_flower.data.tables import read_table
-from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprint
+from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprint, fingerprint_of
 from fedgp_flower.deploy.wrapped import reason_of
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.options import Value
@@ -49,7 +49,8 @@ def of_coordinator(coordinator: Coordinator) -> bool:
     """Check a coordinator: its certificate, keys, disk and SuperLink. Return whether all are good."""
     folder, server = coordinator.folder, coordinator.folder / "server"
     machine = _machine(folder, f"{coordinator.host}:{coordinator.port}", [server / "server.key"])
-    return _examine({"certificate": lambda: _valid(server / "server.pem"), **machine})
+    trusted = f"sites trust the authority {fingerprint_of(folder / 'ca.crt')} and run the app {app_fingerprint()}"
+    return _examine({"certificate": lambda: _valid(server / "server.pem"), **machine, "invitations": lambda: trusted})
 
 
 def _machine(folder: Path, superlink: str, secrets: Sequence[Path]) -> Checks:

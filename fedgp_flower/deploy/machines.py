@@ -83,7 +83,7 @@ RestrictRealtime=true
 LockPersonality=true
 SystemCallArchitectures=native
 UMask=0077
-BindPaths={folder}
+BindPaths={writable}
 BindReadOnlyPaths={readable}
 
 [Install]
@@ -122,8 +122,12 @@ class Coordinator:
     control: int
 
     @staticmethod
-    def create(folder: Path, host: str, port: int, control: int) -> Coordinator:
-        """Create the folder, authority, certificate, connection and service unit."""
+    def create(folder: Path, host: str, port: int, control: int, invited: Sequence[str] = ()) -> Coordinator:
+        """Create the folder, authority, certificate, connection and service unit, if all sites can be invited."""
+        for name, value in (("superlink", f"{host}:{port}"), *(("site", site) for site in invited)):
+            _require_shape(name, value, "fedgp deploy init")
+        if port == control:
+            raise ConfigError(f"`--port` and `--control` are both {port}; sites and operators need a port each")
         folder = folder.resolve()
         _new(folder, "server", "flower", "logs", "invitations")
         _new(_authority(folder))
@@ -189,24 +193,30 @@ class SiteFolder:
     """The content of ``site.toml``, see ``SITE_KEYS``."""
 
     @staticmethod
-    def join(
-        invitation: Path, folder: Path | None, given: Mapping[str, Path], facts: Mapping[str, str] | None = None
-    ) -> SiteFolder:
-        """Create keys and a folder from an invitation, the site's files and further keys of its node configuration."""
+    def join(invitation: Path, folder: Path | None, given: Mapping[str, Path], audit_copy: str = "") -> SiteFolder:
+        """Create keys and a folder from an invitation, the site's files and a second place of its log."""
         content = _checked_invitation(_read(invitation, "fedgp deploy invite"), str(invitation))
         site = content["site"]
         place = (folder or Path(site)).resolve()
-        for path in (place, *given.values(), *(facts or {}).values()):
+        files = {key: path.resolve() for key, path in given.items()}
+        copies = [] if audit_copy in ("", "syslog") else [Path(audit_copy).resolve()]
+        for path in (place, *files.values(), *copies):
             if re.search(r"[\"'\\\n\r]", str(path)):
                 raise ConfigError(f"{path}: a SuperNode needs paths without quotation marks and backslashes; rename it")
+        for path in copies:
+            try:
+                path.touch(0o600)  # a service sees only files that are there
+            except OSError as error:
+                raise ConfigError(f"`--audit-copy`: {path} cannot be written ({error.strerror})") from None
         _new(place, "state")
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
         create_node_key(place / "node-key").rename(place / f"{site}.pub")
         Identity.new().write(place / "site-key")
         Trust({}).write(place / "trust.toml")  # a running SuperNode sees the sites that its owner adds
-        facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}, **(facts or {})}
+        further = {"audit-copy": str(copies[0]) if copies else audit_copy} if audit_copy else {}
+        facts = {**content, **{key: str(path) for key, path in files.items()}, **further}
         _write(place / "site.toml", facts)
-        write_units(place, f"site-{site}", ["site", "serve", str(place)], list(given.values()))
+        write_units(place, f"site-{site}", ["site", "serve", str(place)], list(files.values()), copies)
         return SiteFolder(place, facts)
 
     @staticmethod
@@ -261,17 +271,21 @@ class SiteFolder:
         return words, self.folder, environment(self.folder / "flower") | variables
 
 
-def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[Path] = ()) -> None:
+def write_units(
+    folder: Path, name: str, words: Sequence[str], files: Sequence[Path] = (), written: Sequence[Path] = ()
+) -> None:
     """Write a systemd unit with its user, a compose file and a Dockerfile that run ``fedgp`` with access to files."""
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
-    readable = " ".join(_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files))
+    readable = " ".join(_unit_path(path) for path in (project, Path(sys.prefix).resolve(), *files))
+    writable = " ".join(_unit_path(path) for path in (folder, *written))
     user = "fedgp-" + re.sub("[^a-z0-9-]", "-", name.lower())[:25]  # at most 31 characters
-    unit = UNIT.format(name=name, user=user, command=command, folder=_unit_path(folder), readable=readable)
+    unit = UNIT.format(name=name, user=user, command=command, writable=writable, readable=readable)
     (folder / f"fedgp-{name}.service").write_text(unit)
     (folder / f"fedgp-{name}.conf").write_text(f'u {user} - "fedgp {name}"\n')
-    volumes = [f"{folder}:{folder}", *(f"{path.resolve()}:{path.resolve()}:ro" for path in files)]
-    service = {"build": str(project), "command": list(words), "restart": "always", "network_mode": "host"}
+    volumes = [*(f"{path}:{path}" for path in (folder, *written)), *(f"{path}:{path}:ro" for path in files)]
+    image = {"context": str(project), "dockerfile": str(folder / "Dockerfile")}
+    service = {"build": image, "command": list(words), "restart": "always", "network_mode": "host"}
     (folder / "compose.yaml").write_text(json.dumps({"services": {name: {**service, "volumes": volumes}}}, indent=2))
     (folder / "Dockerfile").write_text(DOCKERFILE)
 
@@ -296,11 +310,14 @@ def _checked_invitation(content: Mapping[str, object], where: str) -> dict[str, 
     if content.keys() != SHAPES.keys():
         odd = ", ".join(sorted(content.keys() ^ SHAPES.keys()))
         raise ConfigError(f"{where}: it must hold exactly {', '.join(SHAPES)}; missing or unknown: {odd}")
-    for name, shape in SHAPES.items():
-        value = content[name]
-        if not isinstance(value, str) or not re.fullmatch(shape, value) or value in {".", ".."}:
-            raise ConfigError(f"{where}: `{name}` = {str(value)[:80]!r} does not look like {shape}")
+    for name, value in content.items():
+        _require_shape(name, value, where)
     return {name: str(content[name]) for name in SHAPES}
+
+
+def _require_shape(name: str, value: object, where: str) -> None:
+    if not isinstance(value, str) or not re.fullmatch(SHAPES[name], value) or value in {".", ".."}:
+        raise ConfigError(f"{where}: `{name}` = {str(value)[:80]!r} does not look like {SHAPES[name]}")
 
 
 def _new(folder: Path, *parts: str) -> None:

@@ -6,6 +6,7 @@ Some start new sessions and some outlive their parent; all inherit the token.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ import psutil
 from fedgp_flower.errors import RunError
 
 MARK = "FEDGP_LAUNCH"
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Escape sequences that Flower prints into files, too."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -102,7 +105,7 @@ class Processes:
             try:
                 for line in process.stdout or ():
                     if not any(words in line for words in hidden):
-                        print(line, end="", flush=True)
+                        print(COLOURS.sub("", line), end="", flush=True)
                     self._seen = family(self.token, self._seen)
             except BaseException:
                 process.kill()

@@ -46,6 +46,8 @@ MISLEADING = (
     *("Exit Code: 201", "exit-codes/201", "Exit Code: 700", "exit-codes/700", "unhandled exception occurred"),
 )
 """Lines of Flower with these words are hidden; the run reports the number of sites, and why it ended."""
+UNAVAILABLE = "Connection to the SuperLink is unavailable"
+LOST = "the SuperLink does not answer; when it runs again (fedgp deploy serve), a run goes on with `resume` = true"
 COMPLETED = "finished:completed"
 HOST = "127.0.0.1"
 
@@ -156,6 +158,7 @@ class Flower:
             answer = {}
         if done.returncode or not answer.get("success", bool(answer)):
             words = answer.get("error-message") or "\n".join(filter(None, (done.stdout.strip(), done.stderr.strip())))
+            words = LOST if UNAVAILABLE in words else words
             raise RunError(f"`flwr {' '.join(arguments[:2])}` failed: {words}")
         return answer
 

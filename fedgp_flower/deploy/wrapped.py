@@ -32,7 +32,7 @@ CONTROL = "FEDGP_CONTROL"
 """Environment variable with the local port for operators."""
 REASONS = {
     "Failed to activate": "its key is not registered (the coordinator: fedgp deploy register NAME.pub), or another"
-    " SuperNode with the same key is running",
+    " SuperNode with the same key is running, or was killed less than half a minute ago: start it again then",
     "certificate has expired": "the SuperLink's certificate has expired (the coordinator: fedgp deploy rotate, then"
     " start the SuperLink again)",
     "certificate verify failed": "the SuperLink's certificate is not of the authority in the invitation, or is for"
