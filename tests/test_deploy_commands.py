@@ -204,8 +204,12 @@ def test_status_and_revocation(both, monkeypatch, capsys) -> None:
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     sites = ["north online since noon", "south not registered any more since never"]
     assert said == [*sites, "run 5: running", "first: round 2, 1 failures"]
+    cli.app(["deploy", "revoke", "north"], standalone_mode=False)
+    assert asked[-1] == "supernode unregister 7 deployment"
+    assert coordinator.sites == {"south": 8}
+    coordinator.save_sites({"north": 7, "south": 8})
     cli.app(["deploy", "revoke", "south"], standalone_mode=False)
-    assert asked[-1] == "supernode unregister 8 deployment"
+    assert asked[-1] == "supernode ls deployment"  # the SuperLink does not know it any more
     with pytest.raises(ConfigError, match="'south' is not registered; registered are north"):
         cli.app(["deploy", "revoke", "south"], standalone_mode=False)
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,20 @@ def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path, mon
 def test_flower_reports_a_superlink_that_does_not_answer(tmp_path):
     with Processes({}, tmp_path) as processes, pytest.raises(RunError, match="did not answer"):
         Flower(processes, tmp_path, "gone").wait_until_ready(f"http://127.0.0.1:{free_ports(1)[0]}", seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("[code: 23] Public key already in use.", "`fedgp site join` with another `--folder`"),
+        ("Connection to the SuperLink is unavailable. Please check", "when it runs again (fedgp deploy serve)"),
+        ("[code: 24] Node ID not found", "Node ID not found"),
+    ],
+)
+def test_what_flower_says_comes_with_the_command_of_this_project(said, remedy, tmp_path):
+    processes = SimpleNamespace(call=lambda *_: subprocess.CompletedProcess([], 1, said, ""))
+    with pytest.raises(RunError, match=re.escape(remedy)):
+        Flower(processes, tmp_path, "deployment").json("supernode", "register")
 
 
 def test_an_expected_end_of_a_run_has_no_traceback(monkeypatch):

@@ -91,8 +91,11 @@ def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: 
     sites = coordinator.sites
     if name not in sites:
         raise ConfigError(f"{name!r} is not registered; registered are {', '.join(sites) or 'none'}")
+    node = str(sites.pop(name))
     with coordinator.flower() as flower:
-        flower.json("supernode", "unregister", str(sites.pop(name)), flower.connection)
+        nodes = flower.json("supernode", "ls", flower.connection)["nodes"]
+        if node in {str(known["node-id"]) for known in nodes}:  # a SuperLink with a new database knows none
+            flower.json("supernode", "unregister", node, flower.connection)
     coordinator.save_sites(sites)
     print(f"{name} is no longer admitted")
 
@@ -202,7 +205,7 @@ def approve(
 ) -> None:
     """Allow another version of the app to run here. Read that version first."""
     approved = machines.SiteFolder.read(folder).approve(app or machines.app_fingerprint())
-    print(f"{approved.name} now runs only {approved.facts['app']}; start its SuperNode again")
+    print(f"{approved.name} now runs only the app {approved.facts['app']}; start its SuperNode again")
 
 
 def doctor(folder: SitePath) -> None:

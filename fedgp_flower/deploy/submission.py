@@ -46,8 +46,12 @@ MISLEADING = (
     *("Exit Code: 201", "exit-codes/201", "Exit Code: 700", "exit-codes/700", "unhandled exception occurred"),
 )
 """Lines of Flower with these words are hidden; the run reports the number of sites, and why it ended."""
-UNAVAILABLE = "Connection to the SuperLink is unavailable"
-LOST = "the SuperLink does not answer; when it runs again (fedgp deploy serve), a run goes on with `resume` = true"
+REMEDIES = {
+    "Connection to the SuperLink is unavailable": "the SuperLink does not answer; when it runs again (fedgp deploy"
+    " serve), a run goes on with `resume` = true",
+    "Public key already in use": "this key was registered before, under another name or until it was revoked; the site"
+    " gets a new one by `fedgp site join` with another `--folder`",
+}
 COMPLETED = "finished:completed"
 HOST = "127.0.0.1"
 
@@ -158,7 +162,7 @@ class Flower:
             answer = {}
         if done.returncode or not answer.get("success", bool(answer)):
             words = answer.get("error-message") or "\n".join(filter(None, (done.stdout.strip(), done.stderr.strip())))
-            words = LOST if UNAVAILABLE in words else words
+            words = next((remedy for said, remedy in REMEDIES.items() if said in words), words)
             raise RunError(f"`flwr {' '.join(arguments[:2])}` failed: {words}")
         return answer
 
