@@ -13,7 +13,7 @@ from click import Context, HelpFormatter
 from typer.core import TyperCommand
 
 from fedgp_flower.deploy.commands import deploy, doctor, site
-from fedgp_flower.errors import DamagedError, FedGPError, RunError
+from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
 from fedgp_flower.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -129,8 +129,10 @@ def _files_and_keys(words: Sequence[str] | None) -> tuple[list[Path], dict[str, 
     files = [
         word for word in words or () if "=" not in word and (word.endswith(tables.SUFFIXES) or Path(word).is_dir())
     ]
-    others = [word for word in words or () if word not in files]
-    return [Path(file) for file in files], user.parse_assignments(others)
+    keys = user.parse_assignments([word for word in words or () if word not in files])
+    if files and "dataset" in keys:
+        raise ConfigError(f"both `{files[0]}` and `dataset` name tables; remove one")
+    return [Path(file) for file in files], keys
 
 
 def _site_files(files: Sequence[Path]) -> list[Path]:

@@ -155,6 +155,7 @@ def test_words_overrule_the_file_and_options_overrule_both(tmp_path):
         (["--config", "/nowhere/run.toml"], 2, "/nowhere/run.toml cannot be read"),
         (["dataset=sine", "target=z"], 2, "missing column `z`"),
         (["resume=true", "name=gone"], 1, "nothing to resume"),
+        (["a.csv", "dataset=sine"], 2, "both `a.csv` and `dataset` name tables; remove one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
