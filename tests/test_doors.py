@@ -23,7 +23,7 @@ from flwr.supercore.fab import Fab
 from fedgp_flower.deploy import doctor, machines
 from fedgp_flower.deploy.credentials import certify, create_authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
-from fedgp_flower.deploy.wrapped import approving, for_sites, reason_of
+from fedgp_flower.deploy.wrapped import approving, explained, for_sites, reason_of
 from fedgp_flower.errors import ConfigError, RunError
 
 APP = "ab" * 32
@@ -191,3 +191,15 @@ def test_an_address_of_ipv6_is_certified_and_reached_without_its_brackets(tmp_pa
 def test_a_supernode_that_is_not_admitted_says_what_to_do() -> None:
     assert "fedgp deploy register" in reason_of("no connection\n[code: 2004] Failed to activate SuperNode.")
     assert reason_of("no connection\nConnection refused") == "Connection refused"
+
+
+def test_a_running_supernode_says_that_it_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower sends itself SIGINT then, as if somebody had stopped it."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.kill", lambda *words: sent.append(words))
+    connection = SimpleNamespace(flwr_exit=lambda *_, **__: None)
+    reasons = explained(connection)
+    connection.os.kill(connection.os.getpid(), 2)
+    connection.flwr_exit(305, "no connection\nConnection refused")
+    assert sent == [(connection.os.getpid(), 2)]
+    assert reasons == ["the coordinator has revoked its key", "Connection refused"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -48,7 +49,7 @@ def superlink() -> None:
     from flwr.supercore.corestate import sql_corestate
 
     flower_superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
-    words = dict(zip(sys.argv[1::1], sys.argv[2::1], strict=False))
+    words = dict(itertools.pairwise(sys.argv))
     public = words["--host"], int(words["--port"])
     private = "127.0.0.1", int(os.environ[CONTROL])
     sys.argv[sys.argv.index("--host") + 1], sys.argv[sys.argv.index("--port") + 1] = private[0], str(private[1])
@@ -92,17 +93,28 @@ def supernode() -> None:
         subprocess=SimpleNamespace(Popen=start_superexec),
         time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL))),
     )
-    leave, reasons = vars(fleet_http_connection)["flwr_exit"], list[str]()
-
-    def leaving(code: int, message: str, **rest: Any) -> None:
-        reasons.append(f"this SuperNode has stopped: {reason_of(message)}")
-        leave(code, message, **rest)
-
-    vars(fleet_http_connection)["flwr_exit"] = leaving
+    reasons = explained(fleet_http_connection)
     try:
         flower_supernode()
     finally:
-        print(*reasons, sep="\n", flush=True)
+        for reason in reasons:
+            print(f"this SuperNode has stopped: {reason}", flush=True)
+
+
+def explained(connection: Any) -> list[str]:
+    """Make the module of a SuperNode's connection note in a list why it ends the SuperNode."""
+    leave, reasons = connection.flwr_exit, list[str]()
+
+    def leaving(code: int, message: str, **rest: Any) -> None:
+        reasons.append(reason_of(message))
+        leave(code, message, **rest)
+
+    def refused(process: int, number: int) -> None:
+        reasons.append("the coordinator has revoked its key")
+        os.kill(process, number)
+
+    vars(connection).update(flwr_exit=leaving, os=SimpleNamespace(getpid=os.getpid, kill=refused))
+    return reasons
 
 
 def reason_of(message: str) -> str:
