@@ -197,9 +197,11 @@ def test_a_running_supernode_says_that_it_was_revoked(monkeypatch: pytest.Monkey
     """Flower sends itself SIGINT then, as if somebody had stopped it."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("os.kill", lambda *words: sent.append(words))
-    connection = SimpleNamespace(flwr_exit=lambda *_, **__: None)
-    reasons = explained(connection)
-    connection.os.kill(connection.os.getpid(), 2)
+    connection, retry = SimpleNamespace(flwr_exit=lambda *_, **__: None), SimpleNamespace()
+    reasons = explained(connection, retry)
     connection.flwr_exit(305, "no connection\nConnection refused")
-    assert sent == [(connection.os.getpid(), 2)]
-    assert reasons == ["the coordinator has revoked its key", "Connection refused"]
+    assert reasons == ["Connection refused"]
+    for module in (connection, retry):
+        module.os.kill(module.os.getpid(), 2)
+        assert reasons == ["the coordinator has revoked its key"]
+    assert sent == 2 * [(connection.os.getpid(), 2)]

@@ -81,6 +81,7 @@ def for_sites(app: Callable[..., Any], port: int) -> Callable[..., Any]:
 def supernode() -> None:
     """Run Flower's ``flower-supernode`` for one app; if it stops by itself, its last line says why."""
     from flwr.supercore import heartbeat
+    from flwr.supercore.retry import http_retry
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
@@ -93,7 +94,7 @@ def supernode() -> None:
         subprocess=SimpleNamespace(Popen=start_superexec),
         time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL))),
     )
-    reasons = explained(fleet_http_connection)
+    reasons = explained(fleet_http_connection, http_retry)
     try:
         flower_supernode()
     finally:
@@ -101,8 +102,8 @@ def supernode() -> None:
             print(f"this SuperNode has stopped: {reason}", flush=True)
 
 
-def explained(connection: Any) -> list[str]:
-    """Make the module of a SuperNode's connection note in a list why it ends the SuperNode."""
+def explained(connection: Any, retry: Any) -> list[str]:
+    """Make the modules of a SuperNode's connection and its retries note in a list why they end the SuperNode."""
     leave, reasons = connection.flwr_exit, list[str]()
 
     def leaving(code: int, message: str, **rest: Any) -> None:
@@ -110,10 +111,12 @@ def explained(connection: Any) -> list[str]:
         leave(code, message, **rest)
 
     def refused(process: int, number: int) -> None:
-        reasons.append("the coordinator has revoked its key")
+        reasons[:] = ["the coordinator has revoked its key"]
         os.kill(process, number)
 
-    vars(connection).update(flwr_exit=leaving, os=SimpleNamespace(getpid=os.getpid, kill=refused))
+    vars(connection)["flwr_exit"] = leaving
+    for module in (connection, retry):
+        vars(module)["os"] = SimpleNamespace(getpid=os.getpid, kill=refused)
     return reasons
 
 
