@@ -160,11 +160,11 @@ class Shape:
 
 
 @message()
-class TargetPowers:
-    """Powers of a transformation t of the target to try. The centres are subtracted from t to keep squares small."""
+class TargetTrials:
+    """Powers of a transformation, or scales, to try for the target, and centres, which keep squares small."""
 
-    powers: Float[ndarray, " J"] = leaves("powers to try")
-    centres: Float[ndarray, " J"] = leaves("t at the mean of the target, for each")
+    tried: Float[ndarray, " J"] = leaves("powers or scales to try")
+    centres: Float[ndarray, " J"] = leaves("for each, the centre of the (transformed) target")
 
 
 @message("query.target", summand=True, counts="J J 1")
@@ -181,14 +181,6 @@ class TargetMoments:
         if (self.second * described.rows < self.first**2 * (1 - 1e-9)).any():
             return "`second` is less than `first`² / N"
         return described.rows_mismatch("count", self.count)
-
-
-@message()
-class RobustScales:
-    """Centre and scales of the target for :class:`RobustMoments`."""
-
-    centre: float = leaves("centre c")
-    scales: Float[ndarray, " J"] = leaves("scales s to try")
 
 
 @message("query.robust", summand=True, counts="J J J")

@@ -283,19 +283,19 @@ def weighted(client: SiteClient, request: wire.Step) -> wire.WeightedStep:
     return stepped.weighted(client.num_examples)
 
 
-def target(client: SiteClient, request: wire.TargetPowers) -> wire.TargetMoments:
+def target(client: SiteClient, request: wire.TargetTrials) -> wire.TargetMoments:
     """Sums of the transformed training targets, for each trial power of the transform."""
     y = client.site.train[client.site.target].to_numpy(dtype=np.float64)
-    transforms = [Transform(client.config.transform.target, float(power)) for power in request.powers]
+    transforms = [Transform(client.config.transform.target, float(power)) for power in request.tried]
     centred = np.stack([transform.forward(y) for transform in transforms]) - request.centres[:, None]
     slopes = np.array([transform.log_slope(y).sum() for transform in transforms])
     return wire.TargetMoments(centred.sum(axis=1), np.square(centred).sum(axis=1), slopes, np.array(float(len(y))))
 
 
-def robust(client: SiteClient, request: wire.RobustScales) -> wire.RobustMoments:
+def robust(client: SiteClient, request: wire.TargetTrials) -> wire.RobustMoments:
     """Sums of the training targets for a robust location and scale."""
     y = client.site.train[client.site.target].to_numpy(dtype=np.float64)
-    z = (y - request.centre)[:, None] / request.scales
+    z = (y[:, None] - request.centres) / request.tried
     weights = 2 / (1 + z**2)
     first, second = (weights * z).sum(axis=0), (weights * z**2).sum(axis=0)
     return wire.RobustMoments(weights.sum(axis=0), first, second, np.array(float(len(y))))

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def supernode() -> None:
             print(f"this SuperNode has stopped: {reason}", flush=True)
 
 
-def explained(connection: Any, retry: Any) -> list[str]:
+def explained(connection: ModuleType, retry: ModuleType) -> list[str]:
     """Make the modules of a SuperNode's connection and its retries note in a list why they end the SuperNode."""
     leave, reasons = connection.flwr_exit, list[str]()
 

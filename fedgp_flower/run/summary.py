@@ -175,7 +175,7 @@ def verdict(metrics: RunMetrics) -> str:
         described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
         clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
     sites = max(difference.sites for difference in differences.values())
-    few = ("no site has a score of its own", "1 site gives none", "2 sites give none")
+    few = ("no site has a score", "1 site gives none", "2 sites give none")
     how = f" without intervals: {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = held_out_rows(metrics)
     held_out = f"{rows:,} held-out rows" if rows else "held-out rows"

@@ -205,7 +205,7 @@ def transformed(agreement: Agreement, name: str, sites: tuple[str, ...]) -> Aski
     powers = np.array(Transform(name).powers)
     middle = np.array(agreement.training_target["mean"])
     centres = np.array([float(Transform(name, power).forward(middle)) for power in powers])
-    summed: Summed[wire.TargetMoments] = yield Total(wire.TargetMoments, wire.TargetPowers(powers, centres), sites)
+    summed: Summed[wire.TargetMoments] = yield Total(wire.TargetMoments, wire.TargetTrials(powers, centres), sites)
     best, mean, scale = chosen(summed.required(f"moments of its target under `transform.target` = '{name}'"), centres)
     if not scale > 0:
         raise DataError(f"the target is constant under `transform.target` = '{name}'")
@@ -267,7 +267,7 @@ def robustly_standardised(agreement: Agreement, sites: tuple[str, ...]) -> Askin
     place = CANDIDATES - 1.0  # position of the current scale among the candidates
     for ratio in SPREADS:
         scales = scale * ratio ** (np.arange(CANDIDATES) - place)
-        request = wire.RobustScales(float(centre), scales)
+        request = wire.TargetTrials(scales, np.full_like(scales, centre))
         summed: Summed[wire.RobustMoments] = yield Total(wire.RobustMoments, request, sites)
         sums = summed.required("robust moments of its target")
         excess = sums.second / sums.count - 1.0  # falls as the scale grows
