@@ -372,7 +372,7 @@ class _Reader:
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
         if factored:
             with np.errstate(over="ignore", invalid="ignore"):
-                found = np.stack([part.T @ part for part in array.reshape(-1, *array.shape[-2:])]).reshape(shape)
+                found = (array.mT @ array).reshape(shape)
             if not np.isfinite(found).all():
                 raise self._error(name, "the matrix of this factor is not finite")
             return found
@@ -529,7 +529,7 @@ def low_rank_factors(matrices: NDArray[Any], rank: int) -> NDArray[Any] | None:
         diagonal = np.diagonal(matrix)
         lower, pivots, found, _ = lapack.dpstrf(matrix, lower=1, tol=np.finfo(float).eps * float(diagonal.max()))
         found = min(found, rank)
-        factor[:found, pivots - 1] = np.tril(lower)[:, :found].T
+        factor[:found, pivots - 1] = np.tril(lower[:, :found]).T
         left = np.abs(diagonal - np.square(factor).sum(0)).max()
         if not left <= ROUNDING * size * float(diagonal.max()):  # not a number is no less either
             return None
