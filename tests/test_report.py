@@ -326,6 +326,12 @@ def test_the_roc_is_that_of_the_counts():
     assert (float(dot.get_xdata()[0]), float(dot.get_ydata()[0])) == (20.0, 75.0)
 
 
+def test_times_of_survival_have_no_exponent():
+    table = [[50, 40.0, 41.0], [50, 20.0, 19.0]]
+    (ax,) = figures.survival_calibration([table, table], [0.5, 1234.4]).axes
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["after 0.5", "after 1234"]
+
+
 @pytest.mark.parametrize(("visits", "label"), [([np.nan, np.nan, 1, 2], "round"), ([1, 2, 4, 5], "visits of a site")])
 def test_rounds_before_the_first_visit_are_not_drawn_on_one_another(visits, label):
     history = pd.DataFrame({"round": [1, 2, 3, 4], "objective": 0.5, "visits": visits})

@@ -23,7 +23,7 @@ from fedgp_flower.data.standardisation import read_inputs
 from fedgp_flower.errors import RunError
 from fedgp_flower.follow_up import FollowUp
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.run.summary import LINEAR, number
+from fedgp_flower.run.summary import LINEAR, number, short
 from fedgp_flower.scores import RANK_REACH
 from fedgp_flower.typing import Array, Facts
 
@@ -268,7 +268,7 @@ def survival_calibration(tables: Sequence[Sequence[Sequence[float]]], times: Seq
         bins = np.asarray(table, dtype=float)
         bins = np.asarray(merged_cells(bins, math.ceil(bins[:, 0].sum() / SURVIVAL_GROUPS)), dtype=float)
         count, predicted, observed = bins[bins[:, 0] > 0].T
-        name = f"quartile {place + 1}" if times is None else f"after {times[place]:.3g}"
+        name = f"quartile {place + 1}" if times is None else f"after {short(times[place], 4)}"
         ax.plot(100 * predicted / count, 100 * observed / count, mark, color=colour, ms=4, lw=1.2, label=name)
     ax.set(xlabel="predicted share without an event (%)", ylabel="observed (%)")
     ax.legend(fontsize=8, frameon=False)

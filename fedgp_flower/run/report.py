@@ -271,7 +271,7 @@ def _survival(run: Run, predictor: Predictor | None, target: str) -> Iterator[Pa
             few = (
                 range(last + 1)[:CURVES] if effect.levels else (round(0.1 * last), round(0.5 * last), round(0.9 * last))
             )
-            names = [effect.levels[place] if effect.levels else f"{effect.values[place]:.3g}" for place in few]
+            names = [effect.levels[place] if effect.levels else summary.short(effect.values[place], 4) for place in few]
             assert effect.x is not None
             found = predictor.standardised.survival(effect.x[list(few)], grid.tolist())
             curves = {f"{column} {name}": found[:, place] for place, name in enumerate(names)}

@@ -200,7 +200,7 @@ def _describe_baseline(name: str, metrics: RunMetrics, difference: float) -> str
     """Return the words for a baseline, with the run's skill over the mean or the difference from a centralised one."""
     if name in CENTRALISED:
         model = "one model" if name == "pooled" else name
-        gap = "" if abs(difference) <= NEGLIGIBLE else f" ({_short(abs(difference))} nats a row)"
+        gap = "" if abs(difference) <= NEGLIGIBLE else f" ({short(abs(difference))} nats a row)"
         return f"{model} of all rows in one place{gap}"
     if name not in WITHOUT_INPUTS:
         return {"local-only": "each site alone"}.get(name, name)
@@ -257,10 +257,10 @@ def convergence_note(metrics: RunMetrics) -> str:
     unsettled = facts.get("unsettled") or {}
     if known and rise < NOTABLE_GAIN and not unsettled:
         return ""
-    more = f"; more training may gain {_short(rise)} nats a row" if rise >= NOTABLE_GAIN else ""
+    more = f"; more training may gain {short(rise)} nats a row" if rise >= NOTABLE_GAIN else ""
     if unsettled:
         name = max(unsettled, key=lambda name: unsettled[name])
-        more += f"; `{name}` may be {_short(unsettled[name])} standard deviations from its limit"
+        more += f"; `{name}` may be {short(unsettled[name])} standard deviations from its limit"
     ended = f"Training ended after {metrics.rounds} rounds, before it had converged{more}"
     return f"{ended}: raise {_limits_of(metrics.method, facts)}"
 
@@ -482,9 +482,9 @@ def show(value: float | None) -> str:
     return text.replace("-", "−")
 
 
-def _short(value: float) -> str:
-    """Format a number with two significant digits."""
-    return np.format_float_positional(float(f"{value:.2g}"), trim="-").replace("-", "−")
+def short(value: float, digits: int = 2) -> str:
+    """Format a number with so many significant digits, without an exponent."""
+    return np.format_float_positional(float(f"{value:.{digits}g}"), trim="-").replace("-", "−")
 
 
 def percent(share: float) -> str:

@@ -282,7 +282,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if plan is not None and not self.expected:
             self.expected = {"expected_exchanges": exchanges + len(costs), "expected_seconds": seconds + left}
             trip = np.median(round_trips)
-            logger.info("training takes at most %.2g more minutes; a round trip takes %.2g s", left / 60, trip)
+            minutes = float(f"{left / 60:.2g}")  # 120, not 1.2e+02
+            logger.info("training takes at most %g more minutes; a round trip takes %.2g s", minutes, trip)
         return -(-len(costs) // self.exchanges_a_round), left
 
     def _missing_sites(self, failed: int, missed: Counter[str]) -> list[str]:
