@@ -11,11 +11,11 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.gp.error_law import SCALE, TAILS
 from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting
-from fedgp_flower.gp.tails import TAILS
 from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
@@ -38,6 +38,7 @@ MEANINGS = {
     "kernel.outputscale": "prior variance of f",
     "kernel.step": "a, variance of a step of each input that has steps; Z has a row for each, 2⁴⁰ for other inputs",
     "likelihood.noise": "σ², noise variance of an observation",
+    SCALE: "b, coefficients of the log scale of errors",
     TAILS: "κ and p, factors of the standard deviation and shares of the normals in a prediction",
     CONSTANT: "c, mean of f",
     "likelihood.parameters": "p, parameters of p(y | f)",
@@ -46,10 +47,18 @@ GAUSSIAN = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
     "x and y standardised by input.mean, input.scale, target.mean, target.scale."
 )
-MIXTURE = (
-    " This is the mean and the variance of y(x); its distribution is the mixture of normals with that mean and κ² times"
-    " that variance in shares p, the rows of errors.mixture."
-)
+LAW = {
+    SCALE: (
+        " The variance is multiplied by exp(φᵀb), b = errors.scale, φ = (1, aᵀm, (aᵀm)² − 1, R⁻¹r(Z, x)). Here Z are"
+        " only the first 256 inducing inputs, r is the correlation k(z/2, x/2)/√(k(z/2, z/2) k(x/2, x/2)), and"
+        " R Rᵀ = r(Z, Z) + jitter · I."
+    ),
+    TAILS: (
+        " This is the mean and the variance of y(x); its distribution is the mixture of normals with that mean and κ²"
+        " times that variance in shares p, the rows of errors.mixture."
+    ),
+}
+"""Sentences on the law of errors, by the array that holds it."""
 OBSERVED = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) + jitter · k(z, z) − aᵀa"
     " + aᵀS a), each of several functions with its own c, m and S. Given f, {}. x is standardised by input.mean and"
@@ -201,13 +210,13 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     values, q = posterior.values, {"inducing.mean": posterior.mean, "inducing.covariance": posterior.covariance}
     natural = {name.replace(".log_", ".", 1): np.exp(array) for name, array in values.items() if ".log_" in name}
     constant = {name: array for name, array in values.items() if name == CONSTANT}
-    tails = {name: array for name, array in values.items() if name == TAILS}
-    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant, **tails}
+    errors = {name: values[name] for name in (SCALE, TAILS) if name in values}
+    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS], **q, **natural, **constant, **errors}
     coordinates = dict.fromkeys(arrays, "standardised") | dict.fromkeys(q, "whitened")
     meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
     described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
     if not constant:
-        return Posterior(arrays, meanings, coordinates, GAUSSIAN + MIXTURE * bool(tails), described)
+        return Posterior(arrays, meanings, coordinates, GAUSSIAN + "".join(LAW[name] for name in errors), described)
     described |= {"likelihood": model.likelihood}
     equation = OBSERVED.format(OBSERVATIONS[model.likelihood])
     return Posterior(arrays, meanings, coordinates | dict.fromkeys(constant, "latent"), equation, described)

@@ -17,7 +17,7 @@ represent a rough function; then training at few points ends early if a doubling
 the fewest points that reach nearly the best evidence.
 
 *Errors.* After training, every row is predicted from all other rows. The distribution of predictions is that of these
-errors in standard deviations, a mixture of normals (:mod:`fedgp_flower.gp.tails`).
+errors, a mixture of normals with a scale that varies with the inputs (:mod:`fedgp_flower.gp.error_law`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp import tails
+from fedgp_flower.gp import error_law
 from fedgp_flower.gp.cells import VALUES, common_values, drawn, weight_of, with_pairs, with_values
 from fedgp_flower.gp.fitc import WeightedSums, at_unit_scale, evidence
 from fedgp_flower.gp.kernels import amplitude_names, build_kernel
@@ -43,10 +43,11 @@ from fedgp_flower.gp.models import LOCATIONS, LOG_NOISE, ExactGP
 from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import NOISE, hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
-from fedgp_flower.lazy import optimize, special
+from fedgp_flower.lazy import optimize
 from fedgp_flower.messages import message
 from fedgp_flower.methods.sgpr.messages import (
     Candidates,
+    ErrorScale,
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
@@ -82,8 +83,8 @@ NEWTON_STEPS = 8
 """Newton steps to the best common scale of kernel and noise."""
 EXCHANGES_BEFORE, EXCHANGES_PER_ROUND = 4, 2
 """Exchanges before training (descriptions, histograms of inputs, sketch, pairs of common values), and in a round."""
-EXCHANGES_AFTER = 1
-"""Exchanges after training: the errors of rows that are predicted from all others."""
+EXCHANGES_AFTER = error_law.REGRESSIONS + 1
+"""Exchanges after training: scale and shape of the errors of rows that are predicted from all others."""
 DEFAULT_EXCHANGES = 60
 """Exchanges with those at more inducing points, unless ``sgpr.exchanges`` is set."""
 MINIMUM_GAIN = 0.001
@@ -98,8 +99,6 @@ JUDGED_ROUNDS, SHARE_OF_DOUBLING = 2, 0.05
 """Few points also suffice once each of so many rounds gains less than this share of what a doubling promises."""
 ROUND_COST = 3
 """Computing time of a round in evaluations of sums; the gradient takes as long as two of them."""
-NOISE_SIGNIFICANCE, MINIMUM_NOISE_GAIN = 1e-3, 0.02
-"""Level of the test for varying noise; smallest gain, in nats per row, that a warning mentions."""
 TOLERANCE = 1e-7
 """Training ends when a step promises less than this share of |J| per row."""
 CURVATURE = "BFGS curvature of the log posterior, begun with the Fisher information"
@@ -130,8 +129,6 @@ class SGPRState:
     """Sites whose rows are in ``totals``."""
     exchanges: int = EXCHANGES_BEFORE
     """Exchanges with every site so far."""
-    noise: Float[ndarray, "2 _"] = field(default_factory=lambda: np.empty((2, 0)))
-    """Score of varying noise at the latest gradient, Σ z t and Σ (z t)²; see :func:`varying_noise`."""
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Gain of J in each recent round, in nats per row, the latest last."""
     converged: bool = False
@@ -358,16 +355,14 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     """Return the state with ∇J at θ, the BFGS update along the latest step, and whether training has converged."""
     assert state.totals is not None
     theta, request = state.theta, PooledPosterior.of(state.values, state.totals.posterior())
-    sizes = {"H": theta.size, "V": 2 * state.places.shape[1]}
-    summed: Summed[EvidenceGradient] = yield Total(EvidenceGradient, request, state.sites, sizes=sizes)
+    summed: Summed[EvidenceGradient] = yield Total(EvidenceGradient, request, state.sites, sizes={"H": theta.size})
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
         return without_totals(state)
     gradient = state.weight * summed.total.gradient + pack(prior_of(state.values, problem.model)[1])
     gradient = within_range(theta, gradient)
     if state.gradient.size:
         state = replace(state, curvature=bfgs(state.curvature, theta - state.place, state.gradient - gradient))
-    noise = state.weight * summed.total.noise
-    state = replace(state, gradient=gradient, place=theta, noise=noise, exchanges=state.exchanges + 1)
+    state = replace(state, gradient=gradient, place=theta, exchanges=state.exchanges + 1)
     return replace(state, converged=rests(problem, state))
 
 
@@ -498,33 +493,35 @@ def posterior(
     return PooledPosterior.of(values, totals.posterior()), totals, sites
 
 
-def with_tails(
+def with_errors(
     q: PooledPosterior, sites: tuple[str, ...], section: ModelSection, weight: float
 ) -> Asking[PooledPosterior]:
-    """Return the posterior with the shape of the errors of its sites' rows, each predicted from all others.
+    """Return the posterior with the law of the errors of its sites' rows, each predicted from all others.
 
     The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ.
     """
-    summed: Summed[ResidualCounts] = yield Total(ResidualCounts, q, sites, sizes={"B": len(tails.EDGES)})
-    mixture = None if summed.total is None else tails.fitted(weight * summed.total.counts)
-    if mixture is None:
+    count = error_law.FIXED_FEATURES + min(error_law.SCALE_POINTS, len(q.mean))
+    b, before, precision = np.zeros(count), np.zeros(count), np.eye(count)
+    for _ in range(error_law.REGRESSIONS):
+        request = replace(q, values={**q.values, error_law.SCALE: b})
+        answer: Summed[ErrorScale] = yield Total(ErrorScale, request, sites, sizes={"P": count})
+        if answer.total is not None:
+            sums, before = answer.total.weighted(weight), b
+            b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
+    known = {error_law.SCALE: b, error_law.BEFORE: before, error_law.PRECISION: precision}
+    request = replace(q, values={**q.values, **known})
+    sizes = {"K": len(error_law.STRENGTHS), "B": len(error_law.EDGES)}
+    summed: Summed[ResidualCounts] = yield Total(ResidualCounts, request, sites, sizes=sizes)
+    if summed.total is None:
         return q
-    mixture, variance = tails.unit_variance(mixture)
+    strength, mixture = error_law.best_strength(weight * summed.total.counts, weight * summed.total.logs)
+    values = {**q.values, **({error_law.SCALE: strength * b} if strength else {})}
+    if mixture is None:
+        return replace(q, values=values)
+    mixture, variance = error_law.unit_variance(mixture)
     scaled = (*amplitude_names(section, q.values[LOCATIONS].shape[1]), LOG_NOISE)
-    values = {**q.values, **{name: np.asarray(q.values[name] + math.log(variance)) for name in scaled}}
-    return replace(q, values={**values, tails.TAILS: mixture}, mean=q.mean / math.sqrt(variance))
-
-
-def varying_noise(score: Array, rows: float) -> int | None:
-    """Return the input along which the noise variance varies most, or None if no variation is clear.
-
-    ``score`` [2, 2D] holds Σ z t and Σ (z t)² for z each input and its square. Under constant noise
-    (Σ z t)²/Σ (z t)² is χ² with one degree of freedom (White 1980); half of it estimates the gain in nats.
-    """
-    statistic = score[0] ** 2 / np.maximum(score[1], np.finfo(float).tiny)
-    critical = special.ndtri(NOISE_SIGNIFICANCE / (2 * statistic.size)) ** 2
-    significant = statistic.max() > max(critical, 2 * MINIMUM_NOISE_GAIN * rows)
-    return int(statistic.argmax()) % (statistic.size // 2) if significant else None
+    values |= {name: np.asarray(values[name] + math.log(variance)) for name in scaled}
+    return replace(q, values={**values, error_law.TAILS: mixture}, mean=q.mean / math.sqrt(variance))
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -592,7 +589,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         last = self.finished(state) or self.round >= self.planned_rounds
         last = last and self.config.transform.target == "none"
         if last:
-            found = yield from with_tails(found, sites, self.config.model, state.weight)
+            found = yield from with_errors(found, sites, self.config.model, state.weight)
         exchanges = state.exchanges + EXCHANGES_AFTER * last
         details: dict[str, Any] = pooled_bound.progress(exchanges, state.gains, EXCHANGES_PER_ROUND, state.rows)
         details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}
@@ -619,7 +616,7 @@ class SGPR(FederatedStrategy[SGPRState]):
         return {"relevance": lengthscale_facts(logs, spread, CURVATURE)}
 
     def warnings(self) -> list[str]:
-        """Return warnings on disclosure by sums, varying noise, copies of rows, and a capped number of points."""
+        """Return warnings on disclosure by sums, copies of rows, and a capped number of points."""
         state, roster = self.current, self.roster()
         count = len(state.values[LOCATIONS])
         most = max(count, state.asked)
@@ -627,13 +624,6 @@ class SGPR(FederatedStrategy[SGPRState]):
         if not disclosure and not roster.totals_only:  # a site's sums disclose more than the total
             disclosure = pooled_bound.disclosure_by_sites(most, roster.rows, self.called)
         found = super().warnings() + disclosure
-        plain = self.config.standardise and self.config.transform.target == "none"
-        place = varying_noise(state.noise, state.rows) if plain and state.noise.size else None
-        if place is not None:
-            found.append(
-                f"the noise varies with `{self.preparation.names[place]}`: intervals are too wide where there is little"
-                " noise and too narrow where there is much; `model.likelihood` = 'heteroscedastic' learns the noise"
-            )
         if state.weight < 1:
             found.append(
                 f"rows are copies of each other, about {1 / state.weight:.1f} copies of each: every row has the weight"

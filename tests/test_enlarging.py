@@ -10,8 +10,8 @@ from faults import FaultyGrid, Recorder, alike, configured, csv_nodes, run, wave
 from scipy.stats import multivariate_normal, norm, t
 from test_sgpr import rows, unit_values
 
-from fedgp_flower.gp import tails
-from fedgp_flower.gp.fitc import WeightedSums, evidence, left_out, weighted_gradient, weighted_sums
+from fedgp_flower.gp import error_law
+from fedgp_flower.gp.fitc import WeightedSums, evidence, left_out, weighted_sums
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, SparseGP
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import add
@@ -213,12 +213,13 @@ def test_the_posterior_predicts_what_the_textbook_joint_does():
 def test_errors_of_rows_left_out_are_those_of_predictions_from_all_others():
     """For any inducing points by predictions without each row; with all rows as inducing points by the exact GP."""
     (x, y), model = rows(), model_of("rbf + l1")
-    found = left_out(model, x, y, weighted_sums(model, x, y).posterior()).numpy()
+    found, means = left_out(model, x, y, weighted_sums(model, x, y).posterior()).numpy()
     for row in (0, 13, 59):
         others = torch.arange(len(x)) != row
         with torch.no_grad():
             mean, variance = model.predict(x[[row]], weighted_sums(model, x[others], y[others]).posterior())
         assert found[row] == pytest.approx(float((y[row] - mean) / variance.sqrt()), abs=1e-9)
+        assert means[row] == pytest.approx(float(mean), abs=1e-9)
     exact = ExactGP(ModelSection(kernel="rbf + l1"), x, y)
     exact.load({name: array for name, array in model.to_arrays().items() if name != LOCATIONS})
     everywhere = SparseGP.from_arrays(ModelSection(kernel="rbf + l1"), {**model.to_arrays(), LOCATIONS: x.numpy()})
@@ -228,9 +229,10 @@ def test_errors_of_rows_left_out_are_those_of_predictions_from_all_others():
 
 def test_the_mixture_of_errors_has_the_coverage_of_their_distribution_and_normal_errors_need_none():
     draw = np.random.default_rng(0)
-    assert sum(tails.fitted(tails.histogram(draw.standard_normal(400))) is None for _ in range(20)) >= 18
+    constant = lambda errors: error_law.best_strength(*error_law.by_strength(errors, 0 * errors))  # noqa: E731
+    assert sum(constant(draw.standard_normal(400))[1] is None for _ in range(20)) >= 18
     errors = draw.standard_t(3, 20_000)
-    mixture, variance = tails.unit_variance(tails.fitted(tails.histogram(errors)))
+    mixture, variance = error_law.unit_variance(constant(errors)[1])
     assert variance == pytest.approx(errors.var(), rel=0.05)
     assert mixture[1] @ mixture[0] ** 2 == pytest.approx(1.0)
     unit = Prediction(np.zeros(1), np.array([variance]), mixture)
@@ -242,16 +244,79 @@ def test_the_mixture_of_errors_has_the_coverage_of_their_distribution_and_normal
     assert score.sums["nll"] == pytest.approx(-np.log(by_hand))
 
 
-def test_the_score_of_the_noise_is_the_slope_of_the_evidence_by_noise_that_varies():
-    """Σ z t is twice the slope by γ of the textbook density with λ e^{γz}; Σ (z t)² is that of each row alone."""
-    (x, y), model = rows(), model_of("rbf + l1")
-    (covariance, explained), q = textbook(model, x), weighted_sums(model, x, y).posterior()
-    own = covariance.diagonal() - explained.diagonal()
-    score = weighted_gradient(model, x, y, q)[1]
-    each = np.stack([weighted_gradient(model, x[n : n + 1], y[n : n + 1], q)[1] for n in range(len(x))])
-    np.testing.assert_allclose(score[0], each[:, 0].sum(0), atol=1e-10)
-    np.testing.assert_allclose(score[1], (each[:, 0] ** 2).sum(0), rtol=1e-10)
-    for number, z in enumerate([*x.numpy().T, *(x.numpy() ** 2 - 1).T]):
-        varying = (explained + np.diag(own * np.exp(step * z)) for step in (1e-5, -1e-5))
-        up, down = (multivariate_normal(cov=matrix).logpdf(y.numpy()) for matrix in varying)
-        assert score[0, number] == pytest.approx((up - down) / 1e-5, abs=1e-4)
+def of_scale(count=400, width=6):
+    """Features, the first of them 1, errors z whose log variance is linear in them, and the coefficients."""
+    draw = np.random.default_rng(4)
+    features = np.column_stack([np.ones(count), draw.standard_normal((count, width - 1)) + 0.5])
+    slopes = draw.normal(0, 0.5, width)
+    return features, draw.standard_normal(count) * np.exp(features @ slopes / 2), slopes
+
+
+def test_the_scale_of_errors_is_the_ridge_regression_of_highest_evidence():
+    """Against dense algebra: t ~ N(b₀, τ² (I + ΦΦᵀ/λ)) of rows with a flat b₀, for every λ of the grid."""
+    features, z, slopes = of_scale()
+    t = error_law.log_squares(z, 0 * z)
+    b, precision = error_law.regression(features.T @ features, features.T @ t, t @ t)
+    penalty = precision[1, 1] - features[:, 1] @ features[:, 1]
+    centred, rest = features[:, 1:] - features[:, 1:].mean(0), t - t.mean()
+
+    def evidence_of(by: float) -> float:
+        covariance = np.eye(len(t)) + centred @ centred.T / by
+        fit = rest @ np.linalg.solve(covariance, rest)
+        return -((len(t) - 1) * np.log(fit) + np.linalg.slogdet(covariance)[1]) / 2
+
+    assert penalty == pytest.approx(max(np.exp(error_law.LOG_PENALTIES), key=evidence_of))
+    by_hand = np.linalg.solve(centred.T @ centred + penalty * np.eye(len(slopes) - 1), centred.T @ rest)
+    np.testing.assert_allclose(b[1:], by_hand, atol=1e-10)
+    assert features.mean(0) @ b == pytest.approx(t.mean())
+    assert np.corrcoef(features @ b, features @ slopes)[0, 1] > 0.95  # and a positive slope means more noise
+    kept = np.arange(len(t)) != 7
+    cut = features[kept]
+    left = np.linalg.solve(cut.T @ cut + np.diag([0.0, *[penalty] * (len(slopes) - 1)]), cut.T @ t[kept])
+    assert error_law.left_out_scale(features, b, precision, t)[7] == pytest.approx(features[7] @ left)
+
+
+def test_the_strength_of_the_scale_follows_the_likelihood_and_constant_errors_have_none():
+    features, z, slopes = of_scale(4000)
+    draw = np.random.default_rng(1)
+    for errors, varies in ((z, True), (draw.standard_normal(4000), False), (draw.standard_t(3, 4000), False)):
+        b = np.zeros(6)
+        for _ in range(error_law.REGRESSIONS):
+            t = error_law.log_squares(errors, features @ b)
+            b, precision = error_law.regression(features.T @ features, features.T @ t, t @ t)
+        eta = error_law.left_out_scale(features, b, precision, t)
+        strength, mixture = error_law.best_strength(*error_law.by_strength(errors, eta))
+        assert bool(strength) is varies
+        if varies:
+            found = strength * (features @ b)
+            assert np.polyfit(features @ slopes, found, 1)[0] == pytest.approx(1.0, abs=0.15)
+    assert mixture is not None
+    halves = [error_law.by_strength(z[part], (features @ b)[part]) for part in (slice(1500), slice(1500, None))]
+    whole = error_law.by_strength(z, features @ b)
+    for index in range(2):
+        np.testing.assert_allclose(halves[0][index] + halves[1][index], whole[index])
+
+
+def test_the_log_likelihood_of_a_histogram_is_that_of_its_errors():
+    """Fine bins, so that Σ log p(z e^−η/2) − ½η of each row is close to what the histogram tells."""
+    features, z, slopes = of_scale(4000)
+    counts, logs = error_law.by_strength(z, features @ slopes)
+    exact = norm.logpdf(z, 0, np.exp(features @ slopes / 2)).sum()
+    full = list(error_law.STRENGTHS).index(1.0)
+    half_normal = len(z) * np.log(2)
+    assert error_law.fitted(counts[full])[1] - logs[full] - half_normal == pytest.approx(exact, abs=4000 * 0.005)
+    assert error_law.fitted(counts[0])[1] - half_normal < exact - 100
+
+
+def test_features_of_the_scale_are_whitened_correlations_and_vanish_far_away():
+    (x, _), model = rows(), model_of("rbf + l1")
+    with torch.no_grad():
+        found = model.scale_features(x, torch.zeros(len(x), dtype=torch.float64)).numpy()
+        points = model.inducing_points / 2
+        variance = model.kernel(points, diag=True)[0]
+        own = (model.kernel(points).to_dense() / variance).numpy()
+        cross = (model.kernel(points, x / 2).to_dense() / variance).numpy()
+        far = model.scale_features(x[:1] + 1e6, torch.zeros(1, dtype=torch.float64)).numpy()
+    np.testing.assert_array_equal(found[:, :3], np.tile([1.0, 0.0, -1.0], (len(x), 1)))
+    np.testing.assert_allclose(found[:, 3:] @ found[:, 3:].T, cross.T @ np.linalg.solve(own, cross), atol=1e-5)
+    np.testing.assert_allclose(far[0, 3:], 0.0, atol=1e-10)

@@ -30,7 +30,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
 from strategies.pooled_bound import Problem, disclosure_by_sites, disclosure_by_total, inducing_points, unit_function
 from strategies.server.questions import Roster, drive
-from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round, varying_noise
+from strategies.sgpr import SGPRState, bfgs, differentiate, evaluate, logarithms, one_round
 
 D, P = 2, 7
 
@@ -382,7 +382,7 @@ def test_few_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypat
 
     here = objective().item()
     best = maximise(objective, [*named.values()], max_evaluations=200, bounds=[LOGARITHM] * len(named))
-    assert (details["exchanges"], details["num_inducing"]) == (22, 12)
+    assert (details["exchanges"], details["num_inducing"]) == (25, 12)
     assert 0 <= details["expected_seconds"] < 60  # the clock of the test stands still between messages
     assert here == pytest.approx(few.current.height, abs=1e-6)
     assert here > best[-1] - 0.02 * count
@@ -408,7 +408,7 @@ def test_a_finished_run_may_go_on(monkeypatch):
     longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
     assert longer.digest() == parse_config(flat).digest()
     more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
-    assert end.details()["exchanges"] < more.details()["exchanges"] <= 4 + 1 + 5 * 2 + 1
+    assert end.details()["exchanges"] < more.details()["exchanges"] <= 4 + 1 + 5 * 2 + 4
     assert more.current.height >= end.current.height
 
 
@@ -524,25 +524,6 @@ def test_copies_of_rows_count_as_one_row():
     model = SparseGP.from_arrays(ModelSection(), unit_values())
     once, often = (weighted_sums(model, *map(torch.from_numpy, data)) for data in ((x, y), five))
     assert evidence(often.weighted(1 / 5)).value == pytest.approx(evidence(once).value)
-
-
-def test_noise_that_varies_is_told(tmp_path):
-    draw = np.random.default_rng(3)
-    x = draw.uniform(-1, 1, (240, 2))
-    y = np.sin(3 * x[:, 0]) + 0.2 * np.exp(2 * x[:, 1]) * draw.standard_normal(240)
-    table = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": y})
-    nodes = csv_nodes(tmp_path, {name: table[number::3] for number, name in enumerate("abc")})
-    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), nodes))
-    told = [words for words in end.warnings() if "the noise varies with" in words]
-    assert [words.split(":")[0] for words in told] == ["the noise varies with `b`"]
-
-
-def test_chance_is_no_noise_that_varies():
-    """Half the squared score is so many nats: enough of them a row, and more than chance allows."""
-    squares, slopes = np.full((1, 6), 400.0), np.eye(6)[[4]]
-    assert varying_noise(np.concatenate([3 * 20 * slopes, squares]), 100.0) is None
-    assert varying_noise(np.concatenate([-5 * 20 * slopes, squares]), 100.0) == 1
-    assert varying_noise(np.concatenate([5 * 20 * slopes, squares]), 1000.0) is None
 
 
 def test_copies_do_not_collapse_the_noise(tmp_path):

@@ -14,6 +14,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp import fitc, priors
+from fedgp_flower.gp.error_law import SCALE_POINTS, with_law
 from fedgp_flower.gp.likelihoods.classes import best_temperature, tempered
 from fedgp_flower.gp.models import (
     CONSTANT,
@@ -29,7 +30,6 @@ from fedgp_flower.gp.models import (
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
-from fedgp_flower.gp.tails import shaped
 from fedgp_flower.options import CLASSIFICATION
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, split_target
 from fedgp_flower.typing import NamedArrays
@@ -86,8 +86,10 @@ def scores(rows: SiteData, config: RunConfig, units: TargetUnits, pooled: int) -
     if len(rows.x) > (POOLED_ROWS if pooled else EXACT_ROWS):
         return _sparse(rows, config, units, rng, prior, pooled)
     model = _exact(rows, config, prior, rng) if pooled else _fitted(rows, config, prior)
-    predicted = Prediction(*map(to_array, model.predict(Placement.of(config).tensor(rows.x_test))))
-    return units.gaussian_scores(shaped(predicted, to_array(model.left_out()), units), rows.y_test)
+    points = _subset(rows, SCALE_POINTS, rng).x
+    of_scale = SparseGP.from_arrays(config.model, {**model.to_arrays(), LOCATIONS: points})
+    predicted = model.predict(Placement.of(config).tensor(rows.x_test))
+    return _with_errors(rows, config, units, of_scale, model.left_out(), predicted)
 
 
 def no_scores(units: TargetUnits) -> Scores:
@@ -190,10 +192,26 @@ def _sparse(
         q = fitc.weighted_sums(model, inputs, targets).posterior()
     else:
         q = pooled_sums(model, inputs, targets).posterior(float(model.noise.detach()))
-    residuals = to_array(fitc.left_out(model, inputs, targets, q))
     with torch.no_grad():
-        predicted = Prediction(*map(to_array, model.predict(place.tensor(rows.x_test), q)))
-    return units.gaussian_scores(shaped(predicted, residuals, units), rows.y_test)
+        predicted = model.predict(place.tensor(rows.x_test), q)
+    return _with_errors(rows, config, units, model, fitc.left_out(model, inputs, targets, q), predicted)
+
+
+@torch.no_grad()
+def _with_errors(
+    rows: SiteData,
+    config: RunConfig,
+    units: TargetUnits,
+    model: SparseGP,
+    left_out: Tensor,
+    predicted: tuple[Tensor, Tensor],
+) -> Scores:
+    """Scores of predictions with the law of errors z at means μ, ``left_out`` [2, N]; ``model`` has the features."""
+    place = Placement.of(config)
+    pairs = (rows.x, left_out[1]), (rows.x_test, predicted[0])
+    known, new = (to_array(place.module(model).scale_features(place.tensor(x), mean)) for x, mean in pairs)
+    found = with_law(Prediction(*map(to_array, predicted)), to_array(left_out[0]), units, (known, new))
+    return units.gaussian_scores(found, rows.y_test)
 
 
 def _settled(model: LatentGP, inputs: Tensor, targets: Tensor, q: WhitenedPosterior) -> WhitenedPosterior:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from fedgp_flower.data.sites import SiteData
+from fedgp_flower.gp.error_law import with_law
 from fedgp_flower.gp.likelihoods.counts import Counts
 from fedgp_flower.gp.likelihoods.point import NONE
-from fedgp_flower.gp.tails import shaped
 from fedgp_flower.options import CLASSIFICATION, MULTICLASS, REAL_VALUED
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array
@@ -55,7 +55,7 @@ class Boosted:
         spread = np.full_like(mean, self.variance)
         if likelihood == "poisson":
             return Counts().scores(np.log(mean) - spread / 2, spread, rows.y_test, NONE, units)
-        return units.gaussian_scores(shaped(Prediction(mean, spread), self.residuals, units), rows.y_test)
+        return units.gaussian_scores(with_law(Prediction(mean, spread), self.residuals, units), rows.y_test)
 
 
 def boosted(

@@ -109,14 +109,14 @@ def log_evidence(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
     """Return the log evidence of all rows, in nats, with its gradient by all parameters but the inducing points."""
     whitener = Whitener(model)
     sums = weighted_sums(model, inputs, targets, whitener)
-    gradient, _ = weighted_gradient(model, inputs, targets, sums.posterior(), whitener)
+    gradient = weighted_gradient(model, inputs, targets, sums.posterior(), whitener)
     return with_gradient(at_unit_scale(sums), model, gradient)
 
 
 def weighted_gradient(
     model: SparseGP, inputs: Rows, targets: Targets, q: WhitenedPosterior, whitener: Whitener | None = None
-) -> tuple[NamedArrays, Float[ndarray, "2 V"]]:
-    """Return a site's share of the gradient of the log evidence, by wire name, and its score of varying noise.
+) -> NamedArrays:
+    """Return a site's share of the gradient of the log evidence, by wire name.
 
     At the posterior q(v) = N(m, S) of all rows, ∂F = Σ_n ∂ E_q log N(y_n | w_nᵀ v, λ_n) with q held fixed (Fisher's
     identity), so that the shares of sites add up. With r = y − wᵀm and g = ∂/∂λ = ½ (r² + wᵀSw)/λ² − ½/λ:
@@ -125,15 +125,11 @@ def weighted_gradient(
 
     F does not depend on the choice of the root of K_zz. This K̄_zz is that of L (L⁻¹ K_zz L⁻ᵀ)^½, which is L here; that
     of a triangular root takes two more solves of size M.
-
-    The score is for the noise λ e^{γz} at γ = 0, where z is an input or its square less 1 (Breusch and Pagan 1979).
-    With the excess t = 2 λ g of the expected squared residual it holds Σ z t and Σ (z t)² [2, 2D]. The second estimates
-    the variance of the first under any law of the noise (White 1980).
     """
     whitener = whitener or Whitener(model)
     factor, noise = whitener.factor, model.noise.detach()
     mean, covariance = (part.to(factor) for part in (q.mean, q.covariance))
-    by_points, by_noise, score = torch.zeros_like(factor), 0.0, factor.new_zeros(2, 2 * inputs.shape[1])
+    by_points, by_noise = torch.zeros_like(factor), 0.0
     total: NamedArrays = {}
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         cross = rows.cross
@@ -141,8 +137,6 @@ def weighted_gradient(
         by_spread = ((residual.square() + (cross * explained).sum(0)) / spread - 1) / (2 * spread)
         by_cross = torch.outer(mean, residual).sub_(explained).div_(spread).addcmul_(cross, by_spread, value=-2)
         by_noise += float(by_spread.sum())
-        terms = torch.cat([rows.inputs, rows.inputs.square() - 1], 1) * (2 * spread * by_spread)[:, None]  # z t
-        score += torch.stack([terms.sum(0), terms.square().sum(0)])
         incoming, weights = (  # K̄_xz and K_xz K_zz⁻¹, both [N, M]
             torch.linalg.solve_triangular(factor, part.mT, upper=False, left=False) for part in (by_cross, cross)
         )
@@ -150,14 +144,14 @@ def weighted_gradient(
         total = accumulated(total, whitener.pulled_back(model, rows, incoming, by_spread))
     total = accumulated(total, whitener.pulled_back_points(model, by_points))
     total[LOG_NOISE] = np.asarray(total[LOG_NOISE] + by_noise * to_array(noise))
-    return {name: share for name, share in total.items() if name != LOCATIONS}, to_array(score)
+    return {name: share for name, share in total.items() if name != LOCATIONS}
 
 
 @torch.no_grad()
 def left_out(
     model: SparseGP, inputs: Rows, targets: Targets, q: WhitenedPosterior, whitener: Whitener | None = None
 ) -> Tensor:
-    """Return the error z of the prediction of each row from all other rows, in its standard deviations [N].
+    """Return z, the error of the prediction of each row from all others in standard deviations, and its mean μ [2, N].
 
     Without row n, at the same parameters, y_n ~ N(μ, s²) with y − μ = (y − wᵀm)/(1 − h) and s² = λ/(1 − h), where
     h = wᵀSw/λ < 1 is the weight of the row in its own prediction, so that z = (y − wᵀm)/√(λ (1 − h)) (Sundararajan and
@@ -166,6 +160,8 @@ def left_out(
     whitener, found = whitener or Whitener(model), list[Tensor]()
     mean, covariance = (part.to(whitener.factor) for part in (q.mean, q.covariance))
     for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
-        remaining = variances(rows, model.noise) - (rows.cross * (covariance @ rows.cross)).sum(0)
-        found.append((y - rows.cross.mT @ mean) / remaining.sqrt())
-    return torch.cat(found)
+        spread = variances(rows, model.noise)
+        remaining = spread - (rows.cross * (covariance @ rows.cross)).sum(0)  # λ (1 − h)
+        error = y - rows.cross.mT @ mean
+        found.append(torch.stack([error / remaining.sqrt(), y - error * spread / remaining]))
+    return torch.cat(found, dim=1)

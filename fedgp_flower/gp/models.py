@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.gp.error_law import SCALE, SCALE_POINTS
 from fedgp_flower.gp.kernels import WARP, OfEach, build_kernel, is_amplitude, prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky, repaired_cholesky
@@ -215,6 +216,9 @@ class WiredModel(gpytorch.Module):
 class SparseGP(WiredModel, WhitenedGP):
     """A sparse GP with Gaussian noise: kernel, noise and inducing points, on standardised data."""
 
+    scale: Tensor | None = None
+    """Coefficients b [P] of the log scale of errors; see :mod:`fedgp_flower.gp.error_law`."""
+
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
         WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
         self.likelihood = gaussian_likelihood(model.noise)
@@ -246,12 +250,14 @@ class SparseGP(WiredModel, WhitenedGP):
     def predict(
         self, inputs: Rows, posterior: WhitenedPosterior, factor: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return mean aᵀm and variance k_xx − aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx.
+        """Return mean aᵀm and variance e^η (k_xx − aᵀa + aᵀSa + σ²) of a noisy observation, both [N], a = L⁻¹k_zx.
 
         ``factor`` is L, if known. Raise NumericsError if a variance is not positive.
         """
         mean, variance = self.marginals(inputs, posterior, factor)
         variance = variance + self.noise
+        if self.scale is not None:
+            variance = variance * self.log_scale(inputs, mean, self.scale).exp()
         if count := int((variance <= 0).sum()):
             raise NumericsError(f"{count} of {len(variance)} predictive variances are not positive.")
         return mean, variance
@@ -274,6 +280,25 @@ class SparseGP(WiredModel, WhitenedGP):
             mean[..., rows] = (weights[..., None, :] @ cross)[..., 0, :]
             variance[..., rows] = prior - explained
         return mean, variance
+
+    def log_scale(self, inputs: Rows, mean: Targets, coefficients: Tensor) -> Tensor:
+        """Return η = φᵀb [N] at predictive means μ [N], in blocks of rows."""
+        blocks = zip(inputs.split(CHUNK), mean.split(CHUNK), strict=True)
+        return torch.cat([self.scale_features(*block) @ coefficients.to(mean) for block in blocks])
+
+    def scale_features(self, inputs: Rows, mean: Targets) -> Float[Tensor, "N P"]:
+        """Return the features 1, μ, μ² − 1 and R⁻¹ρ(Z, x) of the log scale of errors, at predictive means μ [N].
+
+        ρ is the prior correlation with doubled lengthscales at the first inducing points, R Rᵀ = ρ(Z, Z).
+        """
+        points, rows = self.inducing_points[:SCALE_POINTS] / 2, inputs / 2  # doubles the lengthscales
+        tiny = torch.finfo(mean.dtype).tiny  # a linear kernel is zero at the origin
+        own, new = (self.kernel(part, diag=True).clamp(min=tiny).sqrt() for part in (points, rows))
+        among = self.kernel(points).to_dense() / torch.outer(own, own)
+        factor = kernel_cholesky(among, variance=torch.ones(()).to(own), jitter=self.jitter)
+        cross = self.kernel(points, rows).to_dense() / torch.outer(own, new)
+        whitened = torch.linalg.solve_triangular(factor, cross, upper=False)
+        return torch.cat([torch.stack([torch.ones_like(mean), mean, mean.square() - 1]), whitened]).mT
 
     @torch.no_grad()
     def means(self, inputs: Rows, posterior: WhitenedPosterior) -> Tensor:
@@ -404,7 +429,9 @@ class LatentGP(SparseGP):
 
 def sparse_gp(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
     """Return the sparse GP of the configured likelihood with the parameters ``arrays``."""
-    return (SparseGP if model.likelihood == "gaussian" else LatentGP).from_arrays(model, arrays)
+    found = (SparseGP if model.likelihood == "gaussian" else LatentGP).from_arrays(model, arrays)
+    found.scale = torch.as_tensor(arrays[SCALE]) if SCALE in arrays else None
+    return found
 
 
 class ExactGP(WiredModel):
@@ -464,9 +491,13 @@ class ExactGP(WiredModel):
 
     @torch.no_grad()
     def left_out(self) -> Tensor:
-        """Return the error of each row predicted from all others, in standard deviations: [C⁻¹y]_n / √[C⁻¹]_nn [N]."""
+        """Return z, the error of each row predicted from all others in standard deviations, and its mean μ [2, N].
+
+        With C = K_xx + σ²I they are z = [C⁻¹y]_n / √[C⁻¹]_nn and μ = y_n − [C⁻¹y]_n / [C⁻¹]_nn.
+        """
         precision = torch.cholesky_inverse(self.factor(self.covariance()))
-        return precision @ self.targets / precision.diagonal().sqrt()
+        weighted, own = precision @ self.targets, precision.diagonal()
+        return torch.stack([weighted / own.sqrt(), self.targets - weighted / own])
 
     @torch.no_grad()
     def predict(self, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:

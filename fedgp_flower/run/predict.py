@@ -15,7 +15,9 @@ import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood
+from linear_operator.operators import DiagLinearOperator
 from pydantic import ValidationError
+from torch import Tensor
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.count_scores import count_quantiles, log_rate_of
@@ -32,7 +34,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.data.tables import read_table
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.tails import TAILS
+from fedgp_flower.gp.error_law import SCALE, TAILS
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN, WITH_NOISE, Value
 from fedgp_flower.outcome import Posterior
@@ -263,6 +265,9 @@ class Predictor:
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
         found = evenly([likelihood(model(inputs)) if noise else model(inputs) for model, likelihood in draws])
+        if noise and SCALE in self.saved.arrays:
+            scale = DiagLinearOperator(self._scale(inputs))
+            found = MultivariateNormal(found.mean, scale @ found.lazy_covariance_matrix @ scale)
         return draws[0].transforms.original(found[0] if self.saved.likelihood in WITH_NOISE else found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
@@ -283,6 +288,9 @@ class Predictor:
                 found.append(likelihood(latent).sample() if noise else of_target)
         drawn = torch.cat([torch.empty(0, len(inputs)), *found])
         values = drawn[torch.randperm(count, generator=generator)].double().numpy()
+        if noise and SCALE in self.saved.arrays:
+            mean = self.standardised(inputs.numpy())[0]
+            values = mean + (values - mean) * self._scale(inputs).numpy()
         if noise and (mixture := self.saved.arrays.get(TAILS)) is not None:
             mean = self.standardised(inputs.numpy())[0]
             index = torch.multinomial(torch.from_numpy(mixture[1]), values.size, True, generator=generator)
@@ -290,9 +298,15 @@ class Predictor:
         gaussian = not noise or self.saved.likelihood in REAL_VALUED
         return self.units.values(values) if gaussian else values
 
+    def _scale(self, inputs: Rows) -> Tensor:
+        """Return the ratio of the sd of an observation to that without ``errors.scale`` [N]."""
+        model, likelihood = self.to_gpytorch()
+        return torch.from_numpy(self.standardised(inputs.numpy())[1]) / likelihood(model(inputs)).stddev
+
     def to_gpytorch(self) -> Exported:
         """Return ``model, likelihood`` of GPyTorch: ``likelihood(model(x))`` has the mean and sd of the prediction.
 
+        If the saved posterior has an ``errors.scale``, it is left out, and the sd is that of an average scale.
         Both use standardised coordinates: :meth:`inputs` returns x, ``transforms`` convert to original units.
         """
         [first, *others] = self.to_gpytorch_draws()

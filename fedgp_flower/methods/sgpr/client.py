@@ -13,6 +13,7 @@ from torch import Tensor
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
+from fedgp_flower.gp.error_law import BEFORE, PRECISION, SCALE, TAILS, by_strength, left_out_scale, log_squares
 from fedgp_flower.gp.fitc import WeightedSums, left_out, weighted_gradient, weighted_sums
 from fedgp_flower.gp.likelihoods.classes import tempered
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
@@ -20,11 +21,11 @@ from fedgp_flower.gp.optimisers import ascend, pack
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums
 from fedgp_flower.gp.steps import common_values
-from fedgp_flower.gp.tails import TAILS, histogram
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Candidates,
+    ErrorScale,
     EvidenceGradient,
     Expectations,
     PairCounts,
@@ -103,6 +104,9 @@ class SparseClient(SiteClient):
 class SGPRClient(SparseClient):
     """The site's sketch, its sums at several parameters at once, and its share of the exact gradient."""
 
+    _left_out: tuple[Hashable, Array, Array] | None = None
+    """Features and errors of the rows at the latest posterior, and what identifies it."""
+
     def sketch(self, request: OneArray) -> Sketch:
         """Return sums over cells of this site's rows at the nearest anchors."""
         found = cells(self.rows.x, request.values, max(LEAST_ROWS, self.least_cell))
@@ -123,15 +127,35 @@ class SGPRClient(SparseClient):
         return weighted_sums(model, *self.tensors, whitener)
 
     def gradients(self, request: PooledPosterior) -> EvidenceGradient:
-        """Return this site's share of the gradient of the log evidence, and its score of varying noise."""
+        """Return this site's share of the gradient of the log evidence."""
         model, whitener = self.whitened(request.values)
-        gradient, noise = weighted_gradient(model, *self.tensors, request.whitened(), whitener)
-        return EvidenceGradient(pack(gradient), noise)
+        return EvidenceGradient(pack(weighted_gradient(model, *self.tensors, request.whitened(), whitener)))
+
+    def scale(self, request: PooledPosterior) -> ErrorScale:
+        """Return the sums of the regression of the log scale of errors, each row predicted from all others."""
+        values = dict(request.values)
+        before = values.pop(SCALE)
+        features, z = self.left_out(values, request.whitened())
+        t = log_squares(z, features @ before)
+        return ErrorScale(features.T @ features, features.T @ t, np.asarray(t @ t))
 
     def residuals(self, request: PooledPosterior) -> ResidualCounts:
-        """Return the histogram of the errors of this site's rows, each predicted from all other rows."""
-        model, whitener = self.whitened(request.values)
-        return ResidualCounts(histogram(to_array(left_out(model, *self.tensors, request.whitened(), whitener))))
+        """Return histograms of the errors of this site's rows, each predicted from all others, at several scales."""
+        values = dict(request.values)
+        b, before, precision = (values.pop(name) for name in (SCALE, BEFORE, PRECISION))
+        features, z = self.left_out(values, request.whitened())
+        eta = left_out_scale(features, b, precision, log_squares(z, features @ before))
+        return ResidualCounts(*by_strength(z, eta))
+
+    def left_out(self, values: Mapping[str, ndarray], q: WhitenedPosterior) -> tuple[Array, Array]:
+        """Return the features of the scale [N, P] and the error [N] of each row predicted from all others."""
+        key = tuple(part.tobytes() for part in (q.mean.numpy(), *values.values()))
+        if self._left_out is None or self._left_out[0] != key:
+            model, whitener = self.whitened(values)
+            z, mean = left_out(model, *self.tensors, q, whitener)
+            with torch.no_grad():
+                self._left_out = key, to_array(model.scale_features(self.tensors[0], mean)), to_array(z)
+        return self._left_out[1:]
 
 
 class SVGPClient(SparseClient):

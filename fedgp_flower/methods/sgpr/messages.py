@@ -189,30 +189,49 @@ class EvidenceGradient:
     """
 
     gradient: Float[ndarray, " H"] = leaves("Σ ∂ E_q log N(y | wᵀv, λ) by each logarithm, in the order of their names")
-    noise: Float[ndarray, "2 V"] = leaves("Σ z t and Σ (z t)², t = E_q (y − wᵀv)²/λ − 1, z each input and its square")
 
     def num_parameters(self) -> int:
         """Return the number of hyperparameters."""
         return len(self.gradient)
 
 
+@message("query.scale", summand=True, counts="P")
+class ErrorScale:
+    """Sums of the regression of the log scale of errors on features φ; see :mod:`fedgp_flower.gp.error_law`."""
+
+    products: Float[ndarray, "P P"] = leaves("Σ φφᵀ, φ = 1, μ, μ² − 1 and correlations with points", symmetric=True)
+    moment: Float[ndarray, " P"] = leaves("Σ φ t, t an estimate of log z², z the error of a row")
+    square: Float[ndarray, ""] = leaves("Σ t²")
+
+    def weighted(self, weight: float) -> ErrorScale:
+        """Return the sums with this weight of every row."""
+        return ErrorScale(*(np.asarray(weight * part) for part in vars(self).values()))
+
+    def refusal(self, described: Described) -> str | None:
+        """Return why the sums cannot come from the described rows, or None."""
+        reason = described.rows_mismatch("products[0, 0]", round(float(self.products[0, 0])))
+        return reason or gram_refusal(self.products, self.moment, float(self.square), added=described.added)
+
+
 @message("query.residuals", summand=True)
 class ResidualCounts:
-    """The histogram of the errors of predictions of rows from all other rows; see :mod:`fedgp_flower.gp.tails`."""
+    """Histograms of errors of predictions of rows from all other rows; see :mod:`fedgp_flower.gp.error_law`."""
 
-    counts: Float[ndarray, " B"] = leaves("rows by |z|, their error in standard deviations of the prediction")
+    counts: Float[ndarray, "K B"] = leaves("rows by |z| e^−η/2, their error in sds, at each strength of the scale η")
+    logs: Float[ndarray, " K"] = leaves("Σ ½η at each strength")
 
     def coarse(self, least: int) -> ResidualCounts:
         """Merge cells with fewer than ``least`` rows."""
-        return ResidualCounts(merged_cells(self.counts, least))
+        return ResidualCounts(np.stack([merged_cells(each, least) for each in self.counts]), self.logs)
 
     def num_parameters(self) -> int:
         """Return the number of bins with rows."""
-        return int(np.count_nonzero(self.counts))
+        return int(np.count_nonzero(self.counts, axis=1).max())
 
     def refusal(self, described: Described) -> str | None:
         """Return why the counts cannot come from the described rows, or None."""
-        reason = described.rows_mismatch("counts", self.counts.sum())
+        rows = self.counts.sum(axis=1)
+        reason = next(filter(None, (described.rows_mismatch("counts", count) for count in rows)), None)
         return reason or ("`counts` are negative" if (self.counts < 0).any() else None)
 
 
