@@ -8,10 +8,12 @@ import io
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from beartype import beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import config as shapes
@@ -86,10 +88,11 @@ def _shapes_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_power_cut() -> Iterator[None]:
-    """No test cuts the power, so none waits until the disk has what was written."""
+def _waits_once() -> Iterator[None]:
+    """No test cuts the power, so none waits until the disk has what was written. Commands are built once a process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

@@ -337,6 +337,7 @@ def test_what_a_site_has_not_seen_in_140_rows_has_a_chance_of_about_half_a_row(l
     draw = np.random.default_rng(2)
     rows = SiteData(draw.normal(size=(140, 2)), seen, draw.normal(size=(20, 2)), unseen)
     section = {"model.likelihood": likelihood, "model.num-inducing": 20, "target": "a,b" * (seen.ndim > 1)}
+    section["baselines.max-evaluations"] = 60
     units = replace(UNITS, classes=3 if unseen.max() == 2 else 0)
     found = baselines.scores(rows, parse_config({"dataset": "sine", "method": "svgp", **section}), units, 0).sums
     assert found["nll"] / 20 == pytest.approx(np.log(280), abs=1.2)

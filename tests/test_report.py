@@ -10,7 +10,6 @@ from scipy import special, stats
 from synthetic_runs import make_run, predict
 
 import fedgp_flower as fg
-from fedgp_flower.files import read_json, write_json
 from fedgp_flower.outcome import COLLAPSE
 from fedgp_flower.run import figures, summary, terminal
 from fedgp_flower.run.artefacts import read_run
@@ -36,6 +35,12 @@ def line_run(tmp_path_factory):
 def line_page(line_run):
     extra = [Panel("Own <panel>", "<p>text</p>", "a & b"), Panel("Own figure", Figure(figsize=(1, 1)), "a figure")]
     return write_page(read_run(line_run), predict, extra).read_text()
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages have the captions of their panels alone."""
+    monkeypatch.setattr(Panel, "render", lambda panel, _: panel.caption)
 
 
 def plots(run):
@@ -81,7 +86,7 @@ def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     assert f"hold {shares[0]} of the third of rows with the smallest sd, {shares[1]} and {shares[2]}" in line_page
 
 
-def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page, monkeypatch):
+def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page):
     assert {"curve", "calibration", "convergence", "sites", "cost"} <= plots(line_run)
     two = make_run(tmp_path / "2", inputs=2, sites=2, rows=20)
     write_page(read_run(two), predict)
@@ -95,12 +100,14 @@ def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page, mon
     assert {"probabilities", "roc"} <= plots(classes)
     assert "Brier" in page
     assert "RMSE" not in page
-    assert "AUC and calibration slope are computed" in page
-    content = read_json(classes / "metrics.json")
-    content["test"] = {name: content["test"][name] for name in ("accuracy", "nll", "brier")}  # as of several classes
-    write_json(classes / "metrics.json", content)
-    monkeypatch.setattr(Panel, "render", lambda panel, _: panel.caption)  # without pictures
-    assert "AUC and calibration slope are computed" not in write_page(read_run(classes)).read_text()
+
+
+def test_only_figures_that_a_run_has_are_explained(tmp_path, undrawn):
+    run = read_run(make_run(tmp_path, inputs=3, sites=3, rows=20, classes=True))
+    assert "AUC and calibration slope are computed" in write_page(run).read_text()
+    several = {name: run.metrics.test[name] for name in ("accuracy", "nll", "brier")}  # of several classes
+    page = write_page(replace(run, metrics=replace(run.metrics, test=several))).read_text()
+    assert "AUC and calibration slope are computed" not in page
 
 
 def test_paired_difference_by_hand(line_run):
@@ -181,7 +188,7 @@ def test_an_early_end_is_noted_where_more_would_change_predictions(line_run, con
 
 
 @pytest.mark.parametrize("converged", [True, False, None])
-def test_a_run_that_converged_says_so(line_run, converged, monkeypatch, capsys):
+def test_a_run_that_converged_says_so(line_run, converged, monkeypatch, capsys, undrawn):
     run = read_run(line_run)
     run = replace(run, metrics=replace(run.metrics, converged=converged))
     monkeypatch.setattr(terminal, "read_run", lambda folder: run)
@@ -210,7 +217,7 @@ def test_the_verdict_names_the_better_of_what_sees_all_rows(line_run, local, poo
     assert summary.verdict(metrics).startswith(f"On 30 held-out rows of 3 sites, fsgp {words}")
 
 
-def test_a_model_of_all_rows_in_one_place_is_no_single_site(tmp_path):
+def test_a_model_of_all_rows_in_one_place_is_no_single_site(tmp_path, undrawn):
     draw, shift = np.random.default_rng(0), np.repeat([0.0, 30.0, -30.0], 25)
     table = pd.DataFrame({"x": draw.uniform(-3, 3, 75), "lab": np.repeat([*"abc"], 25)})
     table["y"] = np.sin(table["x"]) + shift + 0.1 * draw.standard_normal(75)
@@ -221,7 +228,7 @@ def test_a_model_of_all_rows_in_one_place_is_no_single_site(tmp_path):
             site="lab",
             method=method,
             num_rounds=1,
-            options={"output-dir": str(tmp_path), "name": method},
+            options={"output-dir": str(tmp_path), "name": method, "baselines.max-evaluations": 20},
         )
         for method in ("fgpr", "pooled")
     )
@@ -250,12 +257,10 @@ def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words
     assert "of independent rows" in sentence or coverage is None  # those of a curve are none
 
 
-def test_arms_scored_on_different_rows_are_flagged(tmp_path):
-    run = make_run(tmp_path, inputs=8, sites=2, rows=12, keep=False)
-    content = read_json(run / "metrics.json")
-    content["local_only"]["per_site"].pop()
-    write_json(run / "metrics.json", content)
-    assert "different numbers of held-out rows" in write_page(read_run(run)).read_text()
+def test_arms_scored_on_different_rows_are_flagged(line_run, undrawn):
+    run = read_run(line_run)
+    run.metrics.local_only["per_site"].pop()
+    assert "different numbers of held-out rows" in write_page(run).read_text()
 
 
 @pytest.mark.parametrize("longest", [30.0, 2e6])
