@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.errors import DataError, ProtocolError, first_of
 from fedgp_flower.options import MAX_LEVELS, MOST_CLASSES, MULTICLASS, REAL_VALUED
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
@@ -530,14 +530,14 @@ def overview_lines(data: Facts) -> list[str]:
         f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
     ]
     if differing := data.get("target_differs", ()):
-        lines += [f"{target}{FAR_MEAN} at {', '.join(differing[:5])}; are its units the same everywhere?"]
+        lines += [f"{target}{FAR_MEAN} at {first_of(differing)}; are its units the same everywhere?"]
     if alone := data.get("target_alone"):
         lines += [f"{target}only {site} has `{level}`; is it spelt as elsewhere?" for level, site in alone.items()][:5]
     for column in columns:
         notes = [f"{column['missing']:,} missing cell{'s' * (column['missing'] != 1)}"] if column["missing"] else []
         if column.get("differs"):
             what = "no level in common with the other sites" if "levels" in column else FAR_MEAN
-            notes += [f"{what} at {', '.join(column['differs'][:5])}"]
+            notes += [f"{what} at {first_of(column['differs'])}"]
         lines += [f"`{column['name']}`: {'; '.join(notes)}"] if notes else []
     return lines
 

@@ -7,7 +7,7 @@ the server, so it names files, columns and rows but **never contains data values
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 
 def similar(name: str, known: Collection[str]) -> str:
@@ -15,6 +15,11 @@ def similar(name: str, known: Collection[str]) -> str:
     folded = {other.casefold(): other for other in known}
     close = [f"`{folded[own]}`" for own in difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)]
     return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names of a list, and the number of the others."""
+    return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
 class FedGPError(Exception):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
+from fedgp_flower.errors import first_of
+
 FUNCTIONS = ("C", "I", "Treatment", "log", "log10", "log2", "log1p", "exp", "sqrt")
 """Functions that a formula may call, besides ``offset`` and ``s``."""
 SITE = "site"
@@ -73,7 +75,7 @@ class Formula:
         for name, reference in re.findall(rf"\bC\(\s*({QUOTED}|\w+)\s*,\s*Treatment\(\s*({QUOTED}|\w+)", self.text):
             known = levels.get(name.strip("`"), ())
             if known and reference[1:-1] not in known:  # without quotes it is no level either
-                shown = ", ".join(f"'{level}'" for level in known[:MOST_SHOWN]) + ", …" * (len(known) > MOST_SHOWN)
+                shown = first_of([f"'{level}'" for level in known], MOST_SHOWN)
                 return f"`formula`: Treatment({reference}) is no level of {name}; its levels are {shown}"
         return ""
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from fedgp_flower import compensated_sums
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import ProtocolError, first_of
 from fedgp_flower.lazy import lapack
 from fedgp_flower.typing import Facts, NamedArrays
 
@@ -259,7 +259,7 @@ def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = 
     found = reader.read(cls, "")
     unknown = sorted(set(arrays) - reader.seen)
     if unknown:
-        raise ProtocolError(f"{cls.__name__}: unknown arrays {', '.join(unknown[:5])}")
+        raise ProtocolError(f"{cls.__name__}: unknown arrays {first_of(unknown)}")
     return found
 
 

@@ -287,10 +287,13 @@ def test_a_trust_file_to_list_must_exist(fedgp, tmp_path):
 
 
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
-    (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
+    (tmp_path / "a-rather-long-name-of-a-table.csv").write_text('x;"u;v, in m";y\n1,5;2;3\n2;3;4\n')
+    (tmp_path / "half.parquet").write_bytes(b"PAR1")
     out = fedgp("methods")[1]
     models = re.findall(r"sfvi\.model=\S+", out)
     assert len(models) == len(set(models)) > 0
     assert [name for name in methods() if f"│ {name} " not in out] == []
     out = fedgp("datasets", "--data-dir", tmp_path)[1]
     assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []
+    assert re.search(r"a-rather-long-name-of-a-table │ 2 +│ 2 ", out)  # rows and inputs
+    assert "half.parquet cannot" in out  # and hides no other table

@@ -694,6 +694,8 @@ def test_tables_are_summed_up_as_a_run_would(tmp_path: Path) -> None:
         "target `y`: 267 training rows at 3 sites, 1 row left out for a missing cell",
         "`age`: 1 missing cell",
     ]
+    [*_, told] = overview_lines({**data, "columns": [{**weight, "differs": [*"abcdefg"]}]})
+    assert told.endswith("at a, b, c, d, e and 2 more")
 
 
 def test_a_file_of_too_few_rows_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path, coord
     assert south.node_config.keys() == {"site", "data-path", *own}
     same = join_sites(coordinator, tmp_path / "twice", [files[0], files[0]])
     assert [site.name for site in same] == ["site1", "site2"]
+    packed = tmp_path / "east.csv.gz"
+    packed.touch()
+    assert [site.name for site in join_sites(coordinator, tmp_path / "packed", [packed])] == ["east"]
 
 
 def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path):

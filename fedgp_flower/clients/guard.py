@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedgp_flower.clients.state import file_of, write_private
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
-from fedgp_flower.errors import ConfigError, ProtocolError, RunError
+from fedgp_flower.errors import ConfigError, ProtocolError, RunError, first_of
 from fedgp_flower.files import exclusive, read_arrays, write_arrays
 from fedgp_flower.messages import Layout, encode, from_parts, is_public, is_summand, to_parts
 from fedgp_flower.privacy import audit, masks, questions
@@ -149,7 +149,7 @@ class Guard:
         members = {member.site: member for member in questions.read_members(str(shared.get(questions.MEMBERS, "[]")))}
         missing = sorted(set(sites) - set(members))
         if missing:
-            raise ProtocolError(f"the roster names {', '.join(missing[:5])}, but the server sent no keys of them")
+            raise ProtocolError(f"the roster names {first_of(missing)}, but the server sent no keys of them")
         roster = tuple(members[site] for site in sites)
         return questions.MaskedQuestion(self.run, self.round, number, self.kind, content, layout, roster)
 

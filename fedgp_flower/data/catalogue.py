@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
-from fedgp_flower.data.tables import SUFFIXES, table_stem
+from fedgp_flower.data.tables import SUFFIXES, header_of, table_stem
 from fedgp_flower.lazy import datasets, pd
 
 
@@ -90,18 +91,24 @@ def catalogue(data_dir: str = "") -> list[Entry]:
 
 
 def _file_entry(name: str, path: Path) -> Entry:
-    """Return the entry of a file; rows of a CSV are counted as lines, which is fast."""
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415  only for such files
-
-    if path.name.endswith(".parquet"):
-        facts = pq.ParquetFile(path).metadata
-        rows, columns = facts.num_rows, facts.num_columns
-    else:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as lines:
-            columns = lines.readline().count(b",") + 1
-            rows = sum(1 for line in lines if line.strip())
-    splits, listing = 0, splits_file(path)
-    if listing.is_file():
-        with gzip.open(listing, "rt", encoding="utf-8") as text:
-            splits = len(json.load(text)["test"])
+    """Return the entry of a file, or one without figures if it is damaged."""
+    try:
+        rows, columns = _size(path)
+        splits, listing = 0, splits_file(path)
+        if listing.is_file():
+            with gzip.open(listing, "rt", encoding="utf-8") as text:
+                splits = len(json.load(text)["test"])
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        return Entry(name, f"{path.name} cannot be read ({type(error).__name__})", 0, 0)
     return Entry(name, "", rows, columns - 1, splits=splits, source=path.name)
+
+
+def _size(path: Path) -> tuple[int, int]:
+    """Return numbers of rows and columns; rows of a CSV are counted as lines, which is fast."""
+    if path.name.endswith(".parquet"):
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415  only for such files
+
+        facts = pq.ParquetFile(path).metadata
+        return facts.num_rows, facts.num_columns
+    with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip()) - 1, len(header_of(path)[1])

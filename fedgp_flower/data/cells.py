@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedgp_flower.agreement import Kind
 from fedgp_flower.data.dates import dates_in, source
 from fedgp_flower.data.tables import MISSING, PADDED
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import DataError, first_of
 from fedgp_flower.formula import Formula, columns_of
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import CLASSIFICATION, MAX_LEVELS, MOST_CLASSES, SECOND_COLUMN
@@ -214,9 +214,9 @@ def suspicions(frame: pd.DataFrame, target: str, codes: Mapping[str, Mask], gaus
     """Return warnings on typed rows, a line each, that reveal no cell."""
     warnings, inputs = [], frame.drop(columns=target)
     if codes:
-        found = ", ".join(f"`{name}` ({mask.sum()} cells)" for name, mask in list(codes.items())[:5])
+        found = first_of([f"`{name}` ({mask.sum()} cells)" for name, mask in codes.items()])
         warnings += [
-            f"{found}{', …' * (len(codes) > 5)}: a number repeats far from all others and is used as a number; if it is"
+            f"{found}: a number repeats far from all others and is used as a number; if it is"
             " a code for a missing cell (−999, 9999), empty those cells and set `missing`"
         ]
     warnings += [

@@ -21,7 +21,7 @@ from fedgp_flower.data.holdout import held_out_groups, keys_of, split_rows
 from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_file, read_table, table_stem, tables_in
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import DataError, first_of
 from fedgp_flower.formula import SITE
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
@@ -266,9 +266,7 @@ def _left_out(table: Table, config: CoreConfig, partition: partitioning.Partitio
 def _shortened(names: Sequence[str]) -> str:
     """Return the first names of a list, as many as a line holds, and the number of others."""
     ends = itertools.accumulate(len(name) + 2 for name in names)
-    shown = names[: max(1, sum(end <= LINE for end in ends))]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + f" and {more:,} more" * (more > 0)
+    return first_of(names, max(1, sum(end <= LINE for end in ends)))
 
 
 def _split_up(table: Table, config: CoreConfig, partition: partitioning.Partition) -> list[str]:

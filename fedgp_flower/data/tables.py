@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
-from fedgp_flower.errors import DataError, similar
+from fedgp_flower.errors import DataError, first_of, similar
 from fedgp_flower.lazy import pd
 from fedgp_flower.options import FIRST, SECOND_COLUMN
 
@@ -27,7 +27,7 @@ HELD_OUT = ".test"
 """End of the stem of a file with the held-out rows of another file."""
 MOST_LISTED = 20
 SEPARATORS = (",", ";", "\t", "|")
-"""Separators of cells; the one with the most names in the header is used, the first on a tie."""
+"""Possible separators of cells."""
 
 
 def table_stem(path: Path) -> str:
@@ -108,9 +108,8 @@ def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
         )
 
     try:
-        headers = {mark: _header(path, mark) for mark in SEPARATORS}
-        separator = max(headers, key=lambda mark: len(headers[mark]))
-        names = _checked_header(headers[separator], path.name)
+        separator, header = header_of(path)
+        names = _checked_header(header, path.name)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
             if as_written:
@@ -132,6 +131,12 @@ def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
         line = re.search(r"line (\d+)", str(error))
         row = f"data row {int(line.group(1)) - 1}" if line else "a row"
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
+
+
+def header_of(path: Path) -> tuple[str, list[str]]:
+    """Return the separator of a CSV that finds the most names in its header, the first on a tie, and these names."""
+    headers = {mark: _header(path, mark) for mark in SEPARATORS}
+    return max(headers.items(), key=lambda found: len(found[1]))
 
 
 def _header(path: Path, separator: str) -> list[str]:
@@ -170,8 +175,7 @@ def listed(names: Sequence[str]) -> str:
     """Return column names for a message; if one is a number, none is shown, because the line may be data."""
     if any(_is_number(name) for name in names):
         return f"{len(names)} names, not shown because some are numbers; is the first line a header?"
-    shown = ", ".join(f"`{name}`" for name in names[:MOST_LISTED])
-    return shown if len(names) <= MOST_LISTED else f"{shown} and {len(names) - MOST_LISTED} more"
+    return first_of([f"`{name}`" for name in names], MOST_LISTED)
 
 
 def unknown(names: Sequence[str], known: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedgp_flower.data.sites import write_partition
-from fedgp_flower.data.tables import held_out_file
+from fedgp_flower.data.tables import held_out_file, table_stem
 from fedgp_flower.deploy.machines import CONNECTION, Coordinator, SiteFolder
 from fedgp_flower.deploy.processes import free_ports
 from fedgp_flower.deploy.submission import HOST, Flower
@@ -33,7 +33,7 @@ def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) ->
     """Create a site per CSV file, named after it, or ``site1``, ``site2``, … if two files have the same name."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
-    names = [file.stem for file in files]
+    names = [table_stem(file) for file in files]
     if len(set(names)) < len(names):
         names = [f"site{i}" for i in range(1, len(files) + 1)]
     sites = []

@@ -17,7 +17,7 @@ from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.tables import OTHER
-from fedgp_flower.errors import ConfigError, DamagedError, PolicyError
+from fedgp_flower.errors import ConfigError, DamagedError, PolicyError, first_of
 from fedgp_flower.files import exclusive, read_json, read_toml, write_bytes
 from fedgp_flower.options import Count, MethodOptions, Positive, Section, Value
 from fedgp_flower.privacy.disclosure import is_identifier, kept_levels
@@ -126,8 +126,8 @@ class Rules:
             }
             found = config.flat().items()
             changed = {key for key, value in found if value not in (general.get(key), of_method.get(key))}
-            forbidden = sorted(key for key in changed - UNRESTRICTED if not _matches(key, limits.keys))
-        self._require("keys", not forbidden, f"keys may not be set: {', '.join(f'`{key}`' for key in forbidden[:5])}")
+            forbidden = sorted(f"`{key}`" for key in changed - UNRESTRICTED if not _matches(key, limits.keys))
+        self._require("keys", not forbidden, f"keys may not be set: {first_of(forbidden)}")
         self._require("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
         self._require("secure-aggregation", masked or not limits.secure_aggregation, "totals under masks are required")

@@ -32,7 +32,7 @@ from fedgp_flower.data.standardisation import (
     unknown_levels,
 )
 from fedgp_flower.data.tables import read_table
-from fedgp_flower.errors import DamagedError, DataError, RunError
+from fedgp_flower.errors import DamagedError, DataError, RunError, first_of
 from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.error_law import SCALE, TAILS
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
@@ -428,7 +428,7 @@ def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
     if data is not None:
         return {"data-path": str(data), "site": chosen or site}
     if chosen is None or not chosen.isdecimal():
-        named = ", ".join([*run.metrics.labels.values()][:MOST_NAMED])
+        named = first_of([*run.metrics.labels.values()], MOST_NAMED)
         what = f"{site!r} is not a simulated site of {run.path}, whose sites are {named}"
-        raise RunError(f"{what}{', …' * (len(run.metrics.labels) > MOST_NAMED)}: name its table with `--site-data`")
+        raise RunError(f"{what}: name its table with `--site-data`")
     return {"partition-id": int(chosen), "num-partitions": run.metrics.nodes or run.metrics.sites}
