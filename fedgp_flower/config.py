@@ -298,7 +298,7 @@ class CoreConfig(Section):
         way, _, column = self.holdout.partition(":")
         given = [name.strip() for name in self.features.split(",") if name.strip()]
         chosen = self.design is not None or f"-{column}" in given or any(not name.startswith("-") for name in given)
-        words = f"`{column}` orders the rows of `holdout` and is no input, nor are numbers of its dates"
+        words = f"`holdout` orders the rows by `{column}`, so neither it nor a number of its dates is an input"
         return [f"{words}; to use it, name all inputs in `features`"] if way == "time" and not chosen else []
 
     @property

@@ -531,7 +531,7 @@ def low_rank_factors(matrices: NDArray[Any], rank: int) -> NDArray[Any] | None:
         found = min(found, rank)
         factor[:found, pivots - 1] = np.tril(lower[:, :found]).T
         left = np.abs(diagonal - np.square(factor).sum(0)).max()
-        if not left <= ROUNDING * size * float(diagonal.max()):  # not a number is no less either
+        if not left <= ROUNDING * size * float(diagonal.max()):  # also if it is NaN
             return None
     return factors.reshape(*matrices.shape[:-2], rank, size)
 

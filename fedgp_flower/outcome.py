@@ -14,16 +14,17 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.typing import Facts, Json, NamedArrays
 
 ENCODING = (
-    "A column of numbers is an input. A column of text has an input for each of its `levels`, in this order (of two for"
-    " the second): 1 where the cell is that level, else 0. For a missing cell stands `missing.fill`, a number for"
-    " each input of the column; with `missing.indicator` a further input is 1 where the cell is missing, else 0. To the"
-    " standardised inputs m of a row's missing cells add C_mo solve(C_oo, u_o), C = input.covariance of all inputs but"
-    " such indicators, o the inputs of its other cells, and u_o their differences from the standardised `missing.fill`."
-    " A level that is not listed is a missing cell; without `missing.fill` its standardised inputs are 0."
-    " days(c) are days from 2000-01-01 to the date in column c; sine(c) and cosine(c) those of"
-    " 2 pi (day of the year - 1) / 365.2425. Then x is standardised as (input - input.mean) / input.scale, and"
-    " y = target.mean + target.scale * standardised y; where the target has a `transform`, that is t instead of y, t a"
-    " Gaussian, cut off where `transform.equation` ends: quantiles of y are those of t mapped, and p(y) = p(t) |dt/dy|."
+    "A column of numbers is one input. A column of text has one input for each of its `levels`, in this order (of two"
+    " levels, for the second only): 1 if the cell is that level, else 0. A missing cell is replaced by `missing.fill`,"
+    " a number for each input of the column; with `missing.indicator`, one more input is 1 if the cell is missing, else"
+    " 0. Then C_mo solve(C_oo, u_o) is added to the standardised inputs m of the missing cells of a row, where"
+    " C = input.covariance of all inputs except such indicators, o are the inputs of the row's other cells, and u_o"
+    " their differences from the standardised `missing.fill`. A level that is not listed counts as a missing cell;"
+    " without `missing.fill`, its standardised inputs are 0."
+    " days(c) are days from 2000-01-01 to the date in column c; sine(c) and cosine(c) are those of"
+    " 2 pi (day of the year - 1) / 365.2425. Inputs are standardised as x = (input - input.mean) / input.scale, and"
+    " y = target.mean + target.scale * standardised y. If the target has a `transform`, this is t instead of y: a"
+    " Gaussian, truncated where `transform.equation` ends; quantiles of y are those of t mapped, p(y) = p(t) |dt/dy|."
 )
 """Explanation of the encoding of a row in ``posterior.json``."""
 COLLAPSE = "the model collapsed"
@@ -51,7 +52,7 @@ class Posterior:
     encoding: str = ENCODING
 
     def __post_init__(self) -> None:
-        """Raise ProtocolError for an array that cannot be saved, or that nothing is said of."""
+        """Raise ProtocolError for an array that cannot be saved or has no description."""
         for name, array in self.arrays.items():
             if np.asarray(array).dtype.hasobject:
                 raise ProtocolError(f"Posterior.arrays: `{name}` is no array of numbers but {type(array).__name__}")

@@ -197,9 +197,7 @@ def test_a_run_and_a_check_say_that_times_of_held_out_rows_are_no_input(fedgp, t
     table.to_csv(tmp_path / "visits.csv", index=False)
     data = [f"dataset={tmp_path / 'visits.csv'}", "dates=days", "split=-1", "target=y", "holdout=time:seen"]
     words = [*TINY, *data, f"output-dir={tmp_path}", "num-server-rounds=1", "method=fsgp"]
-    note = (
-        "`seen` orders the rows of `holdout` and is no input, nor are numbers of its dates; to use it, name all inputs"
-    )
+    note = "`holdout` orders the rows by `seen`, so neither it nor a number of its dates is an input; to use it, name"
     run = read_run(run_in_process(parse_assignments([*words, "name=one"]), 2))
     assert [words.startswith(note) for words in run.metrics.warnings].count(True) == 1
     assert note in one_line(fedgp("check", *data)[1])

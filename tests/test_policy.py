@@ -496,7 +496,7 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     lines, log = leaves.try_out(flat | {"privacy.secure-aggregation": True}, node, 1)
     text = "\n".join(lines)
     assert "query.statistics: 1 × " in text
-    assert "beside 2 sites" in text
+    assert "with 2 more sites" in text
     assert all(line["masked"] for line in log if line["kind"] == "query.statistics")
     hidden = [entry["norm"] for line in log for entry in line["arrays"].values() if line["masked"]]
     assert set(hidden) == {None}

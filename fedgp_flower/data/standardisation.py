@@ -207,7 +207,7 @@ def conditional_means(
 ) -> Float[ndarray, "N E"]:
     """Return E[u_m | u_o] = C_mo C_oo⁻¹ u_o for the missing entries m of each row, given the others, and 0 for these.
 
-    For inputs from N(0, C). An input that nothing is known of stays at its mean.
+    For inputs from N(0, C). A row without any known entry keeps its means.
 
     >>> covariance = np.array([[1.0, 0.5], [0.5, 1.0]])
     >>> conditional_means(np.array([[2.0, 0.0]]), np.array([[True, False]]), covariance)

@@ -75,7 +75,7 @@ def _examine(checks: Checks) -> bool:
 
 
 def _table(path: Path) -> str:
-    """Read the table; what a run makes of dates, empty cells and text depends on its keys, which a site has not."""
+    """Read the table. Only the keys of a run, which a site does not have, determine how it reads dates and text."""
     rows, columns = read_table(path).shape
     return f"{path}: {rows} rows, {columns} columns; `fedgp check {path.name}` with the keys of a run tells more"
 

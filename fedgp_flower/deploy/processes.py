@@ -98,7 +98,7 @@ class Processes:
     def follow(self, command: Sequence[str], folder: Path, hidden: Sequence[str]) -> None:
         """Run a command to its end and print its lines, except those with ``hidden`` words.
 
-        Each line is a moment to note the processes: one that has lost its environment can outlive its parent.
+        The processes are noted at each line, because one that has lost its environment can outlive its parent.
         """
         settings = self._settings(folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         with subprocess.Popen(list(command), **settings) as process:  # noqa: S603

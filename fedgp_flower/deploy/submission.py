@@ -50,7 +50,7 @@ REMEDIES = {
     "Connection to the SuperLink is unavailable": "the SuperLink does not answer; when it runs again (fedgp deploy"
     " serve), a run goes on with `resume` = true",
     "Public key already in use": "this key was registered before, under another name or until it was revoked; the site"
-    " gets a new one by `fedgp site join` with another `--folder`",
+    " makes a new one with `fedgp site join` and another `--folder`",
 }
 COMPLETED = "finished:completed"
 HOST = "127.0.0.1"

@@ -61,7 +61,7 @@ def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], list[
         except FedGPError as error:
             ending = f"ended: {error}"
         log, _, _ = audit.read(path)
-    tried = f"{config.num_server_rounds} of {planned} rounds tried, beside {copies} sites with the same rows: {ending}"
+    tried = f"{config.num_server_rounds} of {planned} rounds tried, with {copies} more sites of these rows: {ending}"
     return [*_sent(log, config.method), tried], log
 
 

@@ -61,8 +61,8 @@ _FEDMGP = Method(
     options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
     strategy="strategies.fedmgp:FedMGP",
     client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
-    why_no_posterior="what is saved is shared by all units; a prediction also takes what one unit alone knows: name the"
-    " unit with `--site`, or a new one's table with `fedgp join`",
+    why_no_posterior="the saved functions are shared by all units, and a prediction also needs the parameters that stay"
+    " at one unit: name the unit with `--site`, or give the table of a new one to `fedgp join`",
     panels="fedgp_flower.methods.fedmgp.posterior:panels",
     at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
 )

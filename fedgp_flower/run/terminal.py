@@ -88,7 +88,7 @@ def interruptible(folder: Path) -> Iterator[None]:
 
 
 def show(what: str | Table) -> None:
-    """Print text without wrapping, or a table, as wide as it is where folded titles do not fit."""
+    """Print text without wrapping, or a table; a table whose folded titles do not fit is wider than the terminal."""
     console = Console(markup=False, emoji=False)
     if isinstance(what, str):
         return console.print(what, soft_wrap=True)
