@@ -43,8 +43,9 @@ def parse_dates(column: pd.Series, *, agreed: bool = False) -> list[pd.Series]:
     cells, levels = pd.factorize(text.where(~text.isin(MISSING)))  # -1 is a missing cell
     rows = np.bincount(cells[cells >= 0], minlength=len(levels))
     found = [pd.Series(pd.NaT, range(len(levels)), dtype="datetime64[us]")]
-    for pattern, formats in FORMATS.items():
-        parts = pd.Series(levels, dtype="str").str.extract(f"^(?P<day>{pattern}){TIME}$")
+    words = pd.Series(levels, dtype="str")
+    for pattern, formats in FORMATS.items() if words.str.contains(r"\d{4}").any() else ():  # all have a year
+        parts = words.str.extract(f"^(?P<day>{pattern}){TIME}$")
         if parts["day"].isna().all():
             continue
         times = _since_midnight(parts)
