@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.errors import DataError, ProtocolError, first_of
+from fedgp_flower.errors import DataError, ProtocolError, first_of, many
 from fedgp_flower.options import MAX_LEVELS, MOST_CLASSES, MULTICLASS, REAL_VALUED
 from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 
@@ -521,20 +521,18 @@ OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd
 def overview_lines(data: Facts) -> list[str]:
     """Return a line on the whole data, one on a target that differs, and one for every column to look at."""
     columns: Sequence[Facts] = data["columns"]
-    dropped = f"{data['dropped']:,} row{'s' * (data['dropped'] != 1)}"
-    left_out = f", {dropped} left out for a missing cell" if data["dropped"] else ""
-    inputs, of = data["inputs"], len(columns)
+    left_out = f", {many(data['dropped'], 'row')} left out for a missing cell" if data["dropped"] else ""
     target = f"target `{data['target']}`: " if "target" in data else ""
     lines = [
-        f"{target}{data['rows']:,} training rows at {data['sites']} site{'s' * (data['sites'] != 1)}{left_out};"
-        f" {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"
+        f"{target}{many(data['rows'], 'training row')} at {many(data['sites'], 'site')}{left_out};"
+        f" {many(data['inputs'], 'input')} of {many(len(columns), 'column')}"
     ]
     if differing := data.get("target_differs", ()):
         lines += [f"{target}{FAR_MEAN} at {first_of(differing)}; are its units the same everywhere?"]
     if alone := data.get("target_alone"):
         lines += [f"{target}only {site} has `{level}`; is it spelt as elsewhere?" for level, site in alone.items()][:5]
     for column in columns:
-        notes = [f"{column['missing']:,} missing cell{'s' * (column['missing'] != 1)}"] if column["missing"] else []
+        notes = [many(column["missing"], "missing cell")] if column["missing"] else []
         if column.get("differs"):
             what = "no level in common with the other sites" if "levels" in column else FAR_MEAN
             notes += [f"{what} at {first_of(column['differs'])}"]

@@ -22,6 +22,11 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
+def many(count: int, noun: str) -> str:
+    """Return a count with its noun."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 class FedGPError(Exception):
     """Base of all errors of this project."""
 

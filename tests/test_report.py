@@ -150,6 +150,10 @@ def test_the_first_sentence_is_the_error_beside_the_others(line_run):
     held = "95 % intervals held 97.8 % of 92 held-out rows."
     said = f"Typical error of yield: 1.84, against 4.6 for each site alone; {held}"
     assert summary.answer(replace(run, metrics=known)) == said
+    large = replace(known, linear={"rmse": 4.6}, local_only=beside)
+    assert "against 4.6 for linear regression and 12,300 for each site alone" in summary.answer(
+        replace(run, metrics=large)
+    )
     assert "against 12,300 for their mean" in summary.answer(replace(run, metrics=replace(known, local_only=None)))
     classes = replace(known, test={"accuracy": 0.931}, linear={"accuracy": 0.9}, local_only={"accuracy": 0.876})
     others = "90.0 % for logistic regression and 87.6 % for each site alone"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedgp_flower.agreement import Kind
 from fedgp_flower.data.dates import dates_in, source
 from fedgp_flower.data.tables import MISSING, PADDED
-from fedgp_flower.errors import DataError, first_of
+from fedgp_flower.errors import DataError, first_of, many
 from fedgp_flower.formula import Formula, columns_of
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import CLASSIFICATION, MAX_LEVELS, MOST_CLASSES, SECOND_COLUMN
@@ -102,7 +102,7 @@ def cells_of(
 
 
 def _more(count: int, what: str) -> str:
-    return f" and {count} more {what}{'s' if count > 1 else ''}" if count > 0 else ""
+    return f" and {many(count, f'more {what}')}" if count > 0 else ""
 
 
 def _at(mask: Mask) -> str:

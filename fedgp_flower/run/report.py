@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from fedgp_flower import agreement
+from fedgp_flower.errors import many
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import REAL_VALUED, SECOND_COLUMN
 from fedgp_flower.run import figures, summary
@@ -27,7 +28,7 @@ from fedgp_flower.run.dependence import MOST, effects, relevances, walks
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
-from fedgp_flower.run.summary import cell, many, number, percent, show, title_of
+from fedgp_flower.run.summary import cell, number, percent, show, title_of
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem, tables_in
+from fedgp_flower.errors import many
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import COLLAPSE
 from fedgp_flower.privacy.policy import FEW_ROWS
@@ -172,14 +172,14 @@ def verdict(metrics: RunMetrics) -> str:
     clauses = []
     for comparison in ("is worse than", HIGHER, "is better than", "is about as good as", UNCLEAR, LOWER):
         names = [name for name, d in compared.items() if _comparison(d) == comparison and name not in weaker]
-        described = ", ".join(_describe_baseline(name, metrics, compared[name].mean) for name in names)
-        clauses += [re.sub(r", (?=[^,]+$)", " and ", f"{comparison} {described}")] if names else []
+        described = [_describe_baseline(name, metrics, compared[name].mean) for name in names]
+        clauses += [f"{comparison} {_listed(described)}"] if names else []
     sites = max(difference.sites for difference in differences.values())
     few = ("no site has a score", "1 site gives none", "2 sites give none")
     how = f" without intervals: {few[sites]}" if sites < len(few) else " and 95 % intervals over sites"
     rows = held_out_rows(metrics)
     held_out = f"{rows:,} held-out rows" if rows else "held-out rows"
-    where = f"{held_out} of {sites} site{'s' * (sites > 1)}" if sites else held_out
+    where = f"{held_out} of {many(sites, 'site')}" if sites else held_out
     return f"On {where}, {metrics.method} {'; it '.join(clauses)}. Comparisons are by NLL{how}."
 
 
@@ -285,7 +285,7 @@ def answer(run: Run) -> str:
     names = {"local-only": "each site alone", "pooled": "one model of all rows in one place"}
     names |= {"mean of the target": "their mean"}
     found = [f"{_in_words(figure, others[name])} for {names.get(name, name)}" for name in chosen]
-    compared = f", against {re.sub(r', (?=[^,]+$)', ' and ', ', '.join(found))}" if found else ""
+    compared = f", against {_listed(found)}" if found else ""
     rows, coverage = f"{held_out:,} held-out rows", number(mine.get("coverage_95"))
     if is_classification(run.metrics):
         return f"{_in_words(figure, mine)} of {rows} in the right class{compared}."
@@ -321,9 +321,10 @@ def notes(metrics: RunMetrics) -> list[str]:
     return [_sentence(words) for words in found if words and not words.startswith(COLLAPSE)]
 
 
-def many(count: int, noun: str) -> str:
-    """Return the count with its noun."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def _listed(words: Sequence[str]) -> str:
+    """Return words with commas, and `and` before the last."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _sentence(words: str) -> str:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from fedgp_flower.errors import many
 from fedgp_flower.files import read_json
 from fedgp_flower.outcome import Progress, figures_of, time_left
 from fedgp_flower.run.artefacts import read_run
@@ -24,7 +25,6 @@ from fedgp_flower.run.summary import (
     data_name,
     headline,
     held_out_rows,
-    many,
     notes,
     opening,
     quoted,
