@@ -46,6 +46,14 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
         raise
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, unless it is there. Raise RunError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot make the folder {folder}: {error.strerror}; choose another") from None
+
+
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created with its folder; wait for another process that holds it."""

@@ -135,6 +135,12 @@ def test_unusable_tables_and_arguments_are_named(data, keys, error, words, tmp_p
         fg.run(data, **keys, options={"output-dir": str(tmp_path)})
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot make the folder .*file/data/\w+: Not a directory"):
+        fg.run(table(), target="outcome", options={"output-dir": str(tmp_path / "file")})
+
+
 def test_intervals_are_text_and_keys_may_be_numbers_of_numpy(tmp_path):
     frame = table().assign(x=lambda own: pd.cut(own["x"], 3))
     options = {key: np.array(value)[()] for key, value in FEW.items()} | {"output-dir": str(tmp_path)}

@@ -83,6 +83,8 @@ def test_tables_are_a_site_each(fedgp, tmp_path):
     status, _, err = fedgp("partition", "sine", "--sites", 2, "--output-dir", tmp_path / "sites")
     assert status == 0, err
     files = [tmp_path / "sites" / f"site-0{k}.csv" for k in range(2)]
+    status, _, err = fedgp("partition", "sine", "--sites", 2, "--output-dir", files[0])
+    assert (status, "site-00.csv: File exists; choose another" in one_line(err)) == (1, True)
     run = ["run", *files, "--output-dir", tmp_path, *TINY[2:], "target=y", "num-server-rounds=1"]
     assert fedgp(*run, "--name", "two")[0] == 0
     metrics = json.loads((tmp_path / "two" / "metrics.json").read_text())

@@ -24,7 +24,7 @@ from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.data.tables import held_out_file
 from fedgp_flower.errors import DataError, RunError
-from fedgp_flower.files import read_json, write_bytes
+from fedgp_flower.files import make_folder, read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.records import array_record, arrays_of, record_of
@@ -42,7 +42,7 @@ def file_of(context: Context, name: str) -> Path | None:
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a file atomically, readable by its owner only; creates the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_bytes(path, content, mode=0o600)
 
 

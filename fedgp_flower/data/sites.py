@@ -22,6 +22,7 @@ from fedgp_flower.data.standardisation import Preparation, describe, encode_inpu
 from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import held_out_file, read_table, table_stem, tables_in
 from fedgp_flower.errors import DataError, first_of
+from fedgp_flower.files import make_folder, write_bytes
 from fedgp_flower.formula import SITE
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
@@ -169,11 +170,11 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
     for path in paths:
         if path.exists() or path.with_suffix(".test.csv").exists():
             raise DataError(f"{folder}: {path.name} exists already; choose an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for site, path in zip(sites, paths, strict=True):
-        site.train.to_csv(path, index=False)
+        write_bytes(path, site.train.to_csv(index=False).encode())
         if len(site.test):
-            site.test.to_csv(path.with_suffix(".test.csv"), index=False)
+            write_bytes(path.with_suffix(".test.csv"), site.test.to_csv(index=False).encode())
     return paths
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from fedgp_flower.config import whole_number
 from fedgp_flower.errors import ConfigError, DataError, FedGPError
-from fedgp_flower.files import write_bytes
+from fedgp_flower.files import make_folder, write_bytes
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Progress, round_of
 from fedgp_flower.run import notebook
@@ -120,7 +120,7 @@ def _save_table(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "tab
     except (NotImplementedError, TypeError, ValueError) as error:
         raise DataError(f"{name}: expected columns of numbers, text or dates; {error}") from None
     folder = Path(str(flat.get("output-dir", "results"))) / "data" / hashlib.sha256(content).hexdigest()[:12]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / f"{name}.parquet"
     if not path.exists():
         write_bytes(path, content)
