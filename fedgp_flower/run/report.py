@@ -34,6 +34,8 @@ from fedgp_flower.typing import Array
 
 CURVES = 5
 """Largest number of survival curves."""
+_HTML = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+PAGE = _HTML.from_string(TEMPLATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,10 @@ def write_page(run: Run, predictor: Predictor | None = None, panels: Sequence[Pa
         {metrics.labels.get(str(row["site"]), str(row["site"])): number(row.get("nll")) for row in rows}
         for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ()))
     ]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     with warnings.catch_warnings():
         # Labels from data may use a script that the font lacks; matplotlib draws boxes and warns.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        page = environment.from_string(TEMPLATE).render(
+        page = PAGE.render(
             run=run,
             metrics=metrics,
             plots=plots,
