@@ -72,7 +72,7 @@ def test_flower_reports_a_superlink_that_does_not_answer(tmp_path):
 @pytest.mark.parametrize(
     ("said", "remedy"),
     [
-        ("[code: 23] Public key already in use.", "`fedgp site join` with another `--folder`"),
+        ("[code: 23] Public key already in use.", "`fedgp site join` and another `--folder`"),
         ("Connection to the SuperLink is unavailable. Please check", "when it runs again (fedgp deploy serve)"),
         ("[code: 24] Node ID not found", "Node ID not found"),
     ],
