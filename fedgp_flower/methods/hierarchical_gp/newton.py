@@ -69,6 +69,11 @@ class Expanded:
             traces = scaled.diagonal(dim1=1, dim2=2).sum(1)
             self.log_det = self.log_det + traces @ self.step - 0.5 * (curvature @ self.step) @ self.step
 
+    @classmethod
+    def whole(cls, matrix: Square, leaves: Iterable[Tensor], *, of: str) -> Expanded:
+        """The expansion of a Σ that is computed at once."""
+        return cls(lambda *at: matrix[at], len(matrix), leaves, of=of, height=len(matrix))
+
     def solve(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "N A"]:
         """Σ⁻¹ rowsᵀ at this θ."""
         return torch.cholesky_solve(rows.mT, self.factor)

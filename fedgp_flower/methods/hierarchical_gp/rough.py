@@ -38,8 +38,8 @@ from fedgp_flower.gp.sums import covering
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
+    Expanded,
     Sums,
-    jacobian,
     mixture,
     posterior,
     second_moment,
@@ -76,6 +76,8 @@ MIN_ROWS = 3
 """Fewest rows from which a unit is predicted."""
 MIN_POINTS = 3
 """Fewest pseudo-inputs."""
+ROWS = "covariance of a unit's rows"
+"""Name of a matrix in errors."""
 EQUATION = (
     "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
     "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
@@ -167,38 +169,17 @@ class RoughDeviation:
         solved = torch.linalg.solve_triangular(factor, rows.expand(len(factor), -1, -1), upper=False)
         return self._sums(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
 
-    def expanded_sums(self) -> RoughnessSums:
-        """As :meth:`roughness_sums`, but differentiable twice at this θ without a pass through a factor of Σ_h.
-
-        With S = Σ_h⁻¹ at this θ and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h to second order
-
-            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ).
-        """
-        entries = [self.theta[name] for name in COVARIANCE]
-        here = [value.detach().requires_grad_() for value in entries]
-        fixed = self._smooth_covariance(dict(zip(COVARIANCE, here, strict=True)))
-        parts = jacobian(fixed.flatten(), here).unflatten(1, fixed.shape)  # ∂_iΣ [T, N, N]
-        with torch.no_grad():
-            factor = self._factor()
-            inverse = torch.cholesky_inverse(factor)  # only for traces
-            scaled = inverse[:, None] @ parts
-            curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
-        change = self._smooth_covariance(self.theta) - fixed.detach()
-        step = torch.cat(entries) - torch.cat(here).detach()
-        rows = self._rows()
-        solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
-        first = change @ solved  # E S R
-        products = rows.mT @ solved - solved.mT @ first + first.mT @ torch.cholesky_solve(first, factor)
-        log_determinant = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        increase = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
-        return self._sums(products, log_determinant + increase)
-
     def derivatives(self, q_global: GlobalPosterior) -> ExpansionShare:
         """Sums, their total derivatives by θ in order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
         names = sorted(self.theta)
         leaves = [self.theta[name].detach().clone().requires_grad_() for name in names]
-        expanded = replace(self, theta=dict(zip(names, leaves, strict=True))).expanded_sums()
+        unit = replace(self, theta=dict(zip(names, leaves, strict=True)))
+        rows, smooth, entries = unit._rows().mT, unit._smooth_covariance(), [unit.theta[name] for name in COVARIANCE]
+        each = [Expanded.whole(smooth + walk, entries, of=ROWS) for walk in _rough(self.x, self.x)]  # Σ_h
+        products = torch.stack([covariance.products(rows) for covariance in each])
+        expanded = unit._sums(products, torch.stack([covariance.log_det for covariance in each]))
         sums, value = expanded.sums(q_global), expanded.evidence(q_global).logsumexp(0)
+        value = value + sum(covariance.bend(value) for covariance in each)
         none = self.y.new_zeros(0)
         return share_of(sums, *second_order(sums, value, leaves), none, none, len(self.y))
 
@@ -239,13 +220,14 @@ class RoughDeviation:
         cross = matern32(self.inducing, x, self.theta["lengthscale"])
         return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
 
-    def _smooth_covariance(self, theta: Theta) -> Float[Tensor, "N N"]:
+    def _smooth_covariance(self) -> Float[Tensor, "N N"]:
         """Σ_h without its rough part."""
-        return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+        noise = (2 * self.theta["noise"]).exp()
+        return _smooth(self.theta, self.x, self.x) + noise * torch.eye(len(self.x)).to(self.x)
 
     def _factor(self) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        return cholesky(self._smooth_covariance(self.theta) + _rough(self.x, self.x), of="covariance of a unit's rows")
+        return cholesky(self._smooth_covariance() + _rough(self.x, self.x), of=ROWS)
 
 
 def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:

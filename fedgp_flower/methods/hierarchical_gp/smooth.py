@@ -96,7 +96,7 @@ class LowRank:
     ) -> None:
         size, self.noise, self.weights = len(change), noise, weights
         outer = torch.eye(size).to(change) + change + weights @ weights.mT / noise
-        self.outer = Expanded(lambda *at: outer[at], size, leaves, of=ROWS, height=size)
+        self.outer = Expanded.whole(outer, leaves, of=ROWS)
         log_inner = change.trace() - 0.5 * change.square().sum()
         self.log_det = weights.shape[1] * noise.log() + self.outer.log_det - log_inner
         self.bend = self.outer.bend
