@@ -203,6 +203,9 @@ def test_what_stands_beside_the_target_is_checked(tmp_path):
         fg.run(wrong, target="cases,years", options=options | {"model.likelihood": "poisson"})
     with pytest.raises(DataError, match=r"`cases`: expected whole numbers, at least as large"):
         fg.run(frame, target="treated,cases", options=options | {"model.likelihood": "binomial"})
+    cured = frame.assign(cured=frame["treated"])
+    with pytest.raises(DataError, match="every trial succeeded at every site"):
+        fg.run(cured, target="cured,treated", sites=3, options=options | {"model.likelihood": "binomial"})
     with pytest.raises(ConfigError, match=r"needs the trials .*: `target` = 'cured,treated'"):
         fg.run(frame, target="cured", sites=3, options=options | {"model.likelihood": "binomial"})
     with pytest.raises(ConfigError, match=r"needs the event .*: `target` = 'days,died'"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Binomial, Distribution, NegativeBinomial, Poisson
 
 from fedgp_flower.count_scores import count_quantiles, count_scores, poisson
+from fedgp_flower.errors import DataError
 from fedgp_flower.gp.likelihoods.integrals import expected_softplus
 from fedgp_flower.gp.likelihoods.point import PointLikelihood, trapezoidal_rule
 from fedgp_flower.lazy import special
@@ -99,8 +100,11 @@ class Successes(PointLikelihood):
     """Binomial counts of successes with probability σ(f); the second column is the number of trials n."""
 
     def start(self, target: Mapping[str, float], second_mean: float) -> float:
-        """Log odds of the fraction of all trials that succeeded."""
-        return math.log(target["mean"] / (second_mean - target["mean"]))
+        """Log odds of the fraction of all trials that succeeded; DataError if that is all of them."""
+        failures = second_mean - target["mean"]
+        if failures < 1e-9 * second_mean:  # the means are rounded
+            raise DataError("every trial succeeded at every site; there is nothing to learn")
+        return math.log(target["mean"] / failures)
 
     def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
         """Log (n choose y) + y f − n log(1 + eᶠ)."""
