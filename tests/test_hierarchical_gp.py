@@ -135,7 +135,7 @@ def test_a_run_converges_and_says_so(three):
     ("change", "reason"),
     [
         (lambda own: {**own, "precision": -own["precision"]}, "not positive semi-definite"),
-        (lambda own: {**own, "count": own["count"] + 1}, "rows from a site with"),
+        (lambda own: {**own, "count": own["count"] + 1}, "the site described"),
         (lambda own: {**own, "precision": 1e9 * own["precision"]}, "its precision per row is"),
     ],
     ids=["indefinite", "other rows", "huge"],

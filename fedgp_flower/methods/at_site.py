@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -20,12 +22,12 @@ C = TypeVar("C", bound=SiteClient)
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
 
 
-def at_site(kind: type[C], run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
-    """A client with the rows and the final state of a site, and the arrays of the run's posterior."""
+def at_site(kind: type[C], run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, Posterior]:
+    """A client with the rows and the final state of a site, and the run's posterior with writable arrays."""
     assert run.saved is not None
-    arrays = {name: np.array(array) for name, array in run.saved.arrays.items()}
-    agreed = Preparation.from_wire(arrays, json.dumps(run.saved.schema))
-    return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, arrays)), arrays
+    saved = replace(run.saved, arrays={name: np.array(array) for name, array in run.saved.arrays.items()})
+    agreed = Preparation.from_wire(saved.arrays, json.dumps(saved.schema))
+    return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, saved.arrays)), saved
 
 
 def predictor(client: SiteClient, request: Any) -> Predict:

@@ -35,13 +35,11 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
     return DeepPosterior(model, mean, covariance, float(saved.model["share"]))
 
 
-def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
+def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict:
     """Predictor with the personal head of a site, from its training rows."""
-    if run.saved is None:
-        return None
-    client, arrays = at_site(DeepKernelClient, run, config, site, state)
-    mean, covariance = (arrays[name] for name in HEADS)
-    return predictor(client, HeadPosterior(weights_of(run.saved), mean, covariance, float(run.saved.model["share"])))
+    client, saved = at_site(DeepKernelClient, run, config, site, state)
+    mean, covariance = (saved.arrays[name] for name in HEADS)
+    return predictor(client, HeadPosterior(weights_of(saved), mean, covariance, float(saved.model["share"])))
 
 
 def panels(run: Run) -> list[Panel]:

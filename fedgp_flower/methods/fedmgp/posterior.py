@@ -28,18 +28,16 @@ MOST_UNITS, POINTS = 12, 161
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """Predictor of a unit (paper, Eq. 16) with φ_m of its last report, else fitted; None if its state was lost."""
-    if run.saved is None:
-        return None
-    scales, saved = run.saved.arrays["latents.scales"], run.saved.model
-    never = {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
-    report = saved["known"].get(site.site, never)
+    assert run.saved is not None
+    never = {"report": 0, "offset": np.zeros_like(run.saved.arrays["latents.scales"]), "stretch": 1.0, "hold": "gain"}
+    report = run.saved.model["known"].get(site.site, never)
     if report["report"] and not state:
         return None
-    client, arrays = at_site(FedMGPClient, run, config, site, state if report["report"] else {})
-    inducing, scales, amplitudes = (arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
+    client, saved = at_site(FedMGPClient, run, config, site, state if report["report"] else {})
+    inducing, scales, amplitudes = (saved.arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
     known = Known(report["report"], Move(np.array(report["offset"], np.float64), report["stretch"], report["hold"]))
-    q = LatentPosterior(arrays["posterior.mean"], arrays["posterior.covariance"])
-    return predictor(client, View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known))
+    q = LatentPosterior(saved.arrays["posterior.mean"], saved.arrays["posterior.covariance"])
+    return predictor(client, View(LatentFunctions(inducing, scales, amplitudes, saved.model["jitter"]), q, known))
 
 
 def panels(run: Run) -> list[Panel]:

@@ -34,10 +34,9 @@ class ExpansionShare:
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
         """Return why the described rows cannot produce these sums, or None."""
-        rows = described.rows
-        if float(self.count) != rows:
-            return f"sums of {float(self.count):g} rows from a site with {rows}"
-        if (self.squares < 0).any() or (self.known > rows).any():  # holds of a total too: a site has a row or more
+        if reason := described.rows_mismatch("count", self.count):
+            return reason
+        if (self.squares < 0).any() or (self.known > described.rows).any():  # of a total, too: no site is without rows
             return "`squares` or `known` are out of range"
         return indefinite("precision", self.precision)
 

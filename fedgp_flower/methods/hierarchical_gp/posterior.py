@@ -27,7 +27,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     return NewSite(model, GlobalPosterior.of(arrays), range(len(names)))
 
 
-def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
+def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict:
     """Predictor at any site with rows, also one that was not in the run."""
-    client, arrays = at_site(HierarchicalClient, run, config, site, state)
-    return predictor(client, HierarchicalView(arrays, arrays.get("factors")))
+    client, saved = at_site(HierarchicalClient, run, config, site, state)
+    return predictor(client, HierarchicalView(saved.arrays, saved.arrays.get("factors")))

@@ -75,10 +75,10 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
 
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
     """Predictor with the local posterior of a site; None if its state is of other units or another run."""
-    if run.saved is None or not state:
+    if not state:
         return None
-    client, arrays = at_site(SFVIClient, run, config, site, state)
-    return None if client.posterior(arrays)[2] is None else predictor(client, Parameters(arrays))
+    client, saved = at_site(SFVIClient, run, config, site, state)
+    return None if client.posterior(saved.arrays)[2] is None else predictor(client, Parameters(saved.arrays))
 
 
 def panels(run: Run) -> list[Panel]:

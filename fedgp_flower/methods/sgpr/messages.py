@@ -181,7 +181,7 @@ def gram_refusal(gram: ndarray, projection: ndarray, squares: float, *, added: b
     return None if explained <= length else "`projection` is larger than the targets allow"
 
 
-@message("train.gradients", summand=True)
+@message("train.gradients", summand=True, counts="H")
 class EvidenceGradient:
     """A site's share of the gradient of the log evidence, at the posterior of all rows.
 
@@ -189,10 +189,6 @@ class EvidenceGradient:
     """
 
     gradient: Float[ndarray, " H"] = leaves("Σ ∂ E_q log N(y | wᵀv, λ) by each logarithm, in the order of their names")
-
-    def num_parameters(self) -> int:
-        """Return the number of hyperparameters."""
-        return len(self.gradient)
 
 
 @message("query.scale", summand=True, counts="P")
@@ -294,15 +290,11 @@ class Expectations:
         return None if concave else "`curvature` is not that of a log-concave likelihood"
 
 
-@message("query.tempered", summand=True)
+@message("query.tempered", summand=True, counts="G")
 class TemperedScores:
     """The log scores of a site's rows, each predicted from all others, by the temperature of predictions."""
 
     values: Float[ndarray, " G"] = leaves("Σ log p_y at each temperature, nats")
-
-    def num_parameters(self) -> int:
-        """Return the number of temperatures."""
-        return len(self.values)
 
     def refusal(self, described: Described) -> str | None:
         """Return why these are no log probabilities, or None."""
