@@ -24,11 +24,11 @@ from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Doubt, Roster, Summed, Total
 
 COMPARED_POINTS = 500
-"""Sites are compared at the first so many inducing points, because a comparison costs O(M³) for each site."""
+"""Sites are compared at this many inducing points, the first, because a comparison costs O(M³) for each site."""
 ROWS_PER_POINT = 3
 """With fewer rows per inducing point, sums nearly reveal the rows."""
 RECENT_ROUNDS, FORECAST_EXCHANGES = 5, 20
-"""Gains of the recent rounds forecast the gain of so many more exchanges."""
+"""Number of recent rounds whose gains forecast the gain of this many more exchanges."""
 MEANINGS = {
     LOCATIONS: "Z, inducing inputs",
     "inducing.mean": "m, mean of v = L⁻¹ f(Z)",

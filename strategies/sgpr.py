@@ -96,7 +96,7 @@ EXCHANGES_PER_SIZE, ROUNDS_PER_SIZE = 3, 1
 FEW_POINTS, FIRST_OF_SEVERAL = 1 / 2, 3 / 5
 """Shares of all exchanges after which training leaves the few points it began with, and the first of several sizes."""
 JUDGED_ROUNDS, SHARE_OF_DOUBLING = 2, 0.05
-"""Few points also suffice once each of so many rounds gains less than this share of what a doubling promises."""
+"""Training leaves few points, too, once this many rounds in a row each gain less than this share of a doubling."""
 ROUND_COST = 3
 """Computing time of a round in evaluations of sums; the gradient takes as long as two of them."""
 TOLERANCE = 1e-7
@@ -179,7 +179,7 @@ class SGPRState:
 
     @property
     def outpaced(self) -> bool:
-        """Whether the latest rounds at few points gain little beside what a doubling promises."""
+        """Whether the latest rounds at few points gain little compared with what a doubling promises."""
         if self.asked or not self.rows or not self.several_sizes or len(self.gains) < JUDGED_ROUNDS:
             return False
         promise = enlarging.doubling_gain(self.evidence_curve)
@@ -322,8 +322,8 @@ def sums_at(
     best = max(range(len(found)), key=lambda number: found[number][2])
     unit_noise = {}  # sums of y/√λ, which has noise 1
     for site, answer in summed.parts.items():
-        own = answer.each()[best]
-        unit_noise[site] = SparseSums(own.gram, own.projection, own.weighted_squares, np.zeros(()), own.count)
+        sums = answer.each()[best]
+        unit_noise[site] = SparseSums(sums.gram, sums.projection, sums.weighted_squares, np.zeros(()), sums.count)
     level = pooled_bound.unit_function(pooled_bound.compared(tried[best], problem.model))
     yield Doubt(pooled_bound.contradictions(unit_noise, level, at_unit_noise))
     return found[best], summed.sites

@@ -53,15 +53,15 @@ OF_DIFFERENCES = 0.5
 """Length of a natural-gradient step of functions that matter by their differences. Each is stepped as if the others
 were fixed; along the difference of two the curvature is up to twice as large."""
 HALVINGS = 4
-"""The memory of L-BFGS is cleared after so many halvings in a row; the run ends after twice as many."""
+"""The memory of L-BFGS is cleared after this many halvings in a row; the run ends after twice as many."""
 DEFAULT_EXCHANGES = 57
 """Default number of exchanges; with those that agree on columns, 60."""
 COMPARISON_PERIOD = 5
 """Evaluations between comparisons of the sites' sums, which cost K systems of M equations."""
 LATEST = 5
-"""The run ends when so many latest evaluations together gain less than a minimum."""
+"""The run ends when the latest evaluations, of this number, together gain less than a minimum."""
 MINIMUM_GAIN, TOLERANCE = 5e-4, 3e-6
-"""This minimum, in nats per row, and the one that applies if ``sgpr.exchanges`` is set."""
+"""That minimum, in nats per row, and the minimum if ``sgpr.exchanges`` is set."""
 
 
 @message()

@@ -20,15 +20,15 @@ LEAST_ALIKE, VALUES = 3, 128
 MOST_CELLS = 512
 """Most cells of a site."""
 COMMON, COUNTS = 32, 2**15
-"""Most common values of an input of whose pairs rows are counted, and about how many counts there are at most."""
+"""Most common values of an input, and about the most counts of rows with each pair of such values."""
 EXACTLY = 1e-6
-"""Standardised units within which a value is a common one: totals under masks are rounded."""
+"""A value this close to a common value, in standardised units, counts as that value: masks round totals."""
 COVERED = 0.9
-"""Share of the rows with a common value whose values of another input must be known for points to follow them."""
+"""Points follow pair counts if these cover at least this share of the rows with a common value of the parent."""
 CHUNK = 4096
 """Rows in a block."""
 MIN_COPIES, MARGIN = 2.0, 1.2
-"""Copies of each row from which rows get less weight, and safety factor of that weight."""
+"""Fewest copies of each row for which rows get less weight, and safety factor of that weight."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -148,7 +148,7 @@ def _by_rank(column: Array, values: Array, counts: Array) -> Array:
 
 
 def common_values(rows: Array, sums: Array) -> Array:
-    """Return the values [D, V] of each input in the slots of :func:`values_of` with most rows; the first fills up."""
+    """Return the mean values [D, V] of the slots of :func:`values_of` with most rows; the first replaces empty ones."""
     num_pairs = math.comb(len(rows), 2)
     most = max(1, min(COMMON, rows.shape[1], math.isqrt(COUNTS // max(num_pairs, 1))))
     slots = np.argsort(-rows, axis=1, kind="stable")[:, :most]
@@ -158,7 +158,7 @@ def common_values(rows: Array, sums: Array) -> Array:
 
 
 def pair_counts(inputs: Array, values: Array, least: int = LEAST_ALIKE) -> Array:
-    """Return how many rows have each two of the common values [D, V], as [P, V, V]; fewer than ``least`` count as none.
+    """Return the number of rows with each pair of common values [D, V], as [P, V, V]; 0 for fewer than ``least``.
 
     The P = D (D − 1)/2 pairs of inputs are in the order of ``np.triu_indices``.
     """
@@ -191,10 +191,10 @@ def dependence_tree(pairs: Array, rows: float) -> list[tuple[int, int]]:
 
 
 def with_pairs(points: Array, moved: Array, values: Array, counts: Array, rows: float) -> Array:
-    """Return the points with pairs of common values [D, V] as rows have them, input by input along a tree.
+    """Return the points with the pairs of common values [D, V] that rows have, input by input along a tree.
 
-    Where a point has a common value of the parent, the child's values follow their counts beside it, by the ranks of
-    ``points``, provided that these counts cover nearly all rows with that value. The draws ``points`` [S, D] are
+    Among the points with a common value of the parent, the child's values have the shares of the pair counts and the
+    ranks of ``points``, if these counts cover nearly all rows with that value. The draws ``points`` [S, D] are
     ``moved`` by :func:`with_values`; ``counts`` are the total of :func:`pair_counts` over all ``rows``.
     """
     (num_inputs, most), moved = values.shape, moved.copy()

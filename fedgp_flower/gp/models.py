@@ -38,7 +38,7 @@ CHUNK, ENTRIES = 4096, 2**21
 PANEL = 512
 """Columns of a triangular matrix in a block of a product."""
 MANY = 4
-"""A prediction of this many rows for each inducing point is worth a factorisation that halves the work of a row."""
+"""Rows per inducing point from which a prediction makes a factorisation that halves the work of each row."""
 DIFFERENCE = 1e-3
 """Step of θ in a central difference."""
 REDUCTION_JITTER = 1e-12

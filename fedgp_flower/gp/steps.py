@@ -70,9 +70,8 @@ def step_points(rows: Array, sums: Array, count: float) -> Array:
         reached = np.cumsum(np.sqrt(rows[d, filled]))
         wanted = np.linspace(0, reached[-1], limit + 2)[1:-1] if len(filled) > limit + 1 else reached[:-1]
         below = np.unique(np.searchsorted(reached[:-1], wanted).clip(0, len(filled) - 2))
-        own = np.full((len(below), num_inputs), ABSENT)
-        own[:, d] = (values[below] + values[below + 1]) / 2
-        points.append(own)
+        points.append(np.full((len(below), num_inputs), ABSENT))
+        points[-1][:, d] = (values[below] + values[below + 1]) / 2
     return np.concatenate(points)
 
 

@@ -380,8 +380,8 @@ def count_regression(
     """Return Poisson or binomial regression on the first ``used`` inputs; without any it predicts the mean.
 
     The coefficients w are at the mode of log p(y | w) − ½‖w‖² without the intercept in the norm. Counts have the
-    dispersion α = Σ [(y − μ)² − μ] / Σ μ²: for ``poisson``, where var y = μ + αμ² comes of a normal log rate,
-    its variance is v = log(1 + α) and its mean log μ − ½v. α = 0 where var y < μ.
+    dispersion α = Σ [(y − μ)² − μ] / Σ μ², or 0 if that is negative. For ``poisson``, a normal log rate gives counts
+    var y = μ + αμ²; the log rate has the variance v = log(1 + α) and the mean log μ − ½v.
     """
     penalty = np.diag([0.0, *np.ones(used)])
     sums = Total(wire.CountSums, None, sites, sizes={"Q": len(penalty)})

@@ -61,7 +61,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         known, kind = keys(cls.options_class), inspect.Parameter.KEYWORD_ONLY
         shown = [inspect.Parameter(name, kind, default=default) for name, (_, default, _) in known.items()]
         cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        lines = [f"    {name}: {meaning} (`{key}`, default {own!r})" for name, (key, own, meaning) in known.items()]
+        lines = [f"    {name}: {meaning} (`{key}`, default {value!r})" for name, (key, value, meaning) in known.items()]
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
     def __init__(self, **keywords: Keyword | None) -> None:

@@ -65,7 +65,7 @@ class Expanded:
             self.step = flattened([leaf - leaf.detach() for leaf in self.leaves])
             self.inverse = torch.cholesky_inverse(self.factor)  # only for traces
             scaled = self.inverse @ self.parts
-            curvature = torch.stack([scaled.flatten(1) @ own.mT.flatten() for own in scaled])
+            curvature = torch.stack([scaled.flatten(1) @ part.mT.flatten() for part in scaled])
             traces = scaled.diagonal(dim1=1, dim2=2).sum(1)
             self.log_det = self.log_det + traces @ self.step - 0.5 * (curvature @ self.step) @ self.step
 
@@ -87,7 +87,7 @@ class Expanded:
             first = self.parts @ self.solved  # ∂_iΣ S rowsᵀ
             second = torch.cholesky_solve(first.transpose(0, 1).flatten(1), self.factor)
             second = second.unflatten(1, first.shape[::2]).transpose(0, 1)
-            moved, again = (torch.einsum("t,tna->na", self.step, own) for own in (first, second))
+            moved, again = (torch.einsum("t,tna->na", self.step, part) for part in (first, second))
             cross = rows @ again
             self.within = self.within - cross - cross.mT + rows.detach() @ again + moved.mT @ again
         return self.within

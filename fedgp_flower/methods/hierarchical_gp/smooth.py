@@ -134,8 +134,8 @@ class SmoothDeviation:
         if self.dense:
 
             def block(rows: slice, columns: slice) -> Tensor:
-                own = self._covariance(self.features[rows], self.features[columns], shape)
-                return own + noise * eye[rows, columns]
+                covariance = self._covariance(self.features[rows], self.features[columns], shape)
+                return covariance + noise * eye[rows, columns]
 
             return Expanded(block, len(eye), leaves, of=ROWS), noise, unexplained
         weights, change = self._weights(self.features, shape)
@@ -264,7 +264,7 @@ class SmoothDeviation:
         return weights, pad(change, (0, len(slopes), 0, len(slopes)))
 
     def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> Tensor:
-        """Covariance of d_k at new rows with that at the site's."""
+        """Covariance of d_k between new rows and the rows of the site."""
         if self.dense:
             return self._covariance(features, self.features, shape)
         return self._weights(features, shape)[0].mT @ self._weights(self.features, shape)[0]
