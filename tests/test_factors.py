@@ -82,8 +82,8 @@ def test_batched_kernel_is_the_gpytorch_kernel_of_every_sample(expression):
     batched = BatchedKernel(kernel)
     hyper = 0.3 * rand(SAMPLES, batched.num_hyper)
     left, right = rand(SAMPLES, INDUCING, 2, seed=1), rand(ROWS, 2, seed=2)
-    cross, diagonal = batched.matrix(hyper, left, right), batched.diagonal(hyper, right)
-    own = batched.matrix(hyper, left, left)
+    cross, diagonal = batched(hyper, left, right), batched(hyper, right, right, diag=True)
+    own = batched(hyper, left, left)
     for s in range(SAMPLES):
         raw = {name.removeprefix("kernel."): value[s] for name, value in batched.raw(hyper).items()}
         kernel.load_state_dict(raw, strict=False)
@@ -98,7 +98,7 @@ def test_hyperparameters_are_logarithms_of_standard_deviations():
     hyper = kernel.initial()[None]
     torch.testing.assert_close(hyper[0].exp().sort().values, torch.tensor([2.0, 3.0]).double())
     x = torch.tensor([[[0.0], [1.0]]]).double()
-    assert float(kernel.matrix(hyper, x, x)[0, 0, 1]) == pytest.approx(9 * math.exp(-0.5 / 4))
+    assert float(kernel(hyper, x, x)[0, 0, 1]) == pytest.approx(9 * math.exp(-0.5 / 4))
     assert float(SparseModel(ModelSection(noise=0.25), 1).initial_hyper()[-1].exp()) == pytest.approx(0.5)
 
 
@@ -112,7 +112,7 @@ def test_product_is_the_posterior_of_a_linear_gaussian_model():
         kzz = (draws.chol @ draws.chol.mT)[s]
         precision, shift = kzz.inverse() + root @ root.mT, own.eta1
         for factor in factors:
-            b = draws.model.kernel.matrix(beta, z, factor.inputs)[0].mT @ kzz.inverse()
+            b = draws.model.kernel(beta, z, factor.inputs)[0].mT @ kzz.inverse()
             noise = 1 / factor.root.square() * (draws.noise[s] if factor.tied else 1.0)
             precision = precision + b.mT @ (b / noise[:, None])
             shift = shift + b.mT @ (factor.targets / noise)

@@ -304,6 +304,6 @@ def test_such_a_kernel_is_batched_over_its_hyperparameters():
     assert set(model.wire_parameters()) >= {"kernel.log_alpha", "kernel.log_lengthscale"}
     batched = BatchedKernel(model.kernel)
     hyper = batched.initial() + torch.tensor([[0.0], [0.3]], dtype=torch.float64)
-    matrices = batched.matrix(hyper, x.expand(2, 5, 2), x)
+    matrices = batched(hyper, x.expand(2, 5, 2), x)
     for s in range(2):
         torch.testing.assert_close(matrices[s], batched.at(hyper[s])(x).to_dense(), rtol=1e-12, atol=1e-12)

@@ -261,15 +261,18 @@ class BatchedKernel:
         """β at the parameters of the kernel."""
         return torch.cat([p.detach().flatten() / self._powers[n] for n, p in self._kernel.named_parameters()])
 
-    def matrix(
-        self, hyper: Float[Tensor, "S P"], left: Float[Tensor, "S M D"], right: Float[Tensor, "... N D"]
-    ) -> Float[Tensor, "S M N"]:
-        """Covariances k_β(left, right) of every sample."""
-        return self._call(hyper, left, right, diagonal=False)
-
-    def diagonal(self, hyper: Float[Tensor, "S P"], inputs: Float[Tensor, "... N D"]) -> Float[Tensor, "S N"]:
-        """Prior variances k_β(x, x) of every sample."""
-        return self._call(hyper, inputs, inputs, diagonal=True)
+    def __call__(
+        self,
+        hyper: Float[Tensor, "S P"],
+        left: Float[Tensor, "... M D"],
+        right: Float[Tensor, "... N D"],
+        diag: bool = False,
+    ) -> Tensor:
+        """Covariances k_β(left, right) of every sample [S, M, N], or with ``diag`` those of equal places [S, M]."""
+        batches = (rows.expand(len(hyper), *rows.shape[-2:]) for rows in (left, right))
+        with settings.lazily_evaluate_kernels(False):  # evaluate before the parameters are restored
+            values = torch.func.functional_call(self._kernel, self.raw(hyper), tuple(batches), {"diag": diag})
+        return cast(Tensor, values if diag else values.to_dense())
 
     def raw(self, hyper: Float[Tensor, "S P"]) -> dict[str, Tensor]:
         """The kernel's raw parameters, with the samples as first axis."""
@@ -283,9 +286,3 @@ class BatchedKernel:
         for name, value in self.raw(hyper[None]).items():
             kernel.get_parameter(name).data.copy_(value[0])
         return kernel
-
-    def _call(self, hyper: Tensor, *inputs: Tensor, diagonal: bool) -> Tensor:
-        batches = (rows.expand(len(hyper), *rows.shape[-2:]) for rows in inputs)
-        with settings.lazily_evaluate_kernels(False):  # evaluate before the parameters are restored
-            values = torch.func.functional_call(self._kernel, self.raw(hyper), tuple(batches), {"diag": diagonal})
-        return cast(Tensor, values if diagonal else values.to_dense())

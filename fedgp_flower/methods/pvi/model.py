@@ -92,18 +92,18 @@ class Draws:
     def chol(self) -> Float[Tensor, "S M M"]:
         """L, its jitter relative to the mean prior variance at Z."""
         kernel, hyper = self.model.kernel, self.kernel_hyper
-        variance = kernel.diagonal(hyper, self.inducing).mean(-1)
-        covariance = kernel.matrix(hyper, self.inducing, self.inducing)
+        variance = kernel(hyper, self.inducing, self.inducing, diag=True).mean(-1)
+        covariance = kernel(hyper, self.inducing, self.inducing)
         return kernel_cholesky(covariance, variance=variance, jitter=self.model.jitter)
 
     def project(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S M N"]:
         """A = L⁻¹ K_ZX."""
-        cross = self.model.kernel.matrix(self.kernel_hyper, self.inducing, inputs)
+        cross = self.model.kernel(self.kernel_hyper, self.inducing, inputs)
         return torch.linalg.solve_triangular(self.chol, cross, upper=False)
 
     def prior_variance(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S N"]:
         """k(x, x)."""
-        return self.model.kernel.diagonal(self.kernel_hyper, inputs)
+        return self.model.kernel(self.kernel_hyper, inputs, inputs, diag=True)
 
     def product(self, factors: Sequence[Factor]) -> Gaussian:
         """The prior N(0, I) of v times the factors."""
