@@ -630,7 +630,8 @@ class SGPR(FederatedStrategy[SGPRState]):
                 f" {state.weight:.2f} in all sums, since a copy adds no information"
             )
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=roster.rows.__getitem__)
-        if count < min(wanted, roster.rows[least]):
+        capped = self.options.small_sites == "cap" and not roster.totals_only
+        if capped and count < min(wanted, roster.rows[least]):
             found.append(
                 f"{count} inducing points instead of {wanted}: `sgpr.small-sites` = 'cap', and"
                 f" site {self.called([least])} has {roster.rows[least]} rows; secure aggregation needs no such limit"

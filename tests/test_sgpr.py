@@ -448,6 +448,10 @@ def test_a_run_says_what_limited_its_points(tmp_path):
     assert end.details()["num_inducing"] == 7
     assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in end.warnings())
     assert not any("rows of all sites" in text for text in end.warnings())
+    few = {site: waves(40, seed).assign(x1=lambda rows: np.sign(rows["x1"]), x2=1.0) for seed, site in enumerate("ab")}
+    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 1}), csv_nodes(tmp_path, few)))
+    assert len(end.current.values[LOCATIONS]) == 2  # as many as the rows have different inputs
+    assert not any("'cap'" in text for text in end.warnings())
 
 
 @pytest.mark.parametrize("size", [-1.0, 0.0, 1.0])
