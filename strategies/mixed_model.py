@@ -20,6 +20,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.linalg import block_diag, solve_triangular
 
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.formula import Formula, parse
 from fedgp_flower.messages import message
 from fedgp_flower.methods.mixed_model import estimates, messages, profile
@@ -264,13 +265,20 @@ def gaussian_sums(sums: messages.Restricted, k: int) -> NamedArrays:
 
 
 def estimated(problem: Fitting, state: MixedState) -> Estimates:
-    """The estimates: the best trial plus the last step, if the search is near the maximum."""
+    """The estimates: the best trial plus the last step, if the search is near the maximum.
+
+    A step along a flat direction, as the lengthscale of an input without effect, may be too long for the expansion of
+    the sums of a Gaussian model; it is then left out.
+    """
     step = state.step if state.promised < NEAR else np.zeros_like(state.point)
     local = problem.around_best(state)
     if isinstance(local, Expansion):
         fixed = sum(problem.smooth.widths) + problem.columns.fixed.shape[1]
         return estimates.of_marginal(state.point, local, step, problem.smooth, (fixed, fixed + problem.terms.count))
-    return estimates.of_restricted(local, state.point, step)
+    try:
+        return estimates.of_restricted(local, state.point, step)
+    except NumericsError:
+        return estimates.of_restricted(local, state.point, 0 * step)
 
 
 def profiled(

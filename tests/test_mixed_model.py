@@ -35,7 +35,7 @@ from fedgp_flower.run import summary
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
-from strategies.mixed_model import Fitting, MixedState, around, one_round, profiled
+from strategies.mixed_model import Fitting, MixedState, around, estimated, one_round, profiled
 from strategies.server.questions import Roster, Summed, answered_by
 
 DRAW = np.random.default_rng(5)
@@ -408,6 +408,14 @@ def test_an_end_of_an_interval_at_which_the_equations_are_not_solved_is_unknown(
     first, second = answered_by(asking, lambda _: answer)
     assert np.isnan(first).all()
     assert second == pytest.approx((-math.sqrt(profile.LEVEL), math.sqrt(profile.LEVEL)), abs=1e-9)
+
+
+def test_a_step_on_which_the_expansion_of_the_sums_fails_is_not_taken():
+    """Along the lengthscale of an input without effect a step may be long and promise little."""
+    totals = Totals(np.array([0.0, 1.0, 0.5, 2.0]), np.zeros((1, 4)), np.array([[0.0, -2.0, 0.0, 0.0]]), 10.0)
+    problem = Mock(Fitting, around_best=lambda state: totals)
+    found = estimated(problem, Mock(MixedState, step=np.array([2.0]), promised=1e-3, point=np.array([0.3])))
+    assert (found.theta, found.beta) == (0.3, 0.5)
 
 
 def test_an_end_of_an_interval_that_is_known_is_shown_beside_one_that_is_not():
