@@ -410,6 +410,19 @@ def test_an_end_of_an_interval_at_which_the_equations_are_not_solved_is_unknown(
     assert second == pytest.approx((-math.sqrt(profile.LEVEL), math.sqrt(profile.LEVEL)), abs=1e-9)
 
 
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+def test_a_model_without_inputs_is_compared_with_the_mean_alone(family, tmp_path):
+    """A GP of no inputs does not exist; the null model is usual, since its intraclass correlation is of interest."""
+    draw, child = np.random.default_rng(8), np.arange(60) // 4
+    y = draw.normal(size=15)[child] + draw.normal(size=60)
+    table = pd.DataFrame({"y": y if family == "gaussian" else np.where(y > 0, "yes", "no"), "child": child})
+    keys = {"formula": "y ~ 1 + (1 | child)", "model.likelihood": family, "output-dir": str(tmp_path)}
+    metrics = fg.run(table, sites=3, options=keys).metrics
+    assert metrics.failures == []
+    assert metrics.mean is not None
+    assert metrics.local_only is metrics.pooled is metrics.boosting is None
+
+
 def test_a_step_on_which_the_expansion_of_the_sums_fails_is_not_taken():
     """Along the lengthscale of an input without effect a step may be long and promise little."""
     totals = Totals(np.array([0.0, 1.0, 0.5, 2.0]), np.zeros((1, 4)), np.array([[0.0, -2.0, 0.0, 0.0]]), 10.0)

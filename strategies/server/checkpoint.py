@@ -119,10 +119,12 @@ def close(algorithm: Algorithm[Any], clock: Clock, scored_by: int) -> Summary:
     """Compute the configured baselines and return the summary of the run; raise RunError if no site scored rows."""
     network, session, scoring = algorithm.network, algorithm.session, algorithm.scoring
     preparation, enabled = algorithm.preparation, session.config.baselines
+    inputs = preparation.num_inputs > 0  # without any, GPs and boosting have nothing to predict from
     predicts = algorithm.predicts and session.config.model.likelihood not in MULTICLASS
     predictions, posterior = scoring.predictions(predicts), scoring.predicted.posterior
-    scoring.local_only = scoring.local_baseline() if enabled.local_only else None
-    pooled, boosting = scoring.pooled_baselines() if enabled.pooled and preparation.simulated else (None, None)
+    scoring.local_only = scoring.local_baseline() if enabled.local_only and inputs else None
+    with_all = enabled.pooled and preparation.simulated and inputs
+    pooled, boosting = scoring.pooled_baselines() if with_all else (None, None)
     mean_only, linear = scoring.simple_baselines() if enabled.linear else (None, None)
     if scored_by == 0:
         failures = network.latest_failures()
