@@ -14,16 +14,17 @@ from test_sfvi import mixed
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError, RunError
-from fedgp_flower.methods.family import named, unit_noise
+from fedgp_flower.methods.family import initial_global, named, unit_noise
 from fedgp_flower.methods.sfvi.classes import CONCENTRATION, AmortisedModel, PersonalNetwork, half_normal
 from fedgp_flower.methods.sfvi.mixed import GroupedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.structured import ModelInputs
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import methods
+from fedgp_flower.run.registry import load, methods
 from fedgp_flower.shared_messages import Confusion, Described
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, gradient_round
@@ -88,6 +89,16 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
     found = [gradient_of(state)[name] for name in leaves[0]]
     found += [site.local[name] for site in plain.values() for name in leaves[1]]
     torch.testing.assert_close([*map(torch.as_tensor, found)], [*expected], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["multinomial", *MODELS, "vae", "prodlda"])
+def test_a_site_without_held_out_rows_has_a_confusion_matrix_of_zeros(name):
+    options = SFVIOptions.model_validate({"model": name, "hidden": H, "classes": C})
+    model = load(options.row.model).configured(options, ModelSection(), D)
+    x, q = torch.zeros(2, D).double(), initial_global(model.global_size, scale=0.1, triangular=False)
+    none = ModelInputs(x[:0], torch.zeros(0, dtype=torch.int64))
+    mean, _ = model.moments(model.prepare(x, x[:, 0]), q, None, none, link=False)
+    assert Confusion.of(mean.numpy(), np.empty(0)).counts.tolist() == np.zeros((C, C)).tolist()
 
 
 def test_confusion_counts_rows_and_leaves_small_cells_out():

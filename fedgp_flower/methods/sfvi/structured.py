@@ -242,8 +242,6 @@ class SampledModel(StructuredModel):
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
     ) -> tuple[Tensor, Tensor]:
         """Monte Carlo moments; latents of a unit without rows at the site have their prior."""
-        if not len(rows.features):
-            return rows.features.new_empty(0), rows.features.new_empty(0)
         draw, (data, q_units) = np.random.default_rng(PREDICTION_SEED), self.placed(site, rows, q_local)
         noise = torch.from_numpy(draw.standard_normal((PREDICTION_DRAWS, self.global_size)))
         of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
@@ -265,6 +263,6 @@ class SampledModel(StructuredModel):
         if link:
             values = self.function(site, z_global, z_local)
             values = values[..., 1] - values[..., 0] if self.binary else values  # the log odds of the second class
-            return values.mean(0), values.var(0, correction=0)
+            return values.mean(0), (values - values.mean(0)).square().mean(0)  # `var` warns without rows
         mean, variance = self.observation(site, z_global, z_local)
-        return mean.mean(0), variance.mean(0) + mean.var(0, correction=0)
+        return mean.mean(0), variance.mean(0) + (mean - mean.mean(0)).square().mean(0)
