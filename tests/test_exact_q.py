@@ -119,6 +119,15 @@ def test_a_unit_of_few_rows_does_not_explain_all_of_its_noise():
     assert best.noise == pytest.approx(START_NOISE * 2.0**2)
 
 
+def test_a_unit_whose_targets_are_all_zero_takes_part():
+    latents, q, *_ = random_unit(1, 1)
+    data = UnitData.build(np.linspace(-1, 1, 12)[:, None], np.zeros(12), latents.inducing)
+    still = latent_gp.Move(np.zeros((1, 1)))
+    _, [answer] = one_unit.respond(data, latents, q, [still], None)
+    assert not answer.shift.any()  # it has amplitude zero and says nothing about g
+    assert consistent([answer], [still], q, 12)
+
+
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
 def test_bound_never_falls_and_is_the_model_s(num_latents, dims):
     """With several functions or inputs the first two rounds have the narrowest R, and four trial moves."""

@@ -123,7 +123,8 @@ def starting_parameters(data: UnitData, latents: LatentFunctions, *, smooth: boo
 
 def least_noise(y: Array) -> float:
     """Return the smallest noise variance allowed for targets y."""
-    return START_NOISE * mean_square(y) if len(y) < FEW_ROWS else LEAST_NOISE * float(np.mean(y**2))
+    power = float(np.mean(y**2)) or LEAST_NOISE  # targets may all be zero
+    return START_NOISE * mean_square(y) if len(y) < FEW_ROWS else LEAST_NOISE * power
 
 
 def mean_square(y: Array) -> float:
