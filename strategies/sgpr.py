@@ -47,11 +47,10 @@ from fedgp_flower.lazy import optimize
 from fedgp_flower.messages import message
 from fedgp_flower.methods.sgpr.messages import (
     Candidates,
-    ErrorScale,
+    ErrorSums,
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
-    ResidualCounts,
     Sketch,
     TrialSums,
 )
@@ -501,20 +500,19 @@ def with_errors(
     The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ.
     """
     count = error_law.FIXED_FEATURES + min(error_law.SCALE_POINTS, len(q.mean))
-    b, before, precision = np.zeros(count), np.zeros(count), np.eye(count)
-    for _ in range(error_law.REGRESSIONS):
-        request = replace(q, values={**q.values, error_law.SCALE: b})
-        answer: Summed[ErrorScale] = yield Total(ErrorScale, request, sites, sizes={"P": count})
-        if answer.total is not None:
-            sums, before = answer.total.weighted(weight), b
-            b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
-    known = {error_law.SCALE: b, error_law.BEFORE: before, error_law.PRECISION: precision}
-    request = replace(q, values={**q.values, **known})
-    sizes = {"K": len(error_law.STRENGTHS), "B": len(error_law.EDGES)}
-    summed: Summed[ResidualCounts] = yield Total(ResidualCounts, request, sites, sizes=sizes)
-    if summed.total is None:
-        return q
-    strength, mixture = error_law.best_strength(weight * summed.total.counts, weight * summed.total.logs)
+    sizes = {"P": count, "K": len(error_law.STRENGTHS), "B": len(error_law.EDGES)}
+    b = next_b = np.zeros(count)
+    precision = np.eye(count) / np.finfo(float).eps  # b = 0 for certain
+    for _ in range(error_law.REGRESSIONS + 1):
+        before, b = b, next_b
+        scale = {error_law.SCALE: b, error_law.BEFORE: before, error_law.PRECISION: precision}
+        request = replace(q, values={**q.values, **scale})
+        answer: Summed[ErrorSums] = yield Total(ErrorSums, request, sites, sizes=sizes)
+        if answer.total is None:
+            return q
+        sums = answer.total.weighted(weight)
+        next_b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
+    strength, mixture = error_law.best_strength(sums.counts, sums.logs)
     values = {**q.values, **({error_law.SCALE: strength * b} if strength else {})}
     if mixture is None:
         return replace(q, values=values)

@@ -32,8 +32,8 @@ REGRESSIONS = 3
 """Number of regressions."""
 STRENGTHS = np.array([0.0, 0.5, 1.0])
 """Factors of b that are tried."""
-MOST_LEVERAGE = 0.99
-"""Largest h of a row; with rows of reduced weight the formula would exceed 1."""
+MOST_LEVERAGE = 0.9
+"""Largest h of a row, which bounds what its own error adds to its scale; with reduced weights h could exceed 1."""
 LOG_PENALTIES = np.arange(-3.0, 13.0)
 """Grid of the log penalty of b."""
 EDGES = np.concatenate([[0.0], 2.0 ** np.arange(-4, 5.25, 0.25)])

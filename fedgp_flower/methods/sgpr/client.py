@@ -25,14 +25,13 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Candidates,
-    ErrorScale,
+    ErrorSums,
     EvidenceGradient,
     Expectations,
     PairCounts,
     PooledPosterior,
     PrivateRequest,
     PrivateSums,
-    ResidualCounts,
     Sketch,
     SparseStatistics,
     TemperedScores,
@@ -131,21 +130,14 @@ class SGPRClient(SparseClient):
         model, whitener = self.whitened(request.values)
         return EvidenceGradient(pack(weighted_gradient(model, *self.tensors, request.whitened(), whitener)))
 
-    def scale(self, request: PooledPosterior) -> ErrorScale:
-        """Return the sums of the regression of the log scale of errors, each row predicted from all others."""
-        values = dict(request.values)
-        before = values.pop(SCALE)
-        features, z = self.left_out(values, request.whitened())
-        t = log_squares(z, features @ before)
-        return ErrorScale(features.T @ features, features.T @ t, np.asarray(t @ t))
-
-    def residuals(self, request: PooledPosterior) -> ResidualCounts:
-        """Return histograms of the errors of this site's rows, each predicted from all others, at several scales."""
+    def errors(self, request: PooledPosterior) -> ErrorSums:
+        """Return the sums of the next regression of the log scale of errors, and histograms under the latest one."""
         values = dict(request.values)
         b, before, precision = (values.pop(name) for name in (SCALE, BEFORE, PRECISION))
         features, z = self.left_out(values, request.whitened())
-        eta = left_out_scale(features, b, precision, log_squares(z, features @ before))
-        return ResidualCounts(*by_strength(z, eta))
+        scale = left_out_scale(features, b, precision, log_squares(z, features @ before))
+        t = log_squares(z, features @ b)
+        return ErrorSums(features.T @ features, features.T @ t, np.asarray(t @ t), *by_strength(z, scale))
 
     def left_out(self, values: Mapping[str, ndarray], q: WhitenedPosterior) -> tuple[Array, Array]:
         """Return the features of the scale [N, P] and the error [N] of each row predicted from all others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -191,44 +192,30 @@ class EvidenceGradient:
     gradient: Float[ndarray, " H"] = leaves("Σ ∂ E_q log N(y | wᵀv, λ) by each logarithm, in the order of their names")
 
 
-@message("query.scale", summand=True, counts="P")
-class ErrorScale:
-    """Sums of the regression of the log scale of errors on features φ; see :mod:`fedgp_flower.gp.error_law`."""
+@message("query.errors", summand=True, counts="P")
+class ErrorSums:
+    """Sums over errors z of predictions of rows from all other rows; see :mod:`fedgp_flower.gp.error_law`."""
 
     products: Float[ndarray, "P P"] = leaves("Σ φφᵀ, φ = 1, μ, μ² − 1 and correlations with points", symmetric=True)
     moment: Float[ndarray, " P"] = leaves("Σ φ t, t an estimate of log z², z the error of a row")
     square: Float[ndarray, ""] = leaves("Σ t²")
-
-    def weighted(self, weight: float) -> ErrorScale:
-        """Return the sums with this weight of every row."""
-        return ErrorScale(*(np.asarray(weight * part) for part in vars(self).values()))
-
-    def refusal(self, described: Described) -> str | None:
-        """Return why the sums cannot come from the described rows, or None."""
-        reason = described.rows_mismatch("products[0, 0]", round(float(self.products[0, 0])))
-        return reason or gram_refusal(self.products, self.moment, float(self.square), added=described.added)
-
-
-@message("query.residuals", summand=True)
-class ResidualCounts:
-    """Histograms of errors of predictions of rows from all other rows; see :mod:`fedgp_flower.gp.error_law`."""
-
     counts: Float[ndarray, "K B"] = leaves("rows by |z| e^−η/2, their error in sds, at each strength of the scale η")
     logs: Float[ndarray, " K"] = leaves("Σ ½η at each strength")
 
-    def coarse(self, least: int) -> ResidualCounts:
-        """Merge cells with fewer than ``least`` rows."""
-        return ResidualCounts(np.stack([merged_cells(each, least) for each in self.counts]), self.logs)
+    def weighted(self, weight: float) -> ErrorSums:
+        """Return the sums with this weight of every row."""
+        return ErrorSums(*(np.asarray(weight * part) for part in vars(self).values()))
 
-    def num_parameters(self) -> int:
-        """Return the number of bins with rows."""
-        return int(np.count_nonzero(self.counts, axis=1).max())
+    def coarse(self, least: int) -> ErrorSums:
+        """Merge cells with fewer than ``least`` rows."""
+        return replace(self, counts=np.stack([merged_cells(each, least) for each in self.counts]))
 
     def refusal(self, described: Described) -> str | None:
-        """Return why the counts cannot come from the described rows, or None."""
-        rows = self.counts.sum(axis=1)
-        reason = next(filter(None, (described.rows_mismatch("counts", count) for count in rows)), None)
-        return reason or ("`counts` are negative" if (self.counts < 0).any() else None)
+        """Return why the sums cannot come from the described rows, or None."""
+        rows = {"products[0, 0]": round(float(self.products[0, 0])), "counts": self.counts.sum(axis=1)}
+        mismatches = (described.rows_mismatch(name, each) for name, found in rows.items() for each in np.ravel(found))
+        reason = next(filter(None, mismatches), None) or ("`counts` are negative" if (self.counts < 0).any() else None)
+        return reason or gram_refusal(self.products, self.moment, float(self.square), added=described.added)
 
 
 @message()
