@@ -16,7 +16,8 @@ so many training rows moved by Cauchy's law of scale 2; held-out rows are clean.
 were not moved, with the same likelihood or with normal noise. Who says that so large a share of rows lies anywhere, as
 it does, gives clean rows a density that is lower by −log(1 − share). **Noise.** One input: a sine whose noise grows
 from .1 to 1, and an acceleration like that of Silverman's motorcycles, quiet before the impact. *Left* and *right* are
-shares of held-out rows in their 95 % intervals in the two halves; *gaussian* is the default, with constant noise.
+shares of held-out rows in their 95 % intervals in the two halves; *gaussian* is the default, whose errors have a scale
+that varies where left-out rows ask for it.
 """
 
 from __future__ import annotations
