@@ -493,11 +493,12 @@ def posterior(
 
 
 def with_errors(
-    q: PooledPosterior, sites: tuple[str, ...], section: ModelSection, weight: float
+    q: PooledPosterior, sites: tuple[str, ...], section: ModelSection, weight: float, *, normal: bool
 ) -> Asking[PooledPosterior]:
     """Return the posterior with the law of the errors of its sites' rows, each predicted from all others.
 
-    The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ.
+    The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ. With
+    ``normal`` only their scale varies: the mean of a transformed target needs normal errors.
     """
     count = error_law.FIXED_FEATURES + min(error_law.SCALE_POINTS, len(q.mean))
     sizes = {"P": count, "K": len(error_law.STRENGTHS), "B": len(error_law.EDGES)}
@@ -513,13 +514,13 @@ def with_errors(
         sums = answer.total.weighted(weight)
         next_b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
     strength, mixture = error_law.best_strength(sums.counts, sums.logs)
-    values = {**q.values, **({error_law.SCALE: strength * b} if strength else {})}
-    if mixture is None:
-        return replace(q, values=values)
+    if mixture is None or (normal and not strength):
+        return q
     mixture, variance = error_law.unit_variance(mixture)
     scaled = (*amplitude_names(section, q.values[LOCATIONS].shape[1]), LOG_NOISE)
-    values |= {name: np.asarray(values[name] + math.log(variance)) for name in scaled}
-    return replace(q, values={**values, error_law.TAILS: mixture}, mean=q.mean / math.sqrt(variance))
+    values = {**q.values, **{name: np.asarray(q.values[name] + math.log(variance)) for name in scaled}}
+    values |= ({error_law.SCALE: strength * b} if strength else {}) | ({} if normal else {error_law.TAILS: mixture})
+    return replace(q, values=values, mean=q.mean / math.sqrt(variance))
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -585,9 +586,9 @@ class SGPR(FederatedStrategy[SGPRState]):
         """Return the exact posterior of all rows."""
         found, totals, sites = yield from posterior(self.problem, state, roster)
         last = self.finished(state) or self.round >= self.planned_rounds
-        last = last and self.config.transform.target == "none"
         if last:
-            found = yield from with_errors(found, sites, self.config.model, state.weight)
+            normal = self.config.transform.target != "none"
+            found = yield from with_errors(found, sites, self.config.model, state.weight, normal=normal)
         exchanges = state.exchanges + EXCHANGES_AFTER * last
         details: dict[str, Any] = pooled_bound.progress(exchanges, state.gains, EXCHANGES_PER_ROUND, state.rows)
         details |= {"evidence": at_unit_scale(totals), "num_inducing": len(found.mean)}

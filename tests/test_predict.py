@@ -118,6 +118,25 @@ def test_intervals_follow_noise_that_varies(tmp_path):
     np.testing.assert_allclose(drawn_quantiles.T, found[["q2.5", "q97.5"]][:2], rtol=0.06)
 
 
+def test_a_transformed_target_has_noise_that_varies_and_normal_errors(tmp_path):
+    """The noise of the logarithm rises by e² along `b`."""
+    draw = np.random.default_rng(3)
+
+    def drawn(count: int) -> pd.DataFrame:
+        x = draw.uniform(-1, 1, (count, 2))
+        logarithm = 1 + 0.5 * np.sin(3 * x[:, 0]) + 0.2 * np.exp(x[:, 1]) * draw.standard_normal(count)
+        return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": np.exp(logarithm)})
+
+    keys = {"transform.target": "log", "model.kernel": "rbf", "model.num-inducing": 30, "output-dir": str(tmp_path)}
+    run = fg.run(drawn(600), target="y", sites=SITES, num_rounds=20, options=BASE | keys)
+    assert "errors.scale" in run.saved.arrays
+    assert "errors.mixture" not in run.saved.arrays
+    new = drawn(4000)
+    held = new["y"].between(*(run.posterior.predict(new)[level] for level in ("q2.5", "q97.5")))
+    for low, high in ((-1, -0.5), (-0.5, 0), (0, 0.5), (0.5, 1)):
+        assert 0.91 < held[new["b"].between(low, high)].mean() < 0.985
+
+
 def test_a_kernel_whose_package_is_missing_is_named(line):
     run = read_run(line)
     elsewhere = replace(run, saved=replace(run.saved, model={**run.saved.model, "kernel": "brownian"}))

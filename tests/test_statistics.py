@@ -181,7 +181,7 @@ def test_sums_and_gradients_are_computed_where_the_rows_are(kernel):
 
     def found() -> list[np.ndarray]:
         sums = weighted_sums(model, x, y)
-        shares = weighted_gradient(model, x, y, q)[0], rows_gradient(model, x, y, bound)
+        shares = weighted_gradient(model, x, y, q), rows_gradient(model, x, y, bound)
         return [*vars(sums).values(), *(array for share in shares for array in share.values())]
 
     q, bound = weighted_sums(model, x, y).posterior(), bound_gradient(pooled_sums(model, x, y), -2.0)

@@ -295,7 +295,7 @@ class SparseGP(WiredModel, WhitenedGP):
         tiny = torch.finfo(mean.dtype).tiny  # a linear kernel is zero at the origin
         own, new = (self.kernel(part, diag=True).clamp(min=tiny).sqrt() for part in (points, rows))
         among = self.kernel(points).to_dense() / torch.outer(own, own)
-        factor = kernel_cholesky(among, variance=torch.ones(()).to(own), jitter=self.jitter)
+        factor = kernel_cholesky(among, variance=torch.ones(()).to(own), jitter=self.jitter, of="ρ(Z, Z)")
         cross = self.kernel(points, rows).to_dense() / torch.outer(own, new)
         whitened = torch.linalg.solve_triangular(factor, cross, upper=False)
         return torch.cat([torch.stack([torch.ones_like(mean), mean, mean.square() - 1]), whitened]).mT
