@@ -111,6 +111,9 @@ def test_what_leaves_takes_the_words_of_check(fedgp, tmp_path):
         code, out, _ = fedgp("check", table, *natural)
         assert (code, "training rows at 7 sites" in out) == (0, True)
     assert "fedgp-flower " in fedgp("--version")[1]
+    (tmp_path / "site.toml").write_text("least-rows = 'ten'\n")
+    code, _, err = fedgp("leaves", tmp_path / "one.csv", "--policy", tmp_path / "site.toml")
+    assert (code, err) == (2, "error: site.toml: `least-rows` = 'ten': Input should be a valid integer\n")
 
 
 def test_what_is_wrong_with_a_table_names_its_file_once(fedgp, tmp_path):

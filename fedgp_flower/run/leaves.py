@@ -17,6 +17,7 @@ from fedgp_flower.messages import table
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer
 from fedgp_flower.privacy import audit
+from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.registry import load, methods, parse_config, strategy_class
 from fedgp_flower.typing import Facts, Node
@@ -43,6 +44,7 @@ def answers(method: str) -> list[tuple[str, Any]]:
 
 def try_out(flat: FlatConfig, node: Node, rounds: int) -> tuple[list[str], list[Facts]]:
     """Run a few rounds over a site and copies of it. Return a report of the site's messages, and its audit log."""
+    Rules("leaves").read(node)  # a policy that is no policy is an error of the command
     planned = parse_config(flat).num_server_rounds
     config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
     copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1
