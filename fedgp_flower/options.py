@@ -167,8 +167,8 @@ class ModelSection(Section):
         ],
         BASIC,
     ] = "gaussian"
-    """Kind of target: a number with normal noise; two classes; counts; a number with outliers; a number
-    whose noise varies with the inputs (``heteroscedastic``); 2 to 20 classes;
+    """Kind of target: a number; two classes; counts; a number with outliers; a number whose noise is a second
+    Gaussian process of the inputs (``heteroscedastic``); 2 to 20 classes;
     overdispersed counts; successes among trials; times to an event, some censored:
     Weibull (``time-to-event``), log-logistic or log-normal; ordered grades (``ordinal``)."""
     lengthscale: Positive = 1.0
