@@ -5,11 +5,11 @@ random (relief: 100 tiles). Beside it two yardsticks see all training rows in on
 histogram gradient boosting with early stopping, learning rate and leaves searched on the same grid everywhere, and for
 numbers one variance from its errors out of fold. `exact GP` is a GP of all rows with a squared exponential and several
 starts, up to 3000 rows. The shape of errors is fitted for all three: of boosting to its errors out of fold, else to
-those of rows predicted from all others. RMSE and NLL (nats a row) in units of the target, and standardised; share of
-held-out rows in 95 % intervals; exchanges with every site, megabytes that a site sends, seconds of the wall, inducing
-points M. Every split, and the means over them last. Settings of the methods were chosen on splits 0 to 2 alone. Of
-wine, many held-out rows are copies of training rows: who sees the rows can repeat their targets, and sums over cells
-of rows cannot.
+those of rows predicted from all others. The two GPs also fit how the scale of their errors varies. RMSE and NLL (nats a
+row) in units of the target, and standardised; share of held-out rows in 95 % intervals; exchanges with every site,
+megabytes that a site sends, seconds of the wall, inducing points M. Every split, and the means over them last. Settings
+of the methods were chosen on splits 0 to 2 alone. Of wine, many held-out rows are copies of training rows: who sees the
+rows can repeat their targets, and sums over cells of rows cannot.
 """
 
 from __future__ import annotations
