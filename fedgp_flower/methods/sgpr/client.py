@@ -103,9 +103,6 @@ class SparseClient(SiteClient):
 class SGPRClient(SparseClient):
     """The site's sketch, its sums at several parameters at once, and its share of the exact gradient."""
 
-    _left_out: tuple[Hashable, Array, Array] | None = None
-    """Features and errors of the rows at the latest posterior, and what identifies it."""
-
     def sketch(self, request: OneArray) -> Sketch:
         """Return sums over cells of this site's rows at the nearest anchors."""
         found = cells(self.rows.x, request.values, max(LEAST_ROWS, self.least_cell))
@@ -134,20 +131,13 @@ class SGPRClient(SparseClient):
         """Return the sums of the next regression of the log scale of errors, and histograms under the latest one."""
         values = dict(request.values)
         b, before, precision = (values.pop(name) for name in (SCALE, BEFORE, PRECISION))
-        features, z = self.left_out(values, request.whitened())
+        model, whitener = self.whitened(values)
+        errors, mean = left_out(model, *self.tensors, request.whitened(), whitener)
+        with torch.no_grad():
+            features, z = to_array(model.scale_features(self.tensors[0], mean)), to_array(errors)
         scale = left_out_scale(features, b, precision, log_squares(z, features @ before))
         t = log_squares(z, features @ b)
         return ErrorSums(features.T @ features, features.T @ t, np.asarray(t @ t), *by_strength(z, scale))
-
-    def left_out(self, values: Mapping[str, ndarray], q: WhitenedPosterior) -> tuple[Array, Array]:
-        """Return the features of the scale [N, P] and the error [N] of each row predicted from all others."""
-        key = tuple(part.tobytes() for part in (q.mean.numpy(), *values.values()))
-        if self._left_out is None or self._left_out[0] != key:
-            model, whitener = self.whitened(values)
-            z, mean = left_out(model, *self.tensors, q, whitener)
-            with torch.no_grad():
-                self._left_out = key, to_array(model.scale_features(self.tensors[0], mean)), to_array(z)
-        return self._left_out[1:]
 
 
 class SVGPClient(SparseClient):
