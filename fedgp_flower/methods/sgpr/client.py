@@ -53,8 +53,8 @@ _posteriors: list[WhitenedPosterior] = []
 """The latest q(v) of a prediction, with its root; all sites in this process share it."""
 ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
 """Messages answered under differential privacy: noisy sums, and those that disclose only the number of rows."""
-ASKED = "asked"
-"""Array of the site's state: the hash of the request of its latest release."""
+ASKED, LEFT_OUT, MEAN = "asked", "left_out", "mean"
+"""Arrays of the site's state: the hash of what was asked, and errors and means of left-out rows; name of m in it."""
 
 
 class SparseClient(SiteClient):
@@ -131,13 +131,22 @@ class SGPRClient(SparseClient):
         """Return the sums of the next regression of the log scale of errors, and histograms under the latest one."""
         values = dict(request.values)
         b, before, precision = (values.pop(name) for name in (SCALE, BEFORE, PRECISION))
-        model, whitener = self.whitened(values)
-        errors, mean = left_out(model, *self.tensors, request.whitened(), whitener)
+        z, mean = self.left_out(values, request.whitened())
         with torch.no_grad():
-            features, z = to_array(model.scale_features(self.tensors[0], mean)), to_array(errors)
+            found = self.load(values).scale_features(self.tensors[0], self.placement.tensor(mean))
+        features = to_array(found)
         scale = left_out_scale(features, b, precision, log_squares(z, features @ before))
         t = log_squares(z, features @ b)
         return ErrorSums(features.T @ features, features.T @ t, np.asarray(t @ t), *by_strength(z, scale))
+
+    def left_out(self, values: Mapping[str, ndarray], q: WhitenedPosterior) -> Array:
+        """Return z and μ of each row predicted from all others [2, N], which the site keeps until q(v) changes."""
+        asked = np.frombuffer(bytes.fromhex(content_digest("", {**values, MEAN: q.mean.numpy()})), "u1")
+        if not np.array_equal(self.state.arrays.get(ASKED, ()), asked):
+            model, whitener = self.whitened(values)
+            found = to_array(left_out(model, *self.tensors, q, whitener))
+            self.state.replace({ASKED: asked, LEFT_OUT: found})
+        return self.state.arrays[LEFT_OUT]
 
 
 class SVGPClient(SparseClient):
