@@ -404,6 +404,11 @@ def add(parts: Iterable[M]) -> M:
     return _filled(last, map(compensated_sums.rounded, sums))
 
 
+def weighted(summand: M, weight: float) -> M:
+    """Return the summand with this weight of every row."""
+    return _filled(summand, (np.asarray(weight * array) for _, array in _entries(summand)))
+
+
 def shapes_of_terms(value: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return name and shape of all that :func:`add` adds; the same for all summands of a total."""
     return tuple((name, array.shape) for name, array in _entries(value))

@@ -44,7 +44,7 @@ from fedgp_flower.gp.optimisers import pack, rounds_to_come, unpack
 from fedgp_flower.gp.priors import NOISE, hyperpriors, log_prior
 from fedgp_flower.gp.sums import SparseSums, at_unit_noise
 from fedgp_flower.lazy import optimize
-from fedgp_flower.messages import message
+from fedgp_flower.messages import message, weighted
 from fedgp_flower.methods.sgpr.messages import (
     Candidates,
     ErrorSums,
@@ -316,7 +316,7 @@ def sums_at(
     summed: Summed[TrialSums] = yield Total(TrialSums, request, sites, sizes=sizes)
     if summed.total is None:
         return None, ()
-    totals = [sums.weighted(weight) for sums in summed.total.each()]
+    totals = [weighted(sums, weight) for sums in summed.total.each()]
     found = [at_best_scale(*pair, problem.model) for pair in zip(tried, totals, strict=True)]
     best = max(range(len(found)), key=lambda number: found[number][2])
     unit_noise = {}  # sums of y/√λ, which has noise 1
@@ -511,7 +511,7 @@ def with_errors(
         answer: Summed[ErrorSums] = yield Total(ErrorSums, request, sites, sizes=sizes)
         if answer.total is None:
             return q
-        sums = answer.total.weighted(weight)
+        sums = weighted(answer.total, weight)
         next_b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
     strength, mixture = error_law.best_strength(sums.counts, sums.logs)
     if mixture is None or (normal and not strength):

@@ -15,7 +15,7 @@ from schedules import METHODS
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp import cells
-from fedgp_flower.gp.fitc import at_unit_scale, evidence, weighted_sums
+from fedgp_flower.gp.fitc import at_unit_scale, evidence, left_out, weighted_sums
 from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, SparseGP, WhitenedPosterior
@@ -24,6 +24,8 @@ from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.priors import hyperpriors, log_prior
 from fedgp_flower.gp.sparse import Whitener, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, collapsed_bound, contradicting, profiled, scaled
+from fedgp_flower.messages import weighted
+from fedgp_flower.methods.sgpr import client
 from fedgp_flower.methods.sgpr.client import SGPRClient, shared
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
@@ -426,6 +428,14 @@ def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
     assert back.current.sites == ("a", "b", "c")
 
 
+def test_a_site_predicts_left_out_rows_once_for_each_posterior(monkeypatch):
+    asked = []
+    monkeypatch.setattr(client, "left_out", lambda *parts: asked.append(parts[3].mean) or left_out(*parts))
+    for count in (11, 12):
+        run(FaultyGrid(configured(**KEYS | {"model__num_inducing": count}, num_server_rounds=1), 3))
+    assert [len(asked), len({mean.numpy().tobytes() for mean in asked})] == [6, 2]
+
+
 def test_small_sites_are_named_capped_or_sent_under_masks():
     """Three rows for each of 48 points are 144, and all have 141."""
     rows = {"big": 80, "mid": 40, "low": 21}
@@ -527,7 +537,7 @@ def test_copies_of_rows_count_as_one_row():
     assert cells.weight_of(cells.repeats(np.sign(five[0]), np.sign(five[1])), 300.0) == 1.0
     model = SparseGP.from_arrays(ModelSection(), unit_values())
     once, often = (weighted_sums(model, *map(torch.from_numpy, data)) for data in ((x, y), five))
-    assert evidence(often.weighted(1 / 5)).value == pytest.approx(evidence(once).value)
+    assert evidence(weighted(often, 1 / 5)).value == pytest.approx(evidence(once).value)
 
 
 def test_copies_do_not_collapse_the_noise(tmp_path):

@@ -40,10 +40,6 @@ class WeightedSums(RowSums):
     target_squares: Float[ndarray, ""] = leaves("Σ y²")
     count: Float[ndarray, ""] = leaves("number of rows")
 
-    def weighted(self, weight: float) -> WeightedSums:
-        """Return the sums with this weight of every row."""
-        return WeightedSums(*(np.asarray(weight * part) for part in vars(self).values()))
-
     def scaled(self, by: float) -> WeightedSums:
         """Return the sums for ``by`` times k and σ²: w is multiplied by √by and λ by ``by``."""
         logs = np.asarray(self.log_variances + float(self.count) * math.log(by))

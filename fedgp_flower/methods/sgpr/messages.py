@@ -202,10 +202,6 @@ class ErrorSums:
     counts: Float[ndarray, "K B"] = leaves("rows by |z| e^−η/2, their error in sds, at each strength of the scale η")
     logs: Float[ndarray, " K"] = leaves("Σ ½η at each strength")
 
-    def weighted(self, weight: float) -> ErrorSums:
-        """Return the sums with this weight of every row."""
-        return ErrorSums(*(np.asarray(weight * part) for part in vars(self).values()))
-
     def coarse(self, least: int) -> ErrorSums:
         """Merge cells with fewer than ``least`` rows."""
         return replace(self, counts=np.stack([merged_cells(each, least) for each in self.counts]))
