@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, cast
 
 from fedgp_flower.agreement import Agreement
 from fedgp_flower.config import RunConfig
+from fedgp_flower.errors import first_of
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MULTICLASS, MethodOptions
@@ -188,8 +189,7 @@ class Algorithm(ABC, Generic[S]):
 
     def called(self, sites: Sequence[str]) -> str:
         """Return the labels of these sites, at most five."""
-        names = ", ".join(self.preparation.labels.get(site, site) for site in sites[:5])
-        return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
+        return first_of([self.preparation.labels.get(site, site) for site in sites])
 
     @property
     def preparation(self) -> Agreement:
