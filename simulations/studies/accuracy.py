@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,10 @@ from fedgp_flower.run.user_config import parse_assignments
 from simulations import common
 from simulations.common import Keys, Row, averaged, cost, figures, fit, kept_table, remembered, sites_of, tuned
 from simulations.studies.classes import table
+
+if TYPE_CHECKING:
+    from fedgp_flower.data.sites import SiteData
+    from fedgp_flower.scores import Scores, TargetUnits
 
 CLASSES = ("bank", "adult", "breast-cancer")
 SPLITS: Mapping[str, tuple[int, ...]] = {
@@ -61,20 +65,29 @@ def keys_of(name: str, split: int) -> dict[str, Any]:
     return {"dataset": name if name == "kin40k" else f"uci/{name}", "split": split}
 
 
-def boosting(keys: Keys, sites: int) -> Row:
-    """Figures of tuned gradient boosting of the pooled rows."""
+def pooled(keys: Keys, sites: int) -> tuple[SiteData, TargetUnits]:
+    """The rows of all sites in one place, and the scale of the target."""
     from fedgp_flower.data.sites import SiteData
     from fedgp_flower.scores import TargetUnits
+
+    encoded, scale = sites_of(keys, sites)
+    parts = ([getattr(own, name) for own in encoded.values()] for name in ("x", "y", "x_test", "y_test"))
+    return SiteData(*map(np.concatenate, parts)), TargetUnits(0.0, scale)
+
+
+def scored(scores: Scores, units: TargetUnits) -> Row:
+    """Figures of held-out rows."""
     from fedgp_flower.shared_messages import ScoreSums
     from strategies.server.scoring import combine
 
-    begun, (encoded, scale) = time.perf_counter(), sites_of(keys, sites)
-    parts = ([getattr(own, name) for own in encoded.values()] for name in ("x", "y", "x_test", "y_test"))
-    x, y, x_test, y_test = map(np.concatenate, parts)
-    rows = SiteData(x, y, x_test, y_test)
+    return combine({"0": ScoreSums.of(scores)}, units.scale)
+
+
+def boosting(keys: Keys, sites: int) -> Row:
+    """Figures of tuned gradient boosting of the pooled rows."""
+    begun, (rows, units) = time.perf_counter(), pooled(keys, sites)
     likelihood = keys.get("model.likelihood", "gaussian")
-    found = tuned(rows.x, rows.y, likelihood, TUNED).scores(rows, likelihood, TargetUnits(0.0, scale))
-    told = combine({"0": ScoreSums.of(found)}, scale)
+    told = scored(tuned(rows.x, rows.y, likelihood, TUNED).scores(rows, likelihood, units), units)
     return {"test": told["test"], "test_standardised": told["test_standardised"], "wall": time.perf_counter() - begun}
 
 
