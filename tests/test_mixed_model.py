@@ -35,7 +35,7 @@ from fedgp_flower.run import summary
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.registry import parse_config
 from simulations.studies import mixed_models
-from strategies.mixed_model import Fitting, MixedState, around, estimated, one_round, profiled
+from strategies.mixed_model import Fitting, MixedModel, MixedState, around, estimated, one_round, profiled
 from strategies.server.questions import Roster, Summed, answered_by
 
 DRAW = np.random.default_rng(5)
@@ -275,10 +275,21 @@ def test_laplace_has_exact_derivatives():
 KNOWN = json.loads(mixed_models.LME4.read_text(encoding="utf-8"))
 
 
-def fitted(name, folder, **more):
+def fitted(name, folder, most=2, **more):
     make, *_, sites = mixed_models.SETS[name]
     keys = mixed_models.keys(name) | ALONE | {"output-dir": str(folder), **more}
-    return fg.run(make(), sites=min(sites, 3), options=keys)
+    return fg.run(make(), sites=min(sites, most), options=keys)
+
+
+@pytest.fixture
+def without_profiles(monkeypatch):
+    """Most of a small run's time goes into the ends of its intervals."""
+
+    def none(*_):
+        yield from ()
+        return {}
+
+    monkeypatch.setattr(MixedModel, "with_profiles", none)
 
 
 LONG = ("nested", "slopes", "independent slopes", "crossed", "counts, nested")
@@ -301,7 +312,7 @@ def as_lme4(name, run):
 
 
 def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
-    run = fitted("slopes", tmp_path, **{"privacy.secure-aggregation": True})
+    run = fitted("slopes", tmp_path, 3, **{"privacy.secure-aggregation": True})
     as_lme4("slopes", run)
     shown = run.summary()
     assert list(shown["effect"]) == ["intercept", "days", "intercept", "days", "intercept, days", ""]
@@ -340,7 +351,7 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     assert new["sd"][0] == pytest.approx(math.hypot(first, residual, shown.loc[0, "se"]), rel=1e-6)
 
 
-def test_a_saddle_point_is_left(tmp_path):
+def test_a_saddle_point_is_left(tmp_path, without_profiles):
     """A step may end where a slope has no variance of its own: by symmetry the gradient is 0 there, at no maximum."""
     draw = np.random.default_rng(3)
     patient, week = np.repeat(np.arange(90), 6), np.tile(np.arange(6.0), 90)
@@ -411,7 +422,7 @@ def test_an_end_of_an_interval_at_which_the_equations_are_not_solved_is_unknown(
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
-def test_a_model_without_inputs_is_compared_with_the_mean_alone(family, tmp_path):
+def test_a_model_without_inputs_is_compared_with_the_mean_alone(family, tmp_path, without_profiles):
     """A GP of no inputs does not exist; the null model is usual, since its intraclass correlation is of interest."""
     draw, child = np.random.default_rng(8), np.arange(60) // 4
     y = draw.normal(size=15)[child] + draw.normal(size=60)
@@ -473,7 +484,7 @@ def test_the_interval_of_a_small_standard_deviation_begins_at_zero(family, seed,
     assert row["profile_low"] < row["estimate"] < row["profile_high"]
 
 
-def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path):
+def test_groups_with_rows_at_several_sites_have_a_warning(tmp_path, without_profiles):
     draw = np.random.default_rng(2)
     clinic = np.arange(90) % 3
     ward = np.where(draw.random(90) < 0.5, 10 + clinic, draw.integers(0, 2, 90))  # wards 0 and 1 are everywhere
@@ -491,7 +502,7 @@ def test_the_site_is_a_group(tmp_path):
     as_lme4("nested", run)
 
 
-def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path):
+def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path, without_profiles):
     """E b = G Zᵀ V⁻¹ (y − X β̂) and Var (b − E b) = G − G Zᵀ P Z G, P = V⁻¹ − V⁻¹ X (Xᵀ V⁻¹ X)⁻¹ Xᵀ V⁻¹."""
     draw, site = np.random.default_rng(8), np.repeat(np.arange(4), (12, 11, 14, 10))
     x = draw.normal(size=len(site))
@@ -513,7 +524,7 @@ def test_effects_of_sites_are_those_of_all_rows_in_one_normal(tmp_path):
     assert (run.path / "plots" / "effects-of-sites.png").exists()
 
 
-def test_counts_that_vary_more_are_as_glm_nb_has_them(tmp_path):
+def test_counts_that_vary_more_are_as_glm_nb_has_them(tmp_path, without_profiles):
     """Figures of ``MASS::glm.nb``, which holds no group; its estimate of the dispersion is 1/theta."""
     draw, ward = np.random.default_rng(6), np.repeat(np.arange(60), 6)
     beds, drug = draw.uniform(5, 60, 360), draw.integers(0, 2, 360)
@@ -573,7 +584,7 @@ def test_a_smooth_term_of_counts_in_groups_finds_their_rate_under_masks(tmp_path
     assert "95 % band, in log rate" in run.report_path.read_text(encoding="utf-8")
 
 
-def test_the_site_is_an_effect(tmp_path):
+def test_the_site_is_an_effect(tmp_path, without_profiles):
     keys = {"formula": "score ~ hours + school", "output-dir": str(tmp_path), "test-fraction": 0.0, **ALONE}
     pupils = mixed_models.schools()[:120]  # of three schools
     run = fg.run(pupils, site="school", options=keys)
@@ -601,7 +612,7 @@ def test_groups_that_hang_together_are_not_dealt_apart(tmp_path):
         fg.run(mixed_models.crossed(), sites=3, options=options)
 
 
-def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path):
+def test_a_level_that_no_site_had_has_no_effect_and_is_refused(tmp_path, without_profiles):
     draw = np.random.default_rng(0)
     table = pd.DataFrame({"arm": ["a", "b"] * 10, "y": draw.normal(size=20)})
     keys = ALONE | {"output-dir": str(tmp_path), "test-fraction": 0.0, "formula": "y ~ arm"}
@@ -662,7 +673,7 @@ def test_a_formula_that_would_be_read_as_another_is_refused(terms, words):
 
 
 def test_a_name_in_backquotes_may_have_blanks_and_brackets(tmp_path):
-    draw, keys = np.random.default_rng(1), {"output-dir": str(tmp_path), **ALONE}
+    draw, keys = np.random.default_rng(1), {"num-server-rounds": 2, "output-dir": str(tmp_path), **ALONE}
     plain = pd.DataFrame({"age": draw.uniform(20, 60, 60), "dose": draw.uniform(1, 9, 60), "ward": list("abcd") * 15})
     plain["y"] = np.sin(plain["age"] / 9) + np.log(plain["dose"]) + 0.1 * draw.normal(size=60)
     odd = plain.rename(columns={"age": "age (years)", "dose": "dose (mg/day)", "ward": "ward (no.)"})
