@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -76,14 +76,19 @@ class RawSite:
     """Number of rows dropped for a missing cell. For a shared table, only the first site counts them."""
     left_out: str = ""
     """Groups that a simulation excludes or deals to several sites, a line each. Only the first site lists them."""
-    suspected: str = ""
-    """Warnings on these rows, a line each. Codes for missing cells are detected in the whole of a shared table."""
+    suspicions: Callable[[], str] = str
+    """Searches these rows for :attr:`suspected`, which a description alone needs."""
     shared_table: bool = False
     """Whether the rows are part of a table that all sites share."""
     second_target: str = ""
     """Second target column, such as an exposure; empty without one."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """Cache of the latest encoding."""
+
+    @property
+    def suspected(self) -> str:
+        """Warnings on these rows, a line each. Codes for missing cells are detected in the whole of a shared table."""
+        return self.suspicions()
 
     @property
     def simulated(self) -> bool:
@@ -215,7 +220,7 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         target=table.target,
         dropped=table.dropped if site == 0 else 0,
         left_out="\n".join(about_groups),
-        suspected=_suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
+        suspicions=lambda: _suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
         shared_table=True,
         second_target=config.second_target,
     )
@@ -366,8 +371,11 @@ def real_site(
         both = [frame.iloc[part].reset_index(drop=True) for part in parts]
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")
-    rows = pd.concat([kept, *tested])
-    suspected = _suspected(rows, len(both[1]), target, codes_in(rows), config)
+
+    def suspicions() -> str:
+        rows = pd.concat([kept, *tested])
+        return _suspected(rows, len(both[1]), target, codes_in(rows), config)
+
     node, features = (site, label or site, partitions), tuple(inputs)
     second = config.second_target
-    return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, second_target=second)
+    return RawSite(*node, both[0], both[1], features, target, dropped, suspicions=suspicions, second_target=second)
