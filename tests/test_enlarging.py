@@ -112,7 +112,7 @@ def test_points_of_a_run_have_the_pairs_of_values_that_rows_have(tmp_path):
         height = np.array([7.0, 3.5, 3.5, 7.0])[shape]
         others = {name: draw.standard_normal(80) for name in ("u", "v", "w", "y")}
         tables[site] = pd.DataFrame({"shape": shape, "height": height} | others)
-    flat = configured(**KEYS | {"sgpr__exchanges": 6, "model__num_inducing": 60})
+    flat = configured(**KEYS | {"num_server_rounds": 1, "model__num_inducing": 60})
     strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, tables)))
     assert len(np.unique(strategy.current.places[:, :2].round(6), axis=0)) == 4
 

@@ -293,7 +293,7 @@ def test_answers_that_no_rows_give_at_a_trial_are_refused(lie):
 
 def test_few_sites_cannot_steer_the_lengthscales():
     """Two of seven claim more at every move against the one that honest answers lead to; most must gain."""
-    state, moves, replies = asked(7, 10)
+    state, moves, replies = asked(7, 4)
     honest = merge(state, replies, moves=moves, quorum=0.5)
     against = [c for c, move in enumerate(moves) if np.any(move.offset > 0)]
     lied = dict(replies)

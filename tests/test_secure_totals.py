@@ -32,6 +32,8 @@ METHODS |= {
     "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
 GATE = {"sgpr", "fsgp", "fedmgp", "fedmgp exact", "hierarchical-gp", "student-t"}
+COMPARED = {"sgpr", "student-t", "local-only"}
+"""With a model of each site beside."""
 OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
@@ -45,10 +47,10 @@ def words_of(reply):
 )
 def pair(request):
     """A run with plain totals and the same one under masks."""
-    keys = METHODS[request.param] | {"baselines__local_only": True, "num_server_rounds": 2}
+    keys = METHODS[request.param] | {"baselines__local_only": request.param in COMPARED, "num_server_rounds": 2}
     found = []
     for more in ({}, MASKED):
-        grid, recorder = FaultyGrid(configured(**keys, **more), 4), Recorder()
+        grid, recorder = FaultyGrid(configured(**keys, **more), 3), Recorder()
         alone = not more and keys.get("method") in OF_TOTALS
         with kit.totals_only() if alone else contextlib.nullcontext():
             found.append((run(grid, recorder), recorder, grid))
@@ -67,10 +69,10 @@ def test_figures_are_those_of_plain_totals(pair):
         assert after[name] == close(before[name])
     assert after["calibration"].keys() == before["calibration"].keys()
     alike(after["calibration"], before["calibration"], rtol=1e-12)
-    for name, value in before["local_only"].items():
-        if name != "per_site":
-            assert after["local_only"][name] == close(value)
-    assert (after["per_site"], after["local_only"]["per_site"]) == ([], [])
+    assert after["per_site"] == []
+    if before["local_only"]:
+        assert after["local_only"].pop("per_site") == []
+        assert after["local_only"] == {name: close(before["local_only"][name]) for name in after["local_only"]}
     assert after["method_details"]["privacy"]["left_out"] == {}
 
 
@@ -78,7 +80,7 @@ def test_the_server_sees_no_array_of_a_site(pair):
     _, (_, _, grid) = pair
     kinds = {kind for _, kind, _ in grid.replies}
     assert kinds >= {"query.describe", "query.keys"}
-    assert kinds & {"query.compared_scores", "query.local_scores"}
+    assert kinds & {"query.compared_scores", "query.local_scores", "query.score_sums"}
     require_words(grid)
     # ones among the bits of each message within six standard deviations, and χ² of the bytes of all at 1e-6
     sent = [words_of(own).tobytes() for _, _, own in grid.replies if "masked" in own.content.array_records["arrays"]]
@@ -289,7 +291,7 @@ def test_sites_that_trust_too_few_are_told_so_once_and_not_that_their_numbers_ar
     assert str(found.value).count("is not in this site's trust file") == 1
 
 
-@pytest.mark.parametrize(("size", "most"), [(1.0, False), (-1.0, True), (0.0, True)])
+@pytest.mark.parametrize(("size", "most"), [(1.0, False), (-1.0, True)])
 def test_under_masks_sites_count_where_the_total_does_not_serve_them(size, most, caplog):
     """Nobody can be named: the site of the false sums is one of many, and each site's log has what it found."""
     keys = configured(**MASKED, num_server_rounds=2, baselines__local_only=True, model__num_inducing=12)

@@ -63,11 +63,11 @@ def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(monkeypatch
         return found
 
     monkeypatch.setattr(SFVIClient, "learner", learner)
-    grid = FaultyGrid(tiny(method=method, num_server_rounds=6, sfvi__local_steps=2), nodes)
+    grid = FaultyGrid(tiny(method=method, num_server_rounds=4, sfvi__local_steps=2), nodes)
     strategy = run(grid)
     assert [failure.round for failure in strategy.network.failures] == [2]
     assert "not finite" in blamed(strategy)["b"][0]
-    assert memories(grid)["b"].round == 6
+    assert memories(grid)["b"].round == 4
     assert all(np.isfinite(array).all() for array in encode(memories(grid)["b"]).values())
 
 
@@ -136,7 +136,7 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path):
 
 
 def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path):
-    flat = multinomial(tmp_path)
+    flat = multinomial(tmp_path, num_server_rounds=3)
     calm, grid = run(FaultyGrid(flat, 3)), FaultyGrid(flat, 3)
 
     def forget():
