@@ -53,7 +53,7 @@ def apart(row: np.ndarray, amplitude: float) -> float:
 
 @pytest.mark.parametrize("amplitude", [1.0, 0.3])
 def test_the_worst_neighbour_is_as_far_as_promised_and_no_farther(amplitude):
-    starts = np.random.default_rng(0).standard_normal((5, 2 * 3))
+    starts = np.random.default_rng(0).standard_normal((3, 2 * 3))
     found = [-minimize(lambda row: -apart(row, amplitude), own, method="Nelder-Mead").fun for own in starts]
     assert max(found) == pytest.approx(SENSITIVITY, rel=1e-4)
     assert max(found) <= SENSITIVITY * (1 + 1e-9)

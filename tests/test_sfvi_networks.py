@@ -185,7 +185,7 @@ def test_a_topic_model_is_scored_saved_and_predicts(tmp_path):
     keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme"}
     keys |= {"sfvi__model": "prodlda", "sfvi__hidden": 8, "sfvi__samples": 1}
     keys |= {"sfvi__initial_scale": 0.1, "sfvi__learning_rate": 0.1, "dataset": str(path), "features": WORDS}
-    keys |= {"num_server_rounds": 30, "name": "run", "output_dir": str(tmp_path)}
+    keys |= {"num_server_rounds": 20, "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)
     assert load_run(folder).metrics.test["accuracy"] > 0.9
     chance = Predictor.of(read_run(folder)).predict(table)["probability of game"]
@@ -279,7 +279,7 @@ def test_a_slope_in_a_column_that_is_not_there_is_named():
 
 SFVI = {"sfvi__hidden": 8, "sfvi__initial_scale": 0.1, "sfvi__samples": 2}
 RUNS = {
-    "sfvi": SFVI | {"sfvi__model": "fedpop", "num_server_rounds": 40},
+    "sfvi": SFVI | {"sfvi__model": "fedpop", "num_server_rounds": 30},
     "sfvi-avg": SFVI | {"sfvi__model": "hierarchical-bnn", "sfvi__local_steps": 5, "num_server_rounds": 8},
     "pvi-bnn": {"bnn__hidden": 6, "pvi__steps": 60, "pvi__learning_rate": 0.03, "num_server_rounds": 3},
     "deep-kernel": {"model__likelihood": "categorical", "deep__learning_rate": 0.02, "num_server_rounds": 8},
