@@ -185,7 +185,7 @@ def test_a_topic_model_is_scored_saved_and_predicts(tmp_path):
     keys = {"method": "sfvi", "model__likelihood": "bernoulli", "target": "theme"}
     keys |= {"sfvi__model": "prodlda", "sfvi__hidden": 8, "sfvi__samples": 1}
     keys |= {"sfvi__initial_scale": 0.1, "sfvi__learning_rate": 0.1, "dataset": str(path), "features": WORDS}
-    keys |= {"num_server_rounds": 20, "name": "run", "output_dir": str(tmp_path)}
+    keys |= {"num_server_rounds": 30, "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)
     assert load_run(folder).metrics.test["accuracy"] > 0.9
     chance = Predictor.of(read_run(folder)).predict(table)["probability of game"]
