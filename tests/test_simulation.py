@@ -21,7 +21,8 @@ from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config, parse_assignments
 
 pytestmark = pytest.mark.simulation
-SMALL = ("model.num-inducing=8", "evaluate-every=0", "baselines.pooled=false", "baselines.max-evaluations=20")
+SMALL = ("model.num-inducing=8", "evaluate-every=0")
+SMALL += ("baselines.linear=false", "baselines.local-only=false", "baselines.pooled=false")
 
 
 class Launch:
@@ -39,7 +40,7 @@ class Launch:
         launcher = psutil.Process(self.process.pid)
         while self.process.poll() is None and not (until and until in self.output):
             self.children |= family("none", {launcher, *self.children}) - {launcher}
-            time.sleep(0.2)
+            time.sleep(1)
         return self.output
 
     @property
