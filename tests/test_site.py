@@ -9,6 +9,8 @@ import pytest
 from jaxtyping import config as shapes
 from sphinx.cmd.build import main as sphinx
 
+from fedgp_flower.run import api
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for pattern in ("*.md", "tutorials/*.md") for path in sorted((ROOT / "docs").glob(pattern))]
 CELL = re.compile(r"^```{code-cell}\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -31,8 +33,10 @@ def test_the_site_builds(execution, tmp_path, monkeypatch, capsys):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", CELLS, ids=lambda page: page.stem)
 def test_the_cells_of_a_page_run(page, tmp_path, monkeypatch):
-    """In this process: a kernel for each page would take longer than its cells."""
+    """In this process, of few rounds: `make docs` runs them whole, each page in a kernel."""
     monkeypatch.chdir(tmp_path)
+    whole, few = api.complete_config, {"num-server-rounds": 3, "baselines.max-evaluations": 3}
+    monkeypatch.setattr(api, "complete_config", lambda flat: whole(flat | few))
     monkeypatch.setattr(shapes, "jaxtyping_disable", True)  # a reader may write 365 where a number is meant
     names = {"__name__": "__main__"}
     for cell in CELLS[page]:
