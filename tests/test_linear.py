@@ -241,7 +241,7 @@ def steps(likelihood, rows=400, seed=0):
     return x, high + 0.1 * draw.standard_normal(rows), high.astype(float)
 
 
-@pytest.mark.parametrize("likelihood", sorted(LOSSES))
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli", "categorical", "poisson"])  # a loss each
 def test_boosting_comes_near_the_best_score(likelihood):
     """Never below the score of the truth by more than chance, and near it: noise is neither missed nor invented."""
     x, y, _ = steps(likelihood)

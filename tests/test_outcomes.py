@@ -94,8 +94,7 @@ CASES |= {name: (2.0, 1.0, [math.log(SIGMA)], partial(of_time, name)) for name i
 CASES |= {f"{name}, censored": (2.0, 0.0, [math.log(SIGMA)], partial(of_time, name)) for name in TAILS}
 
 
-@pytest.mark.parametrize("variance", [1e-4, 0.1, 1.0, 25.0])
-@pytest.mark.parametrize("mean", [-1.5, 0.8])
+@pytest.mark.parametrize(("mean", "variance"), [(0.8, 1e-4), (-1.5, 0.1), (0.8, 1.0), (-1.5, 25.0), (0.8, 25.0)])
 @pytest.mark.parametrize("name", CASES)
 def test_expectations_and_their_derivatives_are_those_of_quadrature(name, mean, variance):
     """By m it is E z g / s, by s² it is E (z² − 1) g / 2s²: no derivative of g is needed."""
@@ -280,11 +279,10 @@ def followed(rows=400):
     return pd.DataFrame({"x": x, "days": np.minimum(time, ends), "died": (time <= ends).astype(int)})
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_times_to_an_event_are_learned_though_many_are_censored(tmp_path, masks):
+def test_times_to_an_event_are_learned_under_masks_though_many_are_censored(tmp_path):
     frame = followed()
     options = QUICK | {"output-dir": str(tmp_path), "model.likelihood": "time-to-event"}
-    options |= {"privacy.secure-aggregation": masks}
+    options |= {"privacy.secure-aggregation": True}
     found = fg.run(frame, target="days,died", sites=3, options=options)
     assert found.saved.arrays["likelihood.parameters"] == pytest.approx(SIGMA, rel=0.2)
     assert found.metrics.test["concordance"] > found.metrics.linear["concordance"] + 0.1

@@ -77,7 +77,7 @@ def test_predictions_have_the_distribution_of_the_errors(tmp_path):
     x = draw.uniform(-2, 2, 400)
     frame = pd.DataFrame({"x": x, "y": 5 * np.sin(x) + draw.standard_t(2, 400)})
     keys = {"num-server-rounds": 30, "model.num-inducing": 10, "output-dir": str(tmp_path)}
-    run = fg.run(frame, target="y", method="sgpr", sites=SITES, options=keys)
+    run = fg.run(frame, target="y", method="sgpr", sites=SITES, options=BASE | keys)
     rows, (factors, shares) = run.predictions, run.saved.arrays["errors.mixture"]
     assert (factors**2 @ shares, shares.sum()) == (pytest.approx(1.0), pytest.approx(1.0))
     z = ((rows["target"] - rows["mean"]) / rows["sd"]).to_numpy()
@@ -251,10 +251,7 @@ def test_yeo_johnson_is_scipys_and_its_slope_is_a_derivative(power):
     np.testing.assert_allclose(own.log_slope(Y), np.log(slope), atol=1e-5)  # central differences, kink at zero
 
 
-TRANSFORMS = [Transform("log"), Transform("sqrt"), *(Transform("yeo-johnson", power) for power in (0.0, 0.5, 2.0))]
-
-
-@pytest.mark.parametrize("own", TRANSFORMS)
+@pytest.mark.parametrize("own", [Transform("log"), Transform("sqrt"), Transform("yeo-johnson", 2.0)])
 def test_the_density_of_the_target_integrates_to_one_and_has_the_moments(own):
     mean, sd = np.array([0.4]), np.array([0.6])  # of √y, a quarter of the Gaussian is cut off
 

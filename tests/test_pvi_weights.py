@@ -156,7 +156,6 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
         ("bernoulli", "full", Plan(), 15),
         ("poisson", "diagonal", Plan(), 36),
         ("bernoulli", "diagonal", Plan("synchronous", damping=0.6), 36),
-        ("poisson", "full", Plan("synchronous"), 35),
     ],
 )
 def test_at_convergence_it_is_global_vi_of_all_rows(likelihood, covariance, plan, rounds):
