@@ -56,7 +56,7 @@ def test_they_are_the_likelihoods_of_gpytorch(name):
 
 @pytest.mark.parametrize(
     ("name", "y", "mean", "variance"),
-    [(name, 1.0, 0.3, v) for name in (*KINDS, "logit", "binomial") for v in (1e-4, 0.01, 1.0, 25.0)]
+    [(name, 1.0, 0.3, v) for name in (*KINDS, "logit", "binomial") for v in (1e-4, 1.0, 25.0)]
     + [("poisson", 50.0, 1.0, 1.0)],
 )
 def test_expectations_and_densities_are_those_of_adaptive_quadrature(name, y, mean, variance):
@@ -100,8 +100,8 @@ def test_the_log_density_of_a_count_far_from_every_node_is_finite() -> None:
 
 @pytest.mark.parametrize("name", ["poisson", "negative-binomial", "binomial", "time-to-event"])
 def test_a_density_is_exact_where_f_is_wide_and_the_outcome_narrow_or_far(name):
-    """By 240 001 trapezia: y = 150 000 tells f to .003 where f ~ N(6, 25), and y = 50 is 17 sd from f ~ N(-3, .1)."""
-    point, f = build_point_likelihood(name, noise=0.3), torch.linspace(-30, 42, 240001, dtype=torch.float64)
+    """By 60 001 trapezia: y = 150 000 tells f to .003 where f ~ N(6, 25), and y = 50 is 17 sd from f ~ N(-3, .1)."""
+    point, f = build_point_likelihood(name, noise=0.3), torch.linspace(-30, 42, 60001, dtype=torch.float64)
     for y, second in ((0.0, 40.0), (50.0, 50.0), (1.5e5, 3e5)):
         row = [[y + 0.01, float(y > 0)]] if name == "time-to-event" else [[y, second]]
         targets = torch.tensor(row if name != "negative-binomial" else [y]).double()
