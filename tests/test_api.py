@@ -178,7 +178,7 @@ SAME = {"rtol": 1e-9, "atol": 1e-9}
 """Rounding of the same operations in another order, at values around 300."""
 
 
-@pytest.fixture(scope="module", params=["fsgp", "pvi", "hierarchical-gp"])
+@pytest.fixture(scope="module", params=["fsgp", "pvi"])
 def finished(request, tmp_path_factory):
     options = FEW | SHORT | {"output-dir": str(tmp_path_factory.mktemp("posterior")), "name": "run"}
     return fg.run(admissions(), method=request.param, target="outcome", sites=2, num_rounds=2, options=options)

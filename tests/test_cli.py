@@ -49,17 +49,6 @@ def broken(shared, tmp_path):
     return tmp_path / "broken"
 
 
-def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
-    words = ["--sites", 3, "--output-dir", tmp_path, "--name", "mine", *TINY, "num-server-rounds=1"]
-    status, out, _ = fedgp("run", *words)
-    assert status == 0
-    metrics = json.loads((tmp_path / "mine" / "metrics.json").read_text())
-    assert (metrics["method"], metrics["sites"], metrics["rounds"]) == ("sgpr", 3, 1)
-    assert f"{metrics['test']['nll']:.4g}" in out
-    assert str(tmp_path / "mine" / "report.html") in out
-    assert (tmp_path / "mine" / "report.html").is_file()
-
-
 def test_names_in_brackets_and_between_colons_are_printed_as_they_are(shared, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "quoted", lambda metrics: {"species[setosa]": "1", "dose:car:age": "2"})
     terminal.show_result(shared)
@@ -86,8 +75,12 @@ def test_tables_are_a_site_each(fedgp, tmp_path):
     status, _, err = fedgp("partition", "sine", "--sites", 2, "--output-dir", files[0])
     assert (status, "site-00.csv: File exists; choose another" in one_line(err)) == (1, True)
     run = ["run", *files, "--output-dir", tmp_path, *TINY[2:], "target=y", "num-server-rounds=1"]
-    assert fedgp(*run, "--name", "two")[0] == 0
+    status, out, _ = fedgp(*run, "--name", "two")
     metrics = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    assert (status, metrics["method"], metrics["sites"], metrics["rounds"]) == (0, "sgpr", 2, 1)
+    assert f"{metrics['test']['nll']:.4g}" in out
+    assert str(tmp_path / "two" / "report.html") in out
+    assert (tmp_path / "two" / "report.html").is_file()
     assert [row["label"] for row in metrics["per_site"]] == ["site-00", "site-01"]
     status, out, err = fedgp("run", files[0], "--sites", 3, "target=y", "--dry-run")
     assert "rows at 3 sites" in out, err

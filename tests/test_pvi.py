@@ -166,6 +166,11 @@ def test_both_figures_are_over_the_rows_of_the_sites_that_remain(finished):
     assert f"the same {record['test_rows']:,} held-out rows" in page
     for when in ("before", "after"):
         assert f"{record[f'test_{when}']['nll']:#.4g}".replace("-", "−") in page
+    titles = {panel.title for panel in pvi_figures.panels(read_run(run))}
+    assert {"Posterior of the hyperparameters", "Strength of each factor", "Free energy"} <= titles
+    with pytest.raises(RunError, match="min-sites"):
+        forget.forget(left, "0", rounds=0, name="too-few")
+    assert not (left.parent / "too-few").exists()
 
 
 def test_a_site_whose_name_is_the_id_of_another_is_forgotten_by_its_name(tmp_path):
@@ -189,12 +194,3 @@ def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path):
     kl = float(kl_divergence(*(MultivariateNormal(*own) for own in moments)))
     assert record["divergence"] == {"whitened": pytest.approx(kl, rel=1e-6)}
     assert len(record["remains"]) == 2  # the standardisation, and the agreed Z and β
-
-
-def test_the_report_shows_factors_and_free_energy_and_too_few_sites_are_refused(tmp_path):
-    run = executed(tmp_path, sites=2, num_server_rounds=3)
-    with pytest.raises(RunError, match="min-sites"):
-        forget.forget(run, "1", rounds=0, name="left")
-    assert not (tmp_path / "left").exists()
-    titles = {panel.title for panel in pvi_figures.panels(read_run(run))}
-    assert {"Posterior of the hyperparameters", "Strength of each factor", "Free energy"} <= titles

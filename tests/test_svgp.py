@@ -503,20 +503,6 @@ def test_without_its_gp_it_is_a_regression_on_the_steps() -> None:
     np.testing.assert_allclose(q.mean[:3], np.linalg.solve(precision, walks(x).T @ y / 0.3), rtol=1e-6)
 
 
-def test_what_rows_tell_of_the_steps_does_not_change_with_their_variance() -> None:
-    draw = np.random.default_rng(4)
-    x, y = np.column_stack([draw.choice(LEVELS, 40), draw.standard_normal(40)]), draw.standard_normal(40)
-    old, new = (stepped("gaussian", "rbf", np.array([[0.1, 0.2]]), noise=0.3) for _ in range(2))
-    for model, factor in ((old, 1.0), (new, 7.0)):
-        variances = {"kernel.log_step": np.log(factor * VARIANCES), "kernel.log_outputscale": np.asarray(-40.0)}
-        model.load(model.to_arrays() | variances)
-    told, wanted = (settled(model, (torch.from_numpy(x), torch.from_numpy(y)), 1, 1.0) for model in (old, new))
-    with torch.no_grad():
-        moved = transferred(told, old, new, new.factor())
-    torch.testing.assert_close(moved.precision[:3, :3], wanted.precision[:3, :3], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(moved.shift[:3], wanted.shift[:3], rtol=1e-5, atol=1e-5)
-
-
 def test_cuts_lie_between_the_values_that_rows_of_any_site_share() -> None:
     draw = np.random.default_rng(2)
     x = np.column_stack([draw.integers(0, 5, 300) / 2, draw.standard_normal(300), draw.integers(0, 2, 300)])
