@@ -6,10 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fedgp_flower.config import flatten, nest
+from fedgp_flower.config import flatten
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.run.registry import default_config, load, methods, parse_config
 
@@ -156,14 +154,6 @@ def test_digest_ignores_where_and_how_long_but_not_what():
     elsewhere = {"output-dir": "elsewhere", "num-server-rounds": 7, "resume": True, "name": "x"}
     assert parse_config(elsewhere).digest() == base
     assert parse_config({"seed": 1}).digest() != base
-
-
-keys = st.text("abc-", min_size=1)
-
-
-@given(st.dictionaries(keys, st.dictionaries(keys, st.integers(), min_size=1) | st.integers()))
-def test_nest_undoes_flatten(nested):
-    assert nest(flatten(nested)) == nested
 
 
 @pytest.mark.parametrize("name", methods())

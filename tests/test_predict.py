@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -93,22 +94,28 @@ def test_predictions_have_the_distribution_of_the_errors(tmp_path):
     np.testing.assert_allclose(np.quantile(draws, [0.025, 0.25, 0.75, 0.975]), expected, rtol=0.06)
 
 
+def noisy(draw: np.random.Generator, count: int, height: float, rise: float) -> pd.DataFrame:
+    """The sd of the noise rises by e^{2 rise} along `b`."""
+    x = draw.uniform(-1, 1, (count, 2))
+    y = height * np.sin(3 * x[:, 0]) + 0.2 * np.exp(rise * x[:, 1]) * draw.standard_normal(count)
+    return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": y})
+
+
+def held(new: pd.DataFrame, found: pd.DataFrame) -> list[float]:
+    """The shares of rows that 95 % intervals hold where there is little noise and where there is much."""
+    inside, edges = new["y"].between(found["q2.5"], found["q97.5"]), pairwise((-1, -0.5, 0, 0.5, 1))
+    return [inside[new["b"].between(*ends)].mean() for ends in edges]
+
+
+VARYING = {"model.kernel": "rbf", "model.num-inducing": 30}
+
+
 def test_intervals_follow_noise_that_varies(tmp_path):
-    """The sd of the noise rises by e⁴ along `b`: intervals hold where there is little noise and where there is much."""
-    draw = np.random.default_rng(3)
-
-    def drawn(count: int) -> pd.DataFrame:
-        x = draw.uniform(-1, 1, (count, 2))
-        y = np.sin(3 * x[:, 0]) + 0.2 * np.exp(2 * x[:, 1]) * draw.standard_normal(count)
-        return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": y})
-
-    keys = {"model.kernel": "rbf", "model.num-inducing": 30, "output-dir": str(tmp_path)}
-    run = fg.run(drawn(600), target="y", sites=SITES, num_rounds=20, options=BASE | keys)
-    new = drawn(4000)
+    draw, keys = np.random.default_rng(3), VARYING | {"output-dir": str(tmp_path)}
+    run = fg.run(noisy(draw, 600, 1.0, 2.0), target="y", sites=SITES, num_rounds=20, options=BASE | keys)
+    new = noisy(draw, 4000, 1.0, 2.0)
     found = run.posterior.predict(new)
-    held = new["y"].between(found["q2.5"], found["q97.5"])
-    for low, high in ((-1, -0.5), (-0.5, 0), (0, 0.5), (0.5, 1)):
-        assert 0.89 < held[new["b"].between(low, high)].mean() < 0.995
+    assert all(0.89 < share < 0.995 for share in held(new, found))
     assert found["sd"].max() > 15 * found["sd"].min()
     mean, sd = by_hand(run.path, new[["a", "b"]].to_numpy())
     np.testing.assert_allclose(found[["mean", "sd"]].T, [mean, sd], rtol=1e-8, atol=1e-8)
@@ -119,22 +126,12 @@ def test_intervals_follow_noise_that_varies(tmp_path):
 
 
 def test_a_transformed_target_has_noise_that_varies_and_normal_errors(tmp_path):
-    """The noise of the logarithm rises by e² along `b`."""
-    draw = np.random.default_rng(3)
-
-    def drawn(count: int) -> pd.DataFrame:
-        x = draw.uniform(-1, 1, (count, 2))
-        logarithm = 1 + 0.5 * np.sin(3 * x[:, 0]) + 0.2 * np.exp(x[:, 1]) * draw.standard_normal(count)
-        return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": np.exp(logarithm)})
-
-    keys = {"transform.target": "log", "model.kernel": "rbf", "model.num-inducing": 30, "output-dir": str(tmp_path)}
-    run = fg.run(drawn(600), target="y", sites=SITES, num_rounds=20, options=BASE | keys)
+    draw, keys = np.random.default_rng(3), VARYING | {"transform.target": "log", "output-dir": str(tmp_path)}
+    rows, new = (noisy(draw, n, 0.5, 1.0).assign(y=lambda own: np.exp(1 + own["y"])) for n in (600, 4000))
+    run = fg.run(rows, target="y", sites=SITES, num_rounds=20, options=BASE | keys)
     assert "errors.scale" in run.saved.arrays
     assert "errors.mixture" not in run.saved.arrays
-    new = drawn(4000)
-    held = new["y"].between(*(run.posterior.predict(new)[level] for level in ("q2.5", "q97.5")))
-    for low, high in ((-1, -0.5), (-0.5, 0), (0, 0.5), (0.5, 1)):
-        assert 0.91 < held[new["b"].between(low, high)].mean() < 0.985
+    assert all(0.91 < share < 0.985 for share in held(new, run.posterior.predict(new)))
 
 
 def test_a_kernel_whose_package_is_missing_is_named(line):
