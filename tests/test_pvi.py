@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, run, run_of_units, waves
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, each, run, run_of_units, waves
 from faults import arrays as other_arrays
 from torch.distributions import MultivariateNormal, kl_divergence
 
@@ -50,10 +50,16 @@ def test_the_saved_posterior_predicts_what_sites_scored(tmp_path, finished):
         np.testing.assert_allclose(found, rows[["mean", "sd"]].T, rtol=1e-9)
 
 
-def test_a_bad_answer_is_its_sites_failure_and_changes_nothing():
-    short = other_arrays(lambda own: {**own, "points.targets": own["points.targets"][1:]})
-    strategy = run(FaultyGrid(quick(num_server_rounds=4), SITES, Fault("1", short, ("train",))))
-    assert "differ in number" in blamed(strategy)["1"][0]
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_arrays(lambda own: {**own, "points.targets": own["points.targets"][1:]}), "differ in number"),
+        (each(lambda array: array * 1e20), "numbers above"),
+    ],
+)
+def test_a_bad_answer_is_its_sites_failure_and_changes_nothing(change, words):
+    strategy = run(FaultyGrid(quick(num_server_rounds=4), SITES, Fault("1", change, ("train",))))
+    assert words in blamed(strategy)["1"][0]
     assert set(strategy.current.sites) == {"0", "2"}
     assert strategy.current.record.visits == {"0": 2, "2": 1}
     assert strategy.evaluation is not None
