@@ -27,7 +27,14 @@ from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.mixed_model import effects, posterior, profile
 from fedgp_flower.methods.mixed_model.design import Columns
 from fedgp_flower.methods.mixed_model.effects import FAMILIES, Crossed, Factor, Terms, derivatives
-from fedgp_flower.methods.mixed_model.estimates import Estimates, Expansion, Totals, expanded, of_restricted
+from fedgp_flower.methods.mixed_model.estimates import (
+    Estimates,
+    Expansion,
+    Totals,
+    expanded,
+    of_marginal,
+    of_restricted,
+)
 from fedgp_flower.methods.mixed_model.messages import MarginalSums
 from fedgp_flower.methods.mixed_model.smooth import Smooth, Smooths, spread_out
 from fedgp_flower.options import ModelSection
@@ -349,6 +356,13 @@ def test_masks_change_nothing_and_the_table_is_kept(tmp_path):
     new = run.posterior.predict(pd.DataFrame({"days": [0.0, 9.0]}))
     first, residual = (shown.loc[shown["group"] == group, "estimate"].iloc[0] for group in ("subject", "residual"))
     assert new["sd"][0] == pytest.approx(math.hypot(first, residual, shown.loc[0, "se"]), rel=1e-6)
+
+
+def test_a_search_that_ends_where_the_likelihood_is_convex_in_a_deviation_has_effects_given_it():
+    around_end = Expansion(0.0, np.zeros(3), -np.array([[4.0, 1.0, 0.5], [1.0, 2.0, 0.3], [0.5, 0.3, -1.0]]))
+    fit = of_marginal(np.array([1.0, 2.0, 0.1]), around_end, np.zeros(3), Smooths(()), (2, 3))
+    assert fit.covariance == pytest.approx(np.array([[2.0, -1.0], [-1.0, 4.0]]) / 7)
+    assert np.isnan(fit.spread[0, 0])
 
 
 def test_a_saddle_point_is_left(tmp_path, without_profiles):

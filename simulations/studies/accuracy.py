@@ -9,7 +9,7 @@ those of rows predicted from all others. The two GPs also fit how the scale of t
 row) in units of the target, and standardised; share of held-out rows in 95 % intervals; exchanges with every site,
 megabytes that a site sends, seconds of the wall, inducing points M. Every split, and the means over them last. Settings
 of the methods were chosen on splits 0 to 2 alone. Of wine, a quarter of the held-out rows are copies of training rows:
-who sees the rows can repeat their targets, and sums over cells of rows cannot; `copies` scores them and the others apart.
+who sees the rows can repeat their targets, and sums over cells of rows cannot; `copies` scores both kinds apart.
 """
 
 from __future__ import annotations

@@ -220,7 +220,8 @@ def laplace(conditional: Expansion, point: Array, bends: Array, size: int, fixed
 def of_marginal(point: Array, around: Expansion, step: Array, smooth: Smooths, ends: tuple[int, int]) -> Estimates:
     """Estimates at (v, β, θ, log ℓ, a, shape) = point + step; ``ends`` are the ends of β and of θ in the point.
 
-    The covariance of (v, β) is conditional on log ℓ and a.
+    The covariance of (v, β) is conditional on log ℓ and a; also on θ and the shape at a point where the likelihood is
+    convex in these, which a search may reach that ends early.
     """
     best, inverted, (fixed, covariances) = point + step, inverse(-around.hessian), ends
     end = covariances + sum(smooth.lengths) + len(smooth.terms)
@@ -228,7 +229,10 @@ def of_marginal(point: Array, around: Expansion, step: Array, smooth: Smooths, e
     scales = np.append(
         np.repeat(best[end - len(smooth.terms) : end], smooth.widths), np.ones(fixed - sum(smooth.widths))
     )
-    covariance = scales[:, None] * inverse(-around.hessian[np.ix_(free, free)])[:fixed, :fixed] * scales
+    covariance = inverse(-around.hessian[np.ix_(free, free)])[:fixed, :fixed]
+    if not np.isfinite(covariance).all():
+        covariance = inverse(-around.hessian[:fixed, :fixed])
+    covariance = scales[:, None] * covariance * scales
     value = around.value + 0.5 * float(around.gradient @ step)
     spread, shape = np.pad(inverted[fixed:end, fixed:end], (0, 1)), (best[end:], inverted.diagonal()[end:] ** 0.5)
     return Estimates(scales * best[:fixed], covariance, best[fixed:end], 0.0, spread, value, *shape)
