@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy import stats
-from scipy.special import expit
+from scipy.special import expit, ndtr
 
 from simulations import common
 from simulations.common import Keys, Row, fit, kept_table, spread
@@ -50,19 +50,22 @@ def table_of(rows: list[Row], by: str) -> Iterator[Row]:
 
 
 def rounded(run: Row) -> float:
-    """NLL of the grades of a run with normal noise."""
+    """NLL of the grades of a run of numbers, whose errors are a mixture of normals."""
     if common.CHECKING:
         return 1.0
+    from fedgp_flower.gp.error_law import TAILS
+    from fedgp_flower.run.artefacts import read_run
+    from fedgp_flower.run.predict import Predictor
+
     rows = pd.read_csv(run["folder"] / "predictions.csv")
+    factors, shares = Predictor.of(read_run(run["folder"])).saved.arrays.get(TAILS, np.ones((2, 1)))
     edges = np.array([-np.inf, *np.arange(3.5, 8), np.inf])
     at = (edges - rows["mean"].to_numpy()[:, None]) / rows["sd"].to_numpy()[:, None]
     grade = rows["target"].round().astype(int).to_numpy() - 3
-    low, high = (np.take_along_axis(at, grade[:, None] + above, 1)[:, 0] for above in (0, 1))
+    low, high = (np.take_along_axis(at, grade[:, None] + above, 1) for above in (0, 1))
     mirrored = low + high > 0
     low, high = np.where(mirrored, -high, low), np.where(mirrored, -low, high)
-    return -float(
-        np.mean(stats.norm.logcdf(high) + np.log(-np.expm1(stats.norm.logcdf(low) - stats.norm.logcdf(high))))
-    )
+    return -float(np.log((ndtr(high / factors) - ndtr(low / factors)) @ shares).mean())
 
 
 def grades(seeds: tuple[int, ...]) -> Iterator[Row]:
