@@ -326,9 +326,7 @@ def _loaded(config: CoreConfig, node: tuple[tuple[str, Any], ...], run: str, fil
 
 
 def loaded(config: CoreConfig, node: Mapping[str, Any], run: str = "") -> RawSite:
-    """The rows of a site, read again only when its files have changed: a site on a machine reads them anew in a process
-    for each message, which took a third of the time of a run.
-    """
+    """The rows of a site, read again only when its files have changed; a real site reads them for each message."""
     paths = [Path(node.get(name) or "/none") for name in ("data-path", "test-path")]
     files = tuple((found.st_mtime_ns, found.st_size) for path in paths if path.exists() and (found := path.stat()))
     return _loaded(config, tuple(node.items()), run, files)

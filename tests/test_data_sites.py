@@ -182,7 +182,7 @@ def test_the_latest_hours_are_held_out_and_latest_rows_of_one_day_are_not(tmp_pa
     [dealt] = load_all_sites(config(dataset=str(tmp_path / "a.csv"), **keys), 1)
     for site in (dealt, load_site(config(**keys), {"data-path": str(tmp_path / "a.csv")})):
         assert sorted(site.test["x"]) == (list(range(58, 72)) if "%H" in form else [])
-        assert ("holds out no row: too many have the same `time`" in site.suspected) == ("%H" not in form)
+        assert ("holds out no row: too many have the same `time`" in site.suspected()) == ("%H" not in form)
 
 
 def test_a_real_site_holds_out_rows_by_its_id(tmp_path):

@@ -291,7 +291,7 @@ def test_a_column_that_says_train_and_test_is_no_target(tmp_path):
     frame.to_csv(tmp_path / "a.csv", index=False)
     site = load_site(CoreConfig(), {"data-path": str(tmp_path / "a.csv")})
     assert (site.features, site.target) == (("x",), "y")
-    assert site.suspected == ""
+    assert site.suspected() == ""
 
 
 def test_rows_that_repeat_and_skewed_targets_are_said_and_no_cell_is() -> None:
@@ -640,7 +640,7 @@ def test_a_number_absurdly_far_from_all_others_is_named_by_row_and_heavy_tails_a
     [node] = csv_nodes(tmp_path, {"a": frame})
     dealt = settings("drop", dataset=str(tmp_path / "a.csv"))
     for site in (load_site(settings("drop"), node), load_all_sites(dealt, 1)[0]):
-        assert "`y`: the number in row 31 is over 1,000 times as far" in site.suspected
+        assert "`y`: the number in row 31 is over 1,000 times as far" in site.suspected()
 
 
 def test_days_written_as_numbers_are_named() -> None:

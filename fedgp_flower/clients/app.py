@@ -163,7 +163,7 @@ def _described(site: RawSite, config: RunConfig, context: Context) -> Outgoing:
     texts: dict[str, str | bool] = {"schema": description.schema, "label": site.label}
     bare = (config.privacy.secure_aggregation or trust) and not bounds
     numbers |= ({"dropped": 0, "bare": 1} if bare else {}) | ({records.TRUST: 1} if trust else {})
-    warning = "\n".join(filter(None, (site.left_out, "" if bare or bounds else site.suspected)))
+    warning = "\n".join(filter(None, (site.left_out, "" if bare or bounds else site.suspected())))
     texts |= {WARNING: warning} if warning else {}
     return Outgoing({} if bare else dict(description.arrays), {**numbers}, texts)
 

@@ -76,19 +76,14 @@ class RawSite:
     """Number of rows dropped for a missing cell. For a shared table, only the first site counts them."""
     left_out: str = ""
     """Groups that a simulation excludes or deals to several sites, a line each. Only the first site lists them."""
-    suspicions: Callable[[], str] = str
-    """Searches these rows for :attr:`suspected`, which a description alone needs."""
+    suspected: Callable[[], str] = str
+    """Search the rows for what to warn of, a line each; codes for missing cells in all of a shared table."""
     shared_table: bool = False
     """Whether the rows are part of a table that all sites share."""
     second_target: str = ""
     """Second target column, such as an exposure; empty without one."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """Cache of the latest encoding."""
-
-    @property
-    def suspected(self) -> str:
-        """Warnings on these rows, a line each. Codes for missing cells are detected in the whole of a shared table."""
-        return self.suspicions()
 
     @property
     def simulated(self) -> bool:
@@ -220,7 +215,7 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
         target=table.target,
         dropped=table.dropped if site == 0 else 0,
         left_out="\n".join(about_groups),
-        suspicions=lambda: _suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
+        suspected=lambda: _suspected(table.frame.iloc[site_rows], len(held_out), table.target, codes, config),
         shared_table=True,
         second_target=config.second_target,
     )
@@ -372,10 +367,10 @@ def real_site(
     if not len(both[0]):
         raise DataError(f"{file}: 0 training rows; at least 1 is needed")
 
-    def suspicions() -> str:
+    def suspected() -> str:
         rows = pd.concat([kept, *tested])
         return _suspected(rows, len(both[1]), target, codes_in(rows), config)
 
     node, features = (site, label or site, partitions), tuple(inputs)
     second = config.second_target
-    return RawSite(*node, both[0], both[1], features, target, dropped, suspicions=suspicions, second_target=second)
+    return RawSite(*node, both[0], both[1], features, target, dropped, suspected=suspected, second_target=second)

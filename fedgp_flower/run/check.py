@@ -61,7 +61,7 @@ def _agreed(nodes: Mapping[str, Node], config: CoreConfig, names: Mapping[str, s
             problems.append(str(error))
             continue
         described[name] = replace(site.describe(), label=name, dropped=site.dropped)
-        suspected += [f"{files[name]}: {line}" for line in site.suspected.splitlines()]
+        suspected += [f"{files[name]}: {line}" for line in site.suspected().splitlines()]
         suspected += site.left_out.splitlines()
     try:
         agreement = agree(described, **config.agreement_options)

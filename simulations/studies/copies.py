@@ -30,20 +30,20 @@ def apart(name: str, split: int, folder: Path) -> Row:
 
     keys = keys_of(name, split)
     rows, units = pooled(keys, SITES)
-    seen = {own.tobytes() for own in rows.x.round(9)}
-    copies = np.array([own.tobytes() in seen for own in rows.x_test.round(9)])
+    seen = {row.tobytes() for row in rows.x.round(9)}
+    copies = np.array([row.tobytes() in seen for row in rows.x_test.round(9)])
     trees, sgpr = tuned(rows.x, rows.y, "gaussian", TUNED), Predictor.of(read_run(folder))
-    row: Row = {"copies": copies.mean()}
+    found: Row = {"copies": copies.mean()}
     for kind, of_kind in (("copies", copies), ("others", ~copies)):
         held_out = SiteData(rows.x, rows.y, rows.x_test[of_kind], rows.y_test[of_kind])
         mean, sd = sgpr.standardised(held_out.x_test)
-        prediction = Prediction(mean, sd**2, sgpr.saved.arrays[TAILS])
-        found = {
+        prediction = Prediction(mean, sd**2, sgpr.saved.arrays.get(TAILS))
+        scores = {
             "sgpr": units.gaussian_scores(prediction, held_out.y_test),
             "boosting": trees.scores(held_out, "gaussian", units),
         }
-        row |= {f"{method}, {kind}": scored(scores, units)["test"]["nll"] for method, scores in found.items()}
-    return row
+        found |= {f"{method}, {kind}": scored(each, units)["test"]["nll"] for method, each in scores.items()}
+    return found
 
 
 def study(sets: tuple[str, ...] = ("wine", "concrete")) -> Iterator[Row]:
