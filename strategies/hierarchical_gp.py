@@ -8,7 +8,8 @@ one input: see the modules of these names.
 Each logarithm of θ has a weak normal prior; its mode is the start of a run. The size of smooth deviations
 (the amplitude of k_L and the sds τ of intercepts and slopes) also has an exponential prior, under which it exceeds its
 first value with probability .05 (Simpson et al., *Penalising model component complexity*, 2017). After the last step,
-units with rough deviations calibrate their bands.
+units with rough deviations calibrate their bands. With smooth deviations, the errors of all rows then give the law of
+predictions (:mod:`fedgp_flower.gp.error_law`).
 
 Units share the noise, so that one broken unit would make all others noisy. A unit whose rows alone are far less likely
 than those of most units is named and left out of the totals while it is.
@@ -28,6 +29,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.agreement import Agreement
+from fedgp_flower.gp.error_law import SCALE, TAILS, unit_variance
 from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import add, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
@@ -47,6 +49,7 @@ from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fedmgp_shared import scaled_targets
+from strategies.pooled_bound import LAW, MEANINGS, law_of_errors
 from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -257,6 +260,20 @@ def calibrated(state: NewtonState, sites: tuple[str, ...]) -> Asking[NewtonState
     return state if answered.total is None else replace(state, factors=rough.factors(answered.total))
 
 
+def with_errors(state: NewtonState, *, normal: bool) -> Asking[NamedArrays]:
+    """Return scale and mixture of the errors of all rows under smooth deviations; nothing if they are as predicted.
+
+    With ``normal`` only their scale varies. b₀ holds the variance of the mixture, which is scaled to one.
+    """
+    values, points = state.parameters, len(state.shared[SHARED])
+    b, mixture = yield from law_of_errors(lambda law: Parameters({**values, **law}), state.sites, points)
+    if mixture is None or (normal and not b.any()):
+        return {}
+    mixture, variance = unit_variance(mixture)
+    b[0] += math.log(variance)
+    return {SCALE: b} | ({} if normal else {TAILS: mixture})
+
+
 class HierarchicalGP(FederatedStrategy[NewtonState]):
     """Newton steps on θ until the next one promises too little."""
 
@@ -322,20 +339,22 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         return replace(given, trial=pack(given.theta), asked=asked, widths=widths, value=None, promised=math.inf)
 
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
-        """Return θ, q(Z_G) and the factors of bands; a site adds its deviation."""
-        yield from ()
-        view, arrays = messages.HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
-        arrays |= {} if state.factors is None else {"factors": state.factors}
+        """Return θ, q(Z_G), and the factors of bands or the law of errors; a site adds its deviation."""
+        values: NamedArrays = {**state.parameters, **({} if state.factors is None else {rough.FACTORS: state.factors})}
+        last = self.finished(state) or self.round >= self.planned_rounds
+        if last and not self.options.rough:
+            values |= yield from with_errors(state, normal=self.config.transform.target != "none")
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}
         model |= {"why_no_posterior": rough.NEEDS_A_UNIT} if self.options.rough else {}
         meaning = "widths of bands beyond the last row, by cut, over normal ones"
-        kept = saved(arrays, (rough if self.options.rough else smooth).EQUATION, model, factors=meaning)
+        equation = rough.EQUATION if self.options.rough else smooth.EQUATION + (LAW[TAILS] if TAILS in values else "")
+        kept = saved({**values, **state.shared}, equation, model, **{rough.FACTORS: meaning, TAILS: MEANINGS[TAILS]})
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
         if state.bound is not None:
             facts |= {"bound": state.bound, "promised_rise": state.rise}
             facts |= rough_facts(state) if self.options.rough else smooth_facts(state)
-        return Predicted(view, kept, facts)
+        return Predicted(Parameters(values), kept, facts)
 
 
 def smooth_facts(state: NewtonState) -> dict[str, Any]:

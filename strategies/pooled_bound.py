@@ -11,12 +11,14 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.gp import error_law
 from fedgp_flower.gp.error_law import SCALE, TAILS
 from fedgp_flower.gp.models import CONSTANT, LOCATIONS, LOG_NOISE, SparseGP
 from fedgp_flower.gp.optimisers import outlook
 from fedgp_flower.gp.sparse import Whitener
 from fedgp_flower.gp.sums import Evidence, SparseSums, at_best, contradicting
-from fedgp_flower.methods.sgpr.messages import PooledPosterior, SparseStatistics
+from fedgp_flower.messages import weighted
+from fedgp_flower.methods.sgpr.messages import ErrorSums, PooledPosterior, SparseStatistics
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
@@ -203,6 +205,30 @@ def progress(exchanges: int, gains: Array, per_round: int, rows: float) -> dict[
         "forecast_exchanges": FORECAST_EXCHANGES,
         "forecast_rise": None if forecast is None else forecast * rows,
     }
+
+
+def law_of_errors(
+    request: Callable[[NamedArrays], object], sites: tuple[str, ...], points: int, weight: float = 1.0
+) -> Asking[tuple[Array, Array | None]]:
+    """Return b [P] of the log scale of errors, zero for a constant scale, and their mixture; None for normal errors.
+
+    ``request`` makes the question from b, from b of the regression before, and from A; the features are those of
+    ``points`` inducing points.
+    """
+    count = error_law.FIXED_FEATURES + min(error_law.SCALE_POINTS, points)
+    sizes = {"P": count, "K": len(error_law.STRENGTHS), "B": len(error_law.EDGES)}
+    b = next_b = np.zeros(count)
+    precision = np.eye(count) / np.finfo(float).eps  # b = 0 for certain
+    for _ in range(error_law.REGRESSIONS + 1):
+        before, b = b, next_b
+        asked = request({SCALE: b, error_law.BEFORE: before, error_law.PRECISION: precision})
+        answer: Summed[ErrorSums] = yield Total(ErrorSums, asked, sites, sizes=sizes)
+        if answer.total is None:
+            return np.zeros(count), None
+        sums = weighted(answer.total, weight)
+        next_b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
+    strength, mixture = error_law.best_strength(sums.counts, sums.logs)
+    return strength * b, mixture
 
 
 def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:

@@ -47,7 +47,6 @@ from fedgp_flower.lazy import optimize
 from fedgp_flower.messages import message, weighted
 from fedgp_flower.methods.sgpr.messages import (
     Candidates,
-    ErrorSums,
     EvidenceGradient,
     PairCounts,
     PooledPosterior,
@@ -59,7 +58,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import OneArray, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import enlarging, pooled_bound
-from strategies.pooled_bound import Problem
+from strategies.pooled_bound import Problem, law_of_errors
 from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -500,26 +499,15 @@ def with_errors(
     The variance of the errors scales kernel and noise by τ²; then m, the mean of whitened values, is divided by τ. With
     ``normal`` only their scale varies: the mean of a transformed target needs normal errors.
     """
-    count = error_law.FIXED_FEATURES + min(error_law.SCALE_POINTS, len(q.mean))
-    sizes = {"P": count, "K": len(error_law.STRENGTHS), "B": len(error_law.EDGES)}
-    b = next_b = np.zeros(count)
-    precision = np.eye(count) / np.finfo(float).eps  # b = 0 for certain
-    for _ in range(error_law.REGRESSIONS + 1):
-        before, b = b, next_b
-        scale = {error_law.SCALE: b, error_law.BEFORE: before, error_law.PRECISION: precision}
-        request = replace(q, values={**q.values, **scale})
-        answer: Summed[ErrorSums] = yield Total(ErrorSums, request, sites, sizes=sizes)
-        if answer.total is None:
-            return q
-        sums = weighted(answer.total, weight)
-        next_b, precision = error_law.regression(sums.products, sums.moment, float(sums.square))
-    strength, mixture = error_law.best_strength(sums.counts, sums.logs)
-    if mixture is None or (normal and not strength):
+    b, mixture = yield from law_of_errors(
+        lambda law: replace(q, values={**q.values, **law}), sites, len(q.mean), weight
+    )
+    if mixture is None or (normal and not b.any()):
         return q
     mixture, variance = error_law.unit_variance(mixture)
     scaled = (*amplitude_names(section, q.values[LOCATIONS].shape[1]), LOG_NOISE)
     values = {**q.values, **{name: np.asarray(q.values[name] + math.log(variance)) for name in scaled}}
-    values |= ({error_law.SCALE: strength * b} if strength else {}) | ({} if normal else {error_law.TAILS: mixture})
+    values |= ({error_law.SCALE: b} if b.any() else {}) | ({} if normal else {error_law.TAILS: mixture})
     return replace(q, values=values, mean=q.mean / math.sqrt(variance))
 
 

@@ -18,6 +18,7 @@ from scipy.stats import multivariate_normal
 from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.gp.error_law import SCALE, TAILS
 from fedgp_flower.gp.optimisers import pack
 from fedgp_flower.gp.sums import LEAST_NOISE
 from fedgp_flower.messages import add
@@ -170,6 +171,46 @@ def test_a_site_predicts_as_a_dense_pooled_gp():
         torch.testing.assert_close((found, spread), (mean, variance), rtol=1e-07, atol=1e-07)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_left_out_errors_are_those_of_a_dense_pooled_gp_of_all_other_rows(dense):
+    model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
+    model.load_theta(states[-1].parameters)
+    units[1].dense = dense
+    errors, means = (part.numpy() for part in units[1].left_out(posterior_of(model, units)))
+    for n, found in enumerate(errors):
+        rest = [k for k in range(len(errors)) if k != n]
+        kept = SmoothDeviation(model, units[1].features[rest], units[1].targets[rest])
+        with torch.no_grad():
+            mean, variance = dense_prediction(kept, [units[0], *units[2:]], units[1].features[[n]])
+        assert means[n] == pytest.approx(float(mean), rel=1e-6, abs=1e-7)
+        assert found == pytest.approx(float((units[1].targets[n] - mean) / variance.sqrt()), rel=1e-6, abs=1e-7)
+
+
+def posterior_of(model, units):
+    """q(Z_G) given all rows at this θ, where all sites have one shape."""
+    sums = [unit.sums(torch.zeros(3).double()) for unit in units]
+    precision, shift = (sum(getattr(own, name).detach() for own in sums) for name in ("precision", "shift"))
+    return posterior(precision, shift)[0]
+
+
+def test_heavy_tails_of_all_rows_give_a_mixture_and_normal_errors_none(tmp_path):
+    draw = np.random.default_rng(0)
+    for name, errors in {"heavy": draw.standard_t(2, 240), "normal": draw.standard_normal(240)}.items():
+        x = draw.uniform(-2, 2, 240)
+        y, at = np.sin(x) + 0.2 * errors, np.arange(240) % 3
+        tables = {str(k): pd.DataFrame({"x": x[at == k], "y": y[at == k]}) for k in range(3)}
+        (tmp_path / name).mkdir()
+        lie = Fault("0", arrays(lambda own: {**own, "counts": own["counts"] + 1}), ("query.errors",))
+        strategy = run(FaultyGrid(tiny(), csv_nodes(tmp_path / name, tables), lie))
+        assert "the site described" in blamed(strategy)["0"][0]
+        saved = strategy.outcome.posterior
+        assert (TAILS in saved.arrays) == (name == "heavy")
+        if name == "heavy":
+            factors, shares = saved.arrays[TAILS]
+            assert shares @ factors**2 == pytest.approx(1)
+            assert "errors.mixture" in saved.equation
+
+
 def test_a_prediction_is_the_mixture_over_shapes():
     """By hand: predictions at each node with its shape in the model itself."""
     model, states, units = trajectory((4,), 3)
@@ -194,12 +235,20 @@ def test_a_prediction_is_the_mixture_over_shapes():
 
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path):
-    own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 2}
+    draw, x = np.random.default_rng(0), np.linspace(-2, 2, 360)
+    errors = 0.2 * np.exp(x / 2) * draw.standard_t(4, 360)
+    pd.DataFrame({"x": x, "y": np.sin(x) + np.arange(360) // 120 + errors}).to_csv(tmp_path / "rows.csv", index=False)
+    own = {"dataset": str(tmp_path / "rows.csv"), "target": "y", "partitioner": "iid", "test_fraction": 0.3}
+    own |= {"keep_predictions": True, "num_server_rounds": 2}
     folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
     frame = told.rename(columns={"input.x": "x"})[["x"]]
     own, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of(read_run(folder))
     np.testing.assert_allclose(own[["mean", "sd"]], told[["mean", "sd"]], rtol=1e-9)
+    np.testing.assert_allclose(own[["q2.5", "q97.5"]], told[["low", "high"]], rtol=1e-6)
+    assert {SCALE, TAILS} <= set(read_run(folder).saved.arrays)
+    wide, narrow = (told[at]["sd"].mean() for at in (told["input.x"] > 1, told["input.x"] < -1))
+    assert wide > 2 * narrow  # e^1.5 / e^-1.5, shrunk
     assert told["trend"].to_numpy() == pytest.approx(new.predict(frame)["mean"].to_numpy(), rel=1e-9)
     assert (told["trend"] + told["deviation"]).to_numpy() == pytest.approx(told["mean"].to_numpy())
     assert np.abs(own["mean"] - new.predict(frame)["mean"]).max() > 1e-3

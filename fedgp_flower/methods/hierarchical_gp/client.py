@@ -11,13 +11,15 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.gp.error_law import SCALE, TAILS
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp import messages, rough
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
-from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation
+from fedgp_flower.methods.hierarchical_gp.rough import FACTORS, RoughDeviation
 from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation, shaped_gp
 from fedgp_flower.methods.sfvi.client import trend_and_deviation
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.methods.sgpr.messages import ErrorSums
 from fedgp_flower.scores import Prediction
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
@@ -41,16 +43,29 @@ class HierarchicalClient(SiteClient):
         total = (torch.tensor(part) for part in (request.precision, request.shift))
         return rough.calibration(self.unit(request.values), GlobalPosterior.of(request.values), *total)
 
-    def predict(self, request: messages.HierarchicalView, inputs: Array) -> Prediction:
-        """Mean and variance of an observation at this site."""
-        found = self.deviation(request.values).predict(self.rescaled(inputs), GlobalPosterior.of(request.values))
-        mean, variance = (part.numpy() for part in found)
-        if request.factors is not None:
-            last = float(self.rescaled(self.rows.x).max())
-            variance = rough.widened(variance, self.rescaled(inputs).numpy(), last, request.factors)
-        return Prediction(mean, variance)
+    def errors(self, request: Parameters) -> ErrorSums:
+        """Sums over the errors of this site's rows, each predicted from all others."""
+        deviation = self.deviation(request.values)
+        assert isinstance(deviation, SmoothDeviation)
+        z, mean = deviation.left_out(GlobalPosterior.of(request.values))
+        features = deviation.scale_features(deviation.features, mean)
+        return ErrorSums.of(z.numpy(), features.numpy(), request.values)
 
-    def held_out_rows(self, request: messages.HierarchicalView) -> NamedArrays:
+    def predict(self, request: Parameters, inputs: Array) -> Prediction:
+        """Mean and variance of an observation at this site, with the law of its errors."""
+        deviation, x = self.deviation(request.values), self.rescaled(inputs)
+        found = deviation.predict(x, GlobalPosterior.of(request.values))
+        mean, variance = (part.numpy() for part in found)
+        if FACTORS in request.values:
+            last = float(self.rescaled(self.rows.x).max())
+            variance = rough.widened(variance, x.numpy(), last, request.values[FACTORS])
+        if SCALE in request.values:
+            assert isinstance(deviation, SmoothDeviation)
+            log_scale = deviation.scale_features(x, found[0]).numpy() @ request.values[SCALE]
+            variance = variance * np.exp(log_scale)
+        return Prediction(mean, variance, request.values.get(TAILS))
+
+    def held_out_rows(self, request: Parameters) -> NamedArrays:
         """Held-out rows with their predictions, trend and deviation."""
         x, q_global = self.rescaled(self.rows.x_test), GlobalPosterior.of(request.values)
         trend = self.deviation(request.values).trend(x, q_global).numpy()

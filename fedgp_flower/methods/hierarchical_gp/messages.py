@@ -47,16 +47,6 @@ class ExpansionShare:
 
 
 @message()
-class HierarchicalView:
-    """The posterior for predictions at a site, given its rows."""
-
-    values: Mapping[str, AnyShape] = leaves("θ and η_G")
-    factors: Float[ndarray, " K"] | None = leaves(
-        "by cut, factor of the width of bands beyond the last row of a unit", default=None
-    )
-
-
-@message()
 class CalibrationRequest:
     """Request to predict a unit from its first rows and the other units."""
 

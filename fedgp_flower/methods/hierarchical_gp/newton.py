@@ -78,6 +78,11 @@ class Expanded:
         """Σ⁻¹ rowsᵀ at this θ."""
         return torch.cholesky_solve(rows.mT, self.factor)
 
+    def inverse_diagonal(self) -> Float[Tensor, " N"]:
+        """Diagonal of Σ⁻¹ at this θ."""
+        eye = torch.eye(len(self.factor)).to(self.factor)
+        return torch.linalg.solve_triangular(self.factor, eye, upper=False).square().sum(0)
+
     def products(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "A A"]:
         """Rows Σ⁻¹ rowsᵀ."""
         solved = self.solve(rows)

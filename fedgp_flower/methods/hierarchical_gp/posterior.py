@@ -9,13 +9,13 @@ from fedgp_flower.data.sites import RawSite
 from fedgp_flower.methods.at_site import Predict, at_site, predictor
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.client import HierarchicalClient
-from fedgp_flower.methods.hierarchical_gp.messages import HierarchicalView
 from fedgp_flower.methods.hierarchical_gp.smooth import shaped_gp
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.posterior import NewSite
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import Run
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 
 
@@ -30,4 +30,4 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
 def site_model(run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict:
     """Predictor at any site with rows, also one that was not in the run."""
     client, saved = at_site(HierarchicalClient, run, config, site, state)
-    return predictor(client, HierarchicalView(saved.arrays, saved.arrays.get("factors")))
+    return predictor(client, Parameters(saved.arrays))

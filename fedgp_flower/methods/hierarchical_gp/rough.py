@@ -66,6 +66,8 @@ COVARIANCE = ("level", "noise", "slope", "spread", "spread_lengthscale")
 """Entries of θ in Σ_h."""
 PRIOR_SD = 2.0
 """Prior sd of every entry of θ around its initial value."""
+FACTORS = "factors"
+"""Name of the factors of bands among the parameters of a posterior."""
 CUTS = np.linspace(0.1, 0.9, 9)
 """Cuts as fractions of the range of the inputs."""
 EDGES = np.geomspace(0.25, 40.0, 204)

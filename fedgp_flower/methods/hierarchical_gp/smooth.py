@@ -25,6 +25,7 @@ from numpy import ndarray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fedgp_flower.gp.error_law import SCALE_POINTS
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.likelihoods.integrals import hermite_rule
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
@@ -100,6 +101,11 @@ class LowRank:
         log_inner = change.trace() - 0.5 * change.square().sum()
         self.log_det = weights.shape[1] * noise.log() + self.outer.log_det - log_inner
         self.bend = self.outer.bend
+
+    def inverse_diagonal(self) -> Float[Tensor, " N"]:
+        """Diagonal of R⁻¹ at this θ."""
+        half = torch.linalg.solve_triangular(self.outer.factor, self.weights, upper=False)
+        return (1 - half.square().sum(0) / self.noise) / self.noise
 
     def solve(self, rows: Float[Tensor, "A N"]) -> Float[Tensor, "N A"]:
         """R⁻¹ rowsᵀ at this θ."""
@@ -214,6 +220,32 @@ class SmoothDeviation:
             spread = (q_global.factor().mT @ weight).square().sum(0)
             variances.append(left + spread + conditional + noise)
         return mixture(shares, torch.stack(means), torch.stack(variances))
+
+    @torch.no_grad()
+    def scale_features(self, features: Rows, mean: Targets) -> Float[Tensor, "N P"]:
+        """Features 1, μ, μ² − 1 and L⁻¹k_G(Z, x) of the log scale of errors, at predictive means μ [N]."""
+        known = self.model.shared(features)[0][: min(SCALE_POINTS, len(self.model.inputs))]
+        return torch.cat([torch.stack([torch.ones_like(mean), mean, mean.square() - 1]), known]).mT
+
+    @torch.no_grad()
+    def left_out(self, q_global: GlobalPosterior) -> tuple[Targets, Targets]:
+        """Errors z of rows, each predicted from all other rows, in standard deviations of these predictions; means.
+
+        With V = R + ΦᵀΦ for a prior of Z_G that knows the rows of other sites, V⁻¹ = R⁻¹ − R⁻¹ΦᵀSΦR⁻¹ and the residual
+        is V⁻¹(y − Φᵀm₋) = R⁻¹(y − Φᵀm), because q(Z_G) = N(m, S) knows all rows. A row's error is its residual over
+        (V⁻¹)ₙₙ, with the variance 1/(V⁻¹)ₙₙ and that of f given the inducing values.
+        """
+        with torch.enable_grad():
+            offset = self.mode(q_global)[0].detach()
+        weights, conditional = self.model.shared(self.features)
+        covariance = self.covariance(offset, (weights, conditional))[0]
+        solved = covariance.solve(torch.cat([weights, (self.targets - q_global.mean @ weights)[None]]))
+        precision = covariance.inverse_diagonal() - (solved[:, :-1] @ q_global.factor()).square().sum(1)
+        if isinstance(covariance, LowRank):
+            prior = self._prior(self.features, self.shape(offset))
+            conditional = conditional + prior - covariance.weights.square().sum(0)
+        z = solved[:, -1] / (precision * (1 + precision * conditional)).sqrt()
+        return z, self.targets - solved[:, -1] / precision
 
     @torch.no_grad()
     def trend(self, features: Rows, q_global: GlobalPosterior) -> Float[Tensor, " n"]:

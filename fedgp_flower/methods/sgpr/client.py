@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgp_flower.clients.numpy_client import SiteClient, confusion
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.cells import LEAST_ALIKE, LEAST_ROWS, cells, pair_counts, repeats, values_of
-from fedgp_flower.gp.error_law import BEFORE, PRECISION, SCALE, TAILS, by_strength, left_out_scale, log_squares
+from fedgp_flower.gp.error_law import BEFORE, PRECISION, SCALE, TAILS
 from fedgp_flower.gp.fitc import WeightedSums, left_out, weighted_gradient, weighted_sums
 from fedgp_flower.gp.likelihoods.classes import tempered
 from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel, sparse_gp
@@ -129,15 +129,11 @@ class SGPRClient(SparseClient):
 
     def errors(self, request: PooledPosterior) -> ErrorSums:
         """Return the sums of the next regression of the log scale of errors, and histograms under the latest one."""
-        values = dict(request.values)
-        b, before, precision = (values.pop(name) for name in (SCALE, BEFORE, PRECISION))
+        values = {name: array for name, array in request.values.items() if name not in (SCALE, BEFORE, PRECISION)}
         z, mean = self.left_out(values, request.whitened())
         with torch.no_grad():
-            found = self.load(values).scale_features(self.tensors[0], self.placement.tensor(mean))
-        features = to_array(found)
-        scale = left_out_scale(features, b, precision, log_squares(z, features @ before))
-        t = log_squares(z, features @ b)
-        return ErrorSums(features.T @ features, features.T @ t, np.asarray(t @ t), *by_strength(z, scale))
+            features = self.load(values).scale_features(self.tensors[0], self.placement.tensor(mean))
+        return ErrorSums.of(z, to_array(features), request.values)
 
     def left_out(self, values: Mapping[str, ndarray], q: WhitenedPosterior) -> Array:
         """Return z and μ of each row predicted from all others [2, N], which the site keeps until q(v) changes."""

@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.gp.error_law import BEFORE, PRECISION, SCALE, by_strength, left_out_scale, log_squares
 from fedgp_flower.gp.fitc import WeightedSums
 from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.shared_messages import Described, Parameters, max_abs, outlying_variances, oversized, quadratic_forms
-from fedgp_flower.typing import AnyShape
+from fedgp_flower.typing import AnyShape, Array
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
 """Tolerated rounding as a share of the largest entry: of sums, and of expectations, which may be in float32."""
@@ -196,11 +197,19 @@ class EvidenceGradient:
 class ErrorSums:
     """Sums over errors z of predictions of rows from all other rows; see :mod:`fedgp_flower.gp.error_law`."""
 
-    products: Float[ndarray, "P P"] = leaves("Σ φφᵀ, φ = 1, μ, μ² − 1 and correlations with points", symmetric=True)
+    products: Float[ndarray, "P P"] = leaves("Σ φφᵀ, φ = 1, μ, μ² − 1 and whitened k(Z, x)", symmetric=True)
     moment: Float[ndarray, " P"] = leaves("Σ φ t, t an estimate of log z², z the error of a row")
     square: Float[ndarray, ""] = leaves("Σ t²")
     counts: Float[ndarray, "K B"] = leaves("rows by |z| e^−η/2, their error in sds, at each strength of the scale η")
     logs: Float[ndarray, " K"] = leaves("Σ ½η at each strength")
+
+    @staticmethod
+    def of(z: Array, features: Array, law: Mapping[str, ndarray]) -> ErrorSums:
+        """Return the sums of the next regression from errors [N] and φ [N, P], and histograms under the latest one."""
+        b, before, precision = (law[name] for name in (SCALE, BEFORE, PRECISION))
+        scale = left_out_scale(features, b, precision, log_squares(z, features @ before))
+        t = log_squares(z, features @ b)
+        return ErrorSums(features.T @ features, features.T @ t, np.asarray(t @ t), *by_strength(z, scale))
 
     def coarse(self, least: int) -> ErrorSums:
         """Merge cells with fewer than ``least`` rows."""
