@@ -141,12 +141,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         fg.run(table(), target="outcome", options={"output-dir": str(tmp_path / "file")})
 
 
-def test_intervals_are_text_and_keys_may_be_numbers_of_numpy(tmp_path):
-    frame = table().assign(x=lambda own: pd.cut(own["x"], 3))
+def test_categories_are_text_whatever_they_and_columns_are_called_and_keys_may_be_numbers_of_numpy(tmp_path):
+    frame = table().assign(x=lambda own: pd.cut(own["x"], 3), ward=lambda own: pd.Categorical(own["ward"] + 0.0))
+    frame.columns = [0, "outcome", 2]
     options = {key: np.array(value)[()] for key, value in FEW.items()} | {"output-dir": str(tmp_path)}
     posterior = fg.run(frame, target="outcome", sites=np.int64(2), options=options).posterior
-    assert posterior.preparation.columns[0].levels == tuple(sorted(map(str, frame["x"].cat.categories)))
-    assert posterior.predict(frame)["mean"].nunique() > 2
+    intervals, wards = (column.levels for column in posterior.preparation.columns)
+    assert (intervals, wards) == (tuple(sorted(map(str, frame[0].cat.categories))), ("0", "1", "2"))
+    found = posterior.predict(frame)
+    assert found["mean"].nunique() > 2
+    pd.testing.assert_frame_equal(posterior.predict(frame.astype({2: int}).rename(columns=" {} ".format)), found)
 
 
 def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_names(tmp_path):

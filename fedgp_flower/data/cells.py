@@ -112,6 +112,8 @@ def _at(mask: Mask) -> str:
 
 def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list[str]]:
     """Return a column as numbers or as text, and descriptions of its unusable cells."""
+    if column.dtype == "category":  # of pandas, whatever its categories are
+        column, kind = pd.Series(np.asarray(column), column.index), kind or "categorical"
     is_bool = pd.api.types.is_bool_dtype(column.dtype)
     if pd.api.types.is_complex_dtype(column.dtype):
         return column, ["complex numbers; expected real numbers or text"]

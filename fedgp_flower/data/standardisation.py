@@ -178,6 +178,7 @@ def other_columns(path: Path, preparation: Preparation) -> pd.DataFrame:
 
 def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd.DataFrame:
     """Return the feature columns of new rows with their agreed kinds; other columns are ignored."""
+    frame = frame.rename(columns=lambda name: str(name).strip())  # as in files
     require_columns(frame, [source(feature, frame.columns) for feature in preparation.features], name)
     kinds = {column.name: column.kind for column in preparation.columns}
     numbered = with_numbers(frame, preparation.features, name)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from fedgp_flower.config import whole_number
+from fedgp_flower.data.cells import cells_of
 from fedgp_flower.errors import ConfigError, DataError, FedGPError
 from fedgp_flower.files import make_folder, write_bytes
 from fedgp_flower.options import Value
@@ -110,13 +111,16 @@ def _save_table(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "tab
     if not isinstance(table, pd.DataFrame):
         found = type(table).__name__
         raise DataError(f"{name}: expected a DataFrame, one for each site, or a value of `dataset`; got {found}")
+    table = table.rename(columns=str)
     if not table.columns.is_unique:
         twice = ", ".join(f"`{column}`" for column in table.columns[table.columns.duplicated()].unique())
         raise DataError(f"{name}: column names must differ; named more than once: {twice}")
     try:
         # A column of a file cannot mix numbers and text.
         text = {column: "str" for column in table if getattr(table[column].dtype, "kind", "O") == "O"}
-        content = table.astype(text).to_parquet(index=False)
+        frame, named = table.astype(text), [*table.select_dtypes("category")]
+        frame[named] = cells_of(table, named, {}, "")[0].astype("category")  # numbers as names stay categories
+        content = frame.to_parquet(index=False)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise DataError(f"{name}: expected columns of numbers, text or dates; {error}") from None
     folder = Path(str(flat.get("output-dir", "results"))) / "data" / hashlib.sha256(content).hexdigest()[:12]
