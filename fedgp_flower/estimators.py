@@ -30,6 +30,8 @@ from fedgp_flower.run.registry import client_class, methods, parse_config, strat
 from fedgp_flower.typing import Array
 
 TARGET = "y"
+NUMBERS = ("gaussian", "student-t", "heteroscedastic", "poisson", "negative-binomial")
+"""Likelihoods of numbers whose predictions have a mean and an sd; the first is the default."""
 
 
 def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: str) -> Predictor:
@@ -98,9 +100,13 @@ class _FederatedGP(BaseEstimator):
         x: NDArray[Any],
         y: NDArray[Any],
         groups: ArrayLike | None,
-        likelihood: str,
+        likelihoods: Sequence[str],
         classes: Sequence[str] = (),
     ) -> None:
+        """Fit with the first of the likelihoods, or the one of them that ``options`` name."""
+        if (likelihood := (self.options or {}).get("model.likelihood", likelihoods[0])) not in likelihoods:
+            can = ", ".join(likelihoods)
+            raise ValueError(f"`model.likelihood` = {likelihood!r}: this estimator has {can} here; `fg.run` has all")
         given = self.random_state
         seed = int(given if isinstance(given, Integral) else check_random_state(given).randint(2**31 - 1))
         flat: dict[str, Value] = {"method": self.method, "seed": seed, "model.likelihood": likelihood}
@@ -126,7 +132,8 @@ class _FederatedGP(BaseEstimator):
         self.posterior_ = _renamed(fitted, dict(zip(plain, self._names(plain), strict=True)), classes)
 
     def _names(self, plain: list[str]) -> list[str]:
-        return [*self.feature_names_in_] if hasattr(self, "feature_names_in_") else plain
+        plainly = "formula" in (self.options or {})  # a formula names the columns `x0`, …
+        return [*self.feature_names_in_] if hasattr(self, "feature_names_in_") and not plainly else plain
 
     def _predicted(self, x: ArrayLike) -> pd.DataFrame:
         check_is_fitted(self)
@@ -146,7 +153,7 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
     def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
         """Train on inputs [N, D] and targets [N]; ``groups`` [N] are the sites of the rows."""
         x, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._fit(x, targets, groups, "gaussian")
+        self._fit(x, targets, groups, NUMBERS)
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
@@ -166,9 +173,9 @@ class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
-        likelihood = "bernoulli" if len(self.classes_) == 2 else "categorical"
+        likelihoods = ["bernoulli"] * (len(self.classes_) == 2) + ["categorical"]
         plain = np.array([str(number) for number in range(len(self.classes_))])
-        self._fit(x, plain[codes], groups, likelihood, [str(label) for label in self.classes_])
+        self._fit(x, plain[codes], groups, likelihoods, [str(label) for label in self.classes_])
         return self
 
     def predict_proba(self, X: ArrayLike) -> Array:

@@ -379,6 +379,15 @@ def test_a_wrong_key_is_a_value_error_with_the_projects_own_as_its_cause():
     with pytest.raises(ValueError, match=r"unknown configuration key `model.kernal`") as error:
         fg.FederatedGPRegressor(options={"model.kernal": "rbf"}).fit(x, y)
     assert isinstance(error.value.__cause__, ConfigError)
+    for kind in (fg.FederatedGPRegressor, fg.FederatedGPClassifier):
+        with pytest.raises(ValueError, match=r"'ordinal': this estimator has \w+, .* here; `fg.run` has all"):
+            kind(options={"model.likelihood": "ordinal"}).fit(x, y > 50)
+
+
+def test_a_formula_names_the_columns_of_an_estimator_as_those_of_an_array():
+    x, y = rows()
+    table, model = pd.DataFrame(x, columns=["dose", "age"]), fg.FederatedGPRegressor(options={"formula": "y ~ x1"})
+    assert np.corrcoef(model.fit(table, y).predict(table), table["age"])[0, 1] == pytest.approx(1)
 
 
 def test_an_estimator_warns_of_keys_of_another_method():
