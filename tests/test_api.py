@@ -127,6 +127,7 @@ def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
             DataError,
             "^the table: missing column `yy`; it has `x`, `outcome`, `ward`$",
         ),
+        (table()[["x"]], {}, DataError, "no feature column besides the target; name one in `features`; it has `x`"),
         ({"a/b": table(), "a-b": table()}, {}, DataError, "more than one is named `a-b`"),
     ],
 )
@@ -276,6 +277,8 @@ def test_a_posterior_predicts_at_a_site_where_the_site_keeps_something(tmp_path,
     site = finished.posterior.at_site(finished.path, "old")
     with pytest.raises(RunError, match="no sparse Gaussian process that can be exported"):
         site.to_gpytorch()
+    with pytest.raises(RunError, match="`age` cannot be plotted; possible are none, as this is no single Gaussian"):
+        site.plot("age")
     with pytest.raises(RunError, match="can predict at a site"):
         run.posterior.predict(pd.DataFrame({"x": [0.0]}), site="ward 1")
 

@@ -415,7 +415,7 @@ def test_a_cell_among_dates_that_is_none_is_named_by_its_row(tmp_path: Path, bad
         with_numbers(new, ["days(day)", "sine(day)"], "new")
 
 
-@pytest.mark.parametrize("day", [DAYS, DAYS.date, DAYS.tz_localize("UTC")], ids=["datetime", "object", "zone"])
+@pytest.mark.parametrize("day", [DAYS, DAYS.date, DAYS.tz_localize("UTC"), pd.array(DAYS.date, "date32[pyarrow]")])
 def test_columns_that_hold_dates_as_such_are_recognised(day: object) -> None:
     assert dates_in(pd.Series(day)).all()
 

@@ -89,6 +89,7 @@ def test_predictions_have_the_distribution_of_the_errors(tmp_path):
     np.testing.assert_allclose(again[["sd", "q2.5", "q97.5"]], rows[["sd", "low", "high"]], atol=1e-9)
     inside = shares @ stats.norm.cdf(((again["q75"] - again["mean"]) / again["sd"]).to_numpy() / factors[:, None])
     np.testing.assert_allclose(inside, 0.75, atol=1e-9)
+    assert run.posterior.sample(pd.DataFrame({"x": [0.0]}), 0).shape == (0, 1)
     draws = run.posterior.sample(pd.DataFrame({"x": [0.0]}), 20_000)
     expected = run.posterior.predict(pd.DataFrame({"x": [0.0]}))[["q2.5", "q25", "q75", "q97.5"]].to_numpy()[0]
     np.testing.assert_allclose(np.quantile(draws, [0.025, 0.25, 0.75, 0.975]), expected, rtol=0.06)

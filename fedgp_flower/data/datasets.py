@@ -47,7 +47,7 @@ def choose_columns(
     if named := [name for name in (target, config.second_target) if name in features]:
         raise DataError(f"`features` names the target `{named[0]}`; leave it out, or name another `target`")
     if not features:
-        raise DataError(f"{file}: no feature column besides the target; it has {listed(names)}")
+        raise DataError(f"{file}: no feature column besides the target; name one in `features`; it has {listed(names)}")
     nameless = [name for number, name in enumerate(names, 1) if name == f"column {number}" and name in features]
     if nameless and not chosen:
         raise DataError(

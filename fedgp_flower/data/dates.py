@@ -36,7 +36,7 @@ def parse_dates(column: pd.Series, *, agreed: bool = False) -> list[pd.Series]:
     There are none in a column whose filled cells are not mostly dates, unless it is ``agreed`` that they are dates.
     """
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
-        return [column if column.dt.tz is None else column.dt.tz_convert(None)]
+        return [pd.to_datetime(column, utc=True).dt.tz_localize(None)]
     if pd.api.types.is_numeric_dtype(column.dtype):
         return []
     text = column.astype("str").str.strip()

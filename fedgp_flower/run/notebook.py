@@ -72,5 +72,8 @@ def plot_column(posterior: Predictor, column: str) -> Axes:
     """Plot mean and 95 % interval of the outcome along a column, with all others at their mean."""
     effects = {effect.name: effect for effect in dependence.effects(posterior, most=None)}
     if column not in effects:
-        raise RunError(f"the effect of `{column}` cannot be plotted; possible are {', '.join(effects) or 'none'}")
+        possible = (
+            ", ".join(effects) or "none, as this is no single Gaussian process of standardised inputs: use `predict`"
+        )
+        raise RunError(f"the effect of `{column}` cannot be plotted; possible are {possible}")
     return figures.effects([effects[column]], posterior.preparation.target.name, pyplot.figure).axes[0]

@@ -291,7 +291,7 @@ class Predictor:
         if noise and SCALE in self.saved.arrays:
             mean = self.standardised(inputs.numpy())[0]
             values = mean + (values - mean) * self._scale(inputs).numpy()
-        if noise and (mixture := self.saved.arrays.get(TAILS)) is not None:
+        if noise and values.size and (mixture := self.saved.arrays.get(TAILS)) is not None:
             mean = self.standardised(inputs.numpy())[0]
             index = torch.multinomial(torch.from_numpy(mixture[1]), values.size, True, generator=generator)
             values = mean + mixture[0][index.numpy()].reshape(values.shape) * (values - mean)
