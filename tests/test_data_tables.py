@@ -574,6 +574,7 @@ def test_a_new_row_with_a_missing_cell_has_no_prediction_where_such_rows_are_dro
     assert found["mean"].notna().tolist() == whole.tolist()
     np.testing.assert_array_equal(found["mean"][whole], posterior.predict(new[whole])["mean"])
     assert posterior.predict(new[~whole])["mean"].isna().all()
+    np.testing.assert_allclose(posterior.mean(new), found["mean"])
     with pytest.raises(DataError, match="missing cells"):
         posterior.inputs(new)
 

@@ -228,7 +228,10 @@ class Predictor:
             raise RunError("a class has no mean: use `predict`")
         if not hasattr(self.standardised, "mean") or self.preparation.transform is not None:
             return self.predict(frame)["mean"].to_numpy()
-        return self.units.values(self.standardised.mean(self._encoded(frame, whole=False)))
+        encoded = self._encoded(frame, whole=False)
+        kept, found = ~np.isnan(encoded).any(axis=1), np.full(len(encoded), np.nan)
+        found[kept] = self.units.values(self.standardised.mean(encoded[kept]))
+        return found
 
     def outside(self, frame: pd.DataFrame) -> pd.Series:
         """Return for each row the columns outside the binned range, or the levels, of all training rows."""
