@@ -1,6 +1,7 @@
 """The public Python API: a table in, a finished run out and read back; in the words of scikit-learn and BoTorch too."""
 
 import builtins
+import logging
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -349,7 +350,9 @@ def test_the_posterior_of_an_estimator_has_the_names_of_its_table_and_its_classe
     """It would be wrong without a word if `x1` meant the second column of a table whose first is `x1`."""
     x, y = rows()
     table = pd.DataFrame(x, columns=["x1", "x0"])
+    logging.getLogger("flwr").setLevel(logging.INFO)
     model = fg.FederatedGPRegressor(sites=2, num_rounds=3, options=SMALL).fit(table, y)
+    assert not logging.getLogger("flwr").isEnabledFor(logging.INFO)  # Flower would write of every round
     found = model.posterior_.predict(table[["x0", "x1"]])
     np.testing.assert_array_equal(found["mean"], model.predict(table))
     assert model.posterior_.outside(pd.DataFrame({"x1": [0.0, 9.0], "x0": [-9.0, 0.0]})).tolist() == ["x0", "x1"]

@@ -26,7 +26,6 @@ NODE_OFFSET = 1000  # node ids differ from site ids, as they do in Flower
 
 def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:
     """Run over simulated ``sites``, 0 for those in the data, or over ``nodes``. Return the run's folder."""
-    logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
     config = parse_config(flat)
     if not nodes:
         count = count_sites(config, sites)
@@ -40,6 +39,7 @@ class InProcessGrid(Grid):
     """Grid with nodes that answer in this process, each with its Context."""
 
     def __init__(self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Node]) -> None:
+        logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
         # Messages need this identity; Flower 1.41 has no public way to set it outside of its runtime.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.client_app = client_app
