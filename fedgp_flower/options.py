@@ -142,7 +142,7 @@ class ModelSection(Section):
     """Sums and products of ``rbf``, ``matern32``, ``matern52``, ``l1`` (Matérn-1/2 of each input, for steps),
     ``linear``, ``periodic`` and those of packages; ``warp(…)`` learns a scale of each input, and ``steps(…)``
     (``svgp``) a step at each common value. ``auto``: ``rbf``; ``warp(rbf + l1)`` for ``sgpr``,
-    ``steps(rbf)`` for ``svgp``, ``rbf + linear`` for several classes."""
+    ``steps(rbf)`` for ``svgp``, ``matern52`` for ``hierarchical-gp``, ``rbf + linear`` for several classes."""
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0

@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
 }
 MODEL: dict[str, Any] = {"model.kernel": "matern52", "model.num-inducing": 60, "model.noise": 0.3}
 METHODS: dict[str, dict[str, Any]] = {
-    "hierarchical-gp": {"method": "hierarchical-gp", "baselines.local-only": True, **MODEL},
+    "hierarchical-gp": {"method": "hierarchical-gp", "baselines.local-only": True},
     "sfvi": {"method": "sfvi", "num-server-rounds": 300, **MODEL},
     "sfvi-avg": {"method": "sfvi-avg", "num-server-rounds": 20, "sfvi.local-steps": 20, **MODEL},
     "sgpr": {"method": "sgpr"},

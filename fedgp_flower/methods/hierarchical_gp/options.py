@@ -14,6 +14,7 @@ class HierarchicalOptions(MethodOptions):
 
     table: ClassVar[str] = "hierarchical"
     likelihoods: ClassVar[frozenset[str]] = POINT_LIKELIHOODS
+    default_kernel: ClassVar[str] = "matern52"
 
     deviation: Annotated[Literal["smooth", "rough"], BASIC] = "smooth"
     """``smooth``: sites, such as countries; each deviates by a GP of all inputs, and has its noise. ``rough``: units,
