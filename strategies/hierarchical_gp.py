@@ -347,9 +347,10 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}
         model |= {"why_no_posterior": rough.NEEDS_A_UNIT} if self.options.rough else {}
-        meaning = "widths of bands beyond the last row, by cut, over normal ones"
+        meanings = {name: f"{MEANINGS[name]}, at sites with rows" for name in (SCALE, TAILS)}
+        meanings[rough.FACTORS] = "widths of bands beyond the last row, by cut, over normal ones"
         equation = rough.EQUATION if self.options.rough else smooth.EQUATION + (LAW[TAILS] if TAILS in values else "")
-        kept = saved({**values, **state.shared}, equation, model, **{rough.FACTORS: meaning, TAILS: MEANINGS[TAILS]})
+        kept = saved({**values, **state.shared}, equation, model, **meanings)
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
         if state.bound is not None:
             facts |= {"bound": state.bound, "promised_rise": state.rise}

@@ -272,6 +272,11 @@ class PVI(FederatedStrategy[PVIState]):
         facts = {**pvi_state.facts_of(state, self.plan), "damping": self.plan.damping}
         if self.agreement:
             pooled = pvi_updates.product(state) if state.values else (yield from self.agreement.pooled(state, roster))
+            last = self.finished(state) or self.round >= self.planned_rounds
+            if last and state.values and self.agreement.exact:
+                sites = tuple(site for site in roster.sites if site in state.sites)
+                normal = self.config.transform.target != "none"
+                pooled = yield from sgpr.with_errors(pooled, sites, self.config.model, normal=normal)
             facts |= {"num_inducing": len(pooled.mean)} | self.agreement.progress(state)
             if state.values and not self.finished(state):  # more visits would move q, by how much is not known
                 facts |= {"latest_gain_per_row": None, "forecast_rise": None}

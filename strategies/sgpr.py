@@ -492,7 +492,7 @@ def posterior(
 
 
 def with_errors(
-    q: PooledPosterior, sites: tuple[str, ...], section: ModelSection, weight: float, *, normal: bool
+    q: PooledPosterior, sites: tuple[str, ...], section: ModelSection, weight: float = 1.0, *, normal: bool
 ) -> Asking[PooledPosterior]:
     """Return the posterior with the law of the errors of its sites' rows, each predicted from all others.
 

@@ -93,7 +93,10 @@ class PVIClient(SiteClient):
 
     sketch, trials = shared_handler(SGPRClient, SGPRClient.sketch), shared_handler(SGPRClient, SGPRClient.trials)
     gradients, pairs = shared_handler(SGPRClient, SGPRClient.gradients), shared_handler(SGPRClient, SGPRClient.pairs)
-    expectations = shared_handler(SVGPClient, SVGPClient.expectations)
+    errors, expectations = (
+        shared_handler(SGPRClient, SGPRClient.errors),
+        shared_handler(SVGPClient, SVGPClient.expectations),
+    )
 
     # Requests at the global posterior.
 
