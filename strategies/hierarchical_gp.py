@@ -342,7 +342,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         """Return θ, q(Z_G), and the factors of bands or the law of errors; a site adds its deviation."""
         values: NamedArrays = {**state.parameters, **({} if state.factors is None else {rough.FACTORS: state.factors})}
         last = self.finished(state) or self.round >= self.planned_rounds
-        if last and not self.options.rough:
+        if last and state.sites and not self.options.rough:
             values |= yield from with_errors(state, normal=self.config.transform.target != "none")
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}
