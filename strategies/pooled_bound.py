@@ -56,8 +56,8 @@ LAW = {
         " R Rᵀ = r(Z, Z) + jitter · I."
     ),
     TAILS: (
-        " This is the mean and the variance of y(x); its distribution is the mixture of normals with that mean and κ²"
-        " times that variance in shares p, the rows of errors.mixture."
+        " y(x) has this mean and variance; its distribution is the mixture of normals with that mean and κ² times that"
+        " variance in shares p, the rows of errors.mixture."
     ),
 }
 """Sentences on the law of errors, by the array that holds it."""
