@@ -201,7 +201,7 @@ def test_heavy_tails_of_all_rows_give_a_mixture_and_normal_errors_none(tmp_path)
         tables = {str(k): pd.DataFrame({"x": x[at == k], "y": y[at == k]}) for k in range(3)}
         (tmp_path / name).mkdir()
         lie = Fault("0", arrays(lambda own: {**own, "counts": own["counts"] + 1}), ("query.errors",))
-        strategy = run(FaultyGrid(tiny(num_server_rounds=4), csv_nodes(tmp_path / name, tables), lie))
+        strategy = run(FaultyGrid(tiny(num_server_rounds=2), csv_nodes(tmp_path / name, tables), lie))
         assert "the site described" in blamed(strategy)["0"][0]
         saved = strategy.outcome.posterior
         assert (TAILS in saved.arrays) == (name == "heavy")
