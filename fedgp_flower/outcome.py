@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.typing import Facts, Json, NamedArrays
 
+V = TypeVar("V")
 ENCODING = (
     "A column of numbers is one input. A column of text has one input for each of its `levels`, in this order (of two"
     " levels, for the second only): 1 if the cell is that level, else 0. A missing cell is replaced by `missing.fill`,"
@@ -27,6 +28,8 @@ ENCODING = (
     " Gaussian, truncated where `transform.equation` ends; quantiles of y are those of t mapped, p(y) = p(t) |dt/dy|."
 )
 """Explanation of the encoding of a row in ``posterior.json``."""
+AT_SITE = "site."
+"""Start of the names of arrays that hold only at sites with rows."""
 COLLAPSE = "the model collapsed"
 """Start of the warning of a run that is of no use; it is the first sentence of the result."""
 
@@ -58,6 +61,15 @@ class Posterior:
                 raise ProtocolError(f"Posterior.arrays: `{name}` is no array of numbers but {type(array).__name__}")
             if name not in self.meanings or name not in self.coordinates:
                 raise ProtocolError(f"Posterior.arrays: `{name}` needs an entry in `meanings` and in `coordinates`")
+
+    def at_site(self) -> Posterior:
+        """Return the posterior at a site with rows, where arrays ``site.NAME`` are ``NAME``."""
+
+        def plain(named: Mapping[str, V]) -> dict[str, V]:
+            return {name.removeprefix(AT_SITE): value for name, value in named.items()}
+
+        meanings, coordinates = plain(self.meanings), plain(self.coordinates)
+        return replace(self, arrays=plain(self.arrays), meanings=meanings, coordinates=coordinates)
 
 
 @dataclass(frozen=True, slots=True)

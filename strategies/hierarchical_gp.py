@@ -46,10 +46,11 @@ from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS
 from fedgp_flower.methods.sfvi.gp import NOISE
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.outcome import AT_SITE
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fedmgp_shared import scaled_targets
-from strategies.pooled_bound import LAW, MEANINGS, law_of_errors
+from strategies.pooled_bound import MEANINGS, law_of_errors
 from strategies.server.questions import Asking, Doubt, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shape_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -341,21 +342,21 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
         """Return θ, q(Z_G), and the factors of bands or the law of errors; a site adds its deviation."""
         values: NamedArrays = {**state.parameters, **({} if state.factors is None else {rough.FACTORS: state.factors})}
-        last = self.finished(state) or self.round >= self.planned_rounds
+        law, last = dict[str, ndarray](), self.finished(state) or self.round >= self.planned_rounds
         if last and state.sites and not self.options.rough:
-            values |= yield from with_errors(state, normal=self.config.transform.target != "none")
+            law = yield from with_errors(state, normal=self.config.transform.target != "none")
         section, deviation = self.config.model.model_dump(by_alias=True), self.options.deviation
         model = {"family": "hierarchical", "model": section, "deviation": deviation}
         model |= {"why_no_posterior": rough.NEEDS_A_UNIT} if self.options.rough else {}
-        meanings = {name: f"{MEANINGS[name]}, at sites with rows" for name in (SCALE, TAILS)}
+        meanings = {AT_SITE + name: f"{MEANINGS[name]}, at sites with rows" for name in law}
         meanings[rough.FACTORS] = "widths of bands beyond the last row, by cut, over normal ones"
-        equation = rough.EQUATION if self.options.rough else smooth.EQUATION + (LAW[TAILS] if TAILS in values else "")
-        kept = saved({**values, **state.shared}, equation, model, **meanings)
+        arrays = {**values, **state.shared, **{AT_SITE + name: array for name, array in law.items()}}
+        kept = saved(arrays, (rough if self.options.rough else smooth).EQUATION, model, **meanings)
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
         if state.bound is not None:
             facts |= {"bound": state.bound, "promised_rise": state.rise}
             facts |= rough_facts(state) if self.options.rough else smooth_facts(state)
-        return Predicted(Parameters(values), kept, facts)
+        return Predicted(Parameters(values | law), kept, facts)
 
 
 def smooth_facts(state: NewtonState) -> dict[str, Any]:

@@ -25,7 +25,8 @@ Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
 def at_site(kind: type[C], run: Run, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, Posterior]:
     """A client with the rows and the final state of a site, and the run's posterior with writable arrays."""
     assert run.saved is not None
-    saved = replace(run.saved, arrays={name: np.array(array) for name, array in run.saved.arrays.items()})
+    known = run.saved.at_site()
+    saved = replace(known, arrays={name: np.array(array) for name, array in known.arrays.items()})
     agreed = Preparation.from_wire(saved.arrays, json.dumps(saved.schema))
     return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, saved.arrays)), saved
 

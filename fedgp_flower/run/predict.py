@@ -422,7 +422,7 @@ def _at_node(read: Run, config: RunConfig, rows: RawSite, arrays: NamedArrays, u
     standardised = model(read, config, rows, arrays)
     if standardised is None:
         raise RunError(unusable)
-    return Predictor(read, read.saved, agreed, standardised, rows)
+    return Predictor(read, read.saved.at_site(), agreed, standardised, rows)
 
 
 def _node(run: Run, site: str, data: Path | None) -> dict[str, Value]:
