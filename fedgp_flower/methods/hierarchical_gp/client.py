@@ -45,24 +45,22 @@ class HierarchicalClient(SiteClient):
 
     def errors(self, request: Parameters) -> ErrorSums:
         """Sums over the errors of this site's rows, each predicted from all others."""
-        deviation = self.deviation(request.values)
-        assert isinstance(deviation, SmoothDeviation)
+        deviation = self.smooth(request.values)
         z, mean = deviation.left_out(GlobalPosterior.of(request.values))
         features = deviation.scale_features(deviation.features, mean)
         return ErrorSums.of(z.numpy(), features.numpy(), request.values)
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Mean and variance of an observation at this site, with the law of its errors."""
-        deviation, x = self.deviation(request.values), self.rescaled(inputs)
-        found = deviation.predict(x, GlobalPosterior.of(request.values))
+        x = self.rescaled(inputs)
+        found = self.deviation(request.values).predict(x, GlobalPosterior.of(request.values))
         mean, variance = (part.numpy() for part in found)
         if FACTORS in request.values:
             last = float(self.rescaled(self.rows.x).max())
             variance = rough.widened(variance, x.numpy(), last, request.values[FACTORS])
         if SCALE in request.values:
-            assert isinstance(deviation, SmoothDeviation)
-            log_scale = deviation.scale_features(x, found[0]).numpy() @ request.values[SCALE]
-            variance = variance * np.exp(log_scale)
+            features = self.smooth(request.values).scale_features(x, found[0])
+            variance = variance * np.exp(features.numpy() @ request.values[SCALE])
         return Prediction(mean, variance, request.values.get(TAILS))
 
     def held_out_rows(self, request: Parameters) -> NamedArrays:
@@ -74,8 +72,10 @@ class HierarchicalClient(SiteClient):
 
     def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | RoughDeviation:
         """The rows of the site at θ = ``values``."""
-        if self.options.rough:
-            return self.unit(values)
+        return self.unit(values) if self.options.rough else self.smooth(values)
+
+    def smooth(self, values: Mapping[str, ndarray]) -> SmoothDeviation:
+        """The rows of a site with a smooth deviation at θ = ``values``."""
         model = shaped_gp(self.config.model, self.setting.constants[SHARED])
         model.load_theta(values)
         return SmoothDeviation(model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))

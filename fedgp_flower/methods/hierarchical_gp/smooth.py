@@ -241,9 +241,10 @@ class SmoothDeviation:
         covariance = self.covariance(offset, (weights, conditional))[0]
         solved = covariance.solve(torch.cat([weights, (self.targets - q_global.mean @ weights)[None]]))
         precision = covariance.inverse_diagonal() - (solved[:, :-1] @ q_global.factor()).square().sum(1)
-        if isinstance(covariance, LowRank):
-            prior = self._prior(self.features, self.shape(offset))
-            conditional = conditional + prior - covariance.weights.square().sum(0)
+        if not self.dense:
+            shape = self.shape(offset)
+            explained = self._weights(self.features, shape)[0].square().sum(0)
+            conditional = conditional + self._prior(self.features, shape) - explained
         z = solved[:, -1] / (precision * (1 + precision * conditional)).sqrt()
         return z, self.targets - solved[:, -1] / precision
 
