@@ -187,6 +187,25 @@ def test_left_out_errors_are_those_of_a_dense_pooled_gp_of_all_other_rows(dense)
         assert found == pytest.approx(float((units[1].targets[n] - mean) / variance.sqrt()), rel=1e-6, abs=1e-7)
 
 
+def test_left_out_errors_include_what_few_anchors_leave_unknown():
+    """As the unit predicts the row from its other rows, the same anchors, and a q(Z_G) without the row."""
+    model, states, units = trajectory((2, 2), 4, widths=ALIKE, jitter=1e-12)
+    model.load_theta(states[-1].parameters)
+
+    def with_rows(at):
+        unit = SmoothDeviation(model, units[1].features[at], units[1].targets[at])
+        unit.dense, unit.anchors = False, units[1].features[:3]
+        return unit
+
+    whole = with_rows(slice(None))
+    errors, _ = whole.left_out(posterior_of(model, [units[0], whole, *units[2:]]))
+    for n in (0, 5, 11):
+        kept = with_rows([k for k in range(12) if k != n])
+        mean, variance = kept.predict(whole.features[[n]], posterior_of(model, [units[0], kept, *units[2:]]))
+        expected = (whole.targets[n] - mean) / variance.sqrt()
+        assert float(errors[n]) == pytest.approx(float(expected), rel=1e-5)
+
+
 def posterior_of(model, units):
     """q(Z_G) given all rows at this θ, where all sites have one shape."""
     sums = [unit.sums(torch.zeros(3).double()) for unit in units]
